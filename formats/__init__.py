@@ -1,0 +1,1 @@
+"""Storage formats, one a file: layout, converter, inverse."""

@@ -1,0 +1,65 @@
+"""The contract that every file in formats/ keeps, and the tensor helpers they share.
+
+A format file holds one frozen dataclass and names it FORMAT. The harness finds it by file name.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type with as many bytes as a floating-point type."""
+
+
+class FormatError(ValueError):
+    """The matrix cannot be stored in this format; the message says what was expected and found."""
+
+
+class Format(ABC):
+    """A matrix [rows, columns] in one storage format, on one device."""
+
+    shape: tuple[int, int]
+
+    @classmethod
+    @abstractmethod
+    def from_dense(cls, dense: Tensor, /, **params: Any) -> Self:
+        """Convert on the tensor's own device, vectorised, or raise FormatError."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """Return exactly the matrix that was converted, bit for bit."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, Tensor]:
+        """Name every array that a kernel reads: what counts as stored bytes."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the size of the format's arrays in bytes."""
+        return sum(a.numel() * a.element_size() for a in self.arrays().values())
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise FormatError unless the condition holds."""
+    if not condition:
+        raise FormatError(message)
+
+
+def require_matrix(dense: Tensor) -> None:
+    """Raise FormatError unless the tensor is a contiguous floating-point matrix."""
+    require(dense.dim() == 2, f"expected a matrix [n, k], found shape {list(dense.shape)}")
+    require(dense.is_floating_point(), f"expected a floating-point matrix, found {dense.dtype}")
+    require(dense.is_contiguous(), f"expected a contiguous matrix, found strides {dense.stride()}")
+
+
+def is_stored(dense: Tensor) -> Tensor:
+    """Return where the bits are not all zero: -0.0 and NaN are values, and are kept."""
+    return dense.view(BITS[dense.element_size()]) != 0
+
+
+def offsets_of(rows: Tensor, count: int) -> Tensor:
+    """Return int32 [count + 1]: where each row starts in the sorted row numbers `rows`."""
+    counts = torch.bincount(rows, minlength=count)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)

@@ -1,0 +1,66 @@
+"""Block sparse rows: only the r x c blocks that hold a non-zero are stored.
+
+       c   c   c
+    r ## . . ##      offsets  0 2 3      (2 block rows)
+    r . . ## . .     columns  0 2 1      (block columns)
+
+offsets  int32 [ceil(n/r) + 1]  where each block row starts in `columns`
+columns  int32 [blocks]         block column of each stored block, ascending within a block row
+values   dtype [blocks, r, c]   row-major blocks; zeros where an edge block leaves the matrix
+
+Any block fits any matrix: the blocks of the last row and column may stick out, and are padded.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.formats._format import Format, is_stored, offsets_of, require, require_matrix
+
+
+@dataclass(frozen=True)
+class Bsr(Format):
+    """A matrix of r x c blocks, blocks of zeros left out."""
+
+    shape: tuple[int, int]
+    offsets: Tensor
+    columns: Tensor
+    values: Tensor
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, /, *, block: int | list[int] = 32) -> Self:
+        """Convert to blocks of `block` rows and columns, or of [rows, columns]."""
+        require_matrix(dense)
+        r, c = (block, block) if isinstance(block, int) else block
+        require(r > 0 and c > 0, f"expected a block of at least 1x1, found {r}x{c}")
+        n, k = dense.shape
+        padded = pad(dense, (0, -k % c, 0, -n % r)) if n % r or k % c else dense
+        blocks = padded.view(padded.shape[0] // r, r, padded.shape[1] // c, c)
+        rows, columns = is_stored(blocks).any(3).any(1).nonzero(as_tuple=True)
+        values = blocks[rows, :, columns].contiguous()
+        return cls((n, k), offsets_of(rows, len(blocks)), columns.to(torch.int32), values)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Return r and c."""
+        return self.values.shape[1], self.values.shape[2]
+
+    def to_dense(self) -> Tensor:
+        """Put the blocks back and cut what sticks out."""
+        (n, k), (r, c) = self.shape, self.block
+        block_rows, block_columns = -(-n // r), -(-k // c)
+        blocks = self.values.new_zeros(block_rows, block_columns, r, c)
+        rows = torch.arange(block_rows, device=blocks.device)
+        blocks[rows.repeat_interleave(self.offsets.diff()), self.columns.long()] = self.values
+        padded = blocks.transpose(1, 2).reshape(block_rows * r, block_columns * c)
+        return padded[:n, :k].contiguous()
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return the three arrays of the layout."""
+        return {"offsets": self.offsets, "columns": self.columns, "values": self.values}
+
+
+FORMAT = Bsr

@@ -1,0 +1,58 @@
+"""Compressed sparse rows: the non-zeros of each row, one after the other.
+
+    1 . 2        offsets  0 2 2 3
+    . . .        columns  0 2 1
+    . 3 .        values   1 2 3
+
+offsets  int32 [n + 1]  where each row starts
+columns  int32 [nnz]    ascending within a row
+values   dtype [nnz]
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import Format, is_stored, offsets_of, require, require_matrix
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Csr(Format):
+    """A matrix of its non-zeros, row by row."""
+
+    shape: tuple[int, int]
+    offsets: Tensor
+    columns: Tensor
+    values: Tensor
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, /) -> Self:
+        """Convert; a bit pattern other than +0.0 is a value."""
+        require_matrix(dense)
+        n, k = dense.shape
+        rows, columns = is_stored(dense).nonzero(as_tuple=True)
+        require(
+            len(rows) <= INT32_MAX,
+            f"expected at most {INT32_MAX} non-zeros for 32-bit offsets, found {len(rows)}",
+        )
+        values = dense[rows, columns]
+        return cls((n, k), offsets_of(rows, n), columns.to(torch.int32), values)
+
+    def to_dense(self) -> Tensor:
+        """Put the non-zeros back."""
+        n, k = self.shape
+        dense = self.values.new_zeros(n, k)
+        rows = torch.arange(n, device=dense.device).repeat_interleave(self.offsets.diff())
+        dense[rows, self.columns.long()] = self.values
+        return dense
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return the three arrays of the layout."""
+        return {"offsets": self.offsets, "columns": self.columns, "values": self.values}
+
+
+FORMAT = Csr

@@ -1,0 +1,36 @@
+"""Dense row-major storage: the identity format, and every dense baseline's input.
+
+values  dtype [n, k]
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from sparsebench.formats._format import Format, require_matrix
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """A matrix stored as itself."""
+
+    shape: tuple[int, int]
+    values: Tensor
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, /) -> Self:
+        """Keep the matrix, without a copy."""
+        require_matrix(dense)
+        return cls((dense.shape[0], dense.shape[1]), dense)
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix."""
+        return self.values
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return the one array."""
+        return {"values": self.values}
+
+
+FORMAT = Dense

@@ -1,0 +1,1 @@
+"""Runs contests: operands, contenders, correctness, timing, workers."""

@@ -1,0 +1,1 @@
+"""The operations that formats compete at, one a file."""

@@ -1,0 +1,68 @@
+"""The contract that every file in harness/ops/ keeps: all that the harness knows of an op.
+
+An op file names one OP. Its definition in torch is the oracle (run in fp64), the dense baseline
+(run in the problem's dtype) and the specification.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from torch import Tensor
+
+from sparsebench.results.record import Problem
+
+Block = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+"""A block's side, or its rows and columns."""
+
+
+class Fields(BaseModel):
+    """The fields that a problem of any op has; an op adds its sizes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    dtype: Literal["fp16", "bf16", "fp32"]
+    pattern: str = "dense"
+    sparsity: float = Field(default=0.0, ge=0.0, lt=1.0)
+    block: Block = 1
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand: its role and, by field name, its two sizes."""
+
+    role: Literal["weight", "activation"]
+    shape: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op.
+
+    fields        pydantic model of a problem's fields
+    operands      by name, in the order of the definition's arguments
+    definition    dense operands in any dtype to the output [rows, columns]
+    spread        the same arguments in fp64 to the size, per output element, of the values that
+                  rounding acts on: sqrt of the sum of squared terms; errors are held against it
+    flops         (problem, non-zeros by weight name) to the operations no kernel can avoid
+    fewest_bytes  (problem, non-zeros by weight name, bytes an element) to the bytes likewise: every
+                  non-zero and activation read once, every output written once, no index at all
+    """
+
+    fields: type[Fields]
+    operands: Mapping[str, Operand]
+    definition: Callable[..., Tensor]
+    spread: Callable[..., Tensor]
+    flops: Callable[[Problem, Mapping[str, int]], float]
+    fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
+
+    @property
+    def weights(self) -> list[str]:
+        """Name the operands that formats store."""
+        return [name for name, operand in self.operands.items() if operand.role == "weight"]
+
+    @property
+    def activations(self) -> list[str]:
+        """Name the operands that arrive dense at every call."""
+        return [name for name, operand in self.operands.items() if operand.role == "activation"]

@@ -1,0 +1,52 @@
+"""Linear layer without bias: Y[m, n] = X[m, k] @ W[n, k].T, as torch.nn.functional.linear.
+
+m tokens, n output features, k input features; W is the sparse operand.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from sparsebench.harness.ops._op import Fields, Op, Operand
+from sparsebench.results.record import Problem
+
+
+class LinearFields(Fields):
+    """A problem of this op."""
+
+    m: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+
+
+def definition(w: Tensor, x: Tensor) -> Tensor:
+    """W [n, k], X [m, k] to Y [m, n]."""
+    return torch.nn.functional.linear(x, w)
+
+
+def spread(w: Tensor, x: Tensor) -> Tensor:
+    """Return sqrt(X² @ (W²).T): one standard deviation of a dot product of random signs."""
+    return definition(w.square(), x.square()).sqrt()
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add a token and non-zero."""
+    return 2.0 * problem["m"] * nnz["w"]
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of W's non-zeros, X and Y."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    return int(itemsize * (nnz["w"] + m * k + m * n))
+
+
+OP = Op(
+    fields=LinearFields,
+    operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
+    definition=definition,
+    spread=spread,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+)

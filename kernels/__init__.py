@@ -1,0 +1,1 @@
+"""Kernels, one a file: what multiplies a format."""

@@ -1,0 +1,77 @@
+"""The contract that every file in kernels/ keeps.
+
+A kernel file names one KERNEL. `supports` answers before anything is built; `prepare` uploads,
+packs, compiles and tunes; the Launch that it returns is what is timed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import Format
+from sparsebench.results.record import Problem
+
+
+class Unsupported(Exception):
+    """This kernel cannot run this case here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a kernel is given.
+
+    weights      packed in the format the kernel consumes, by operand name; theirs to read for ever
+    activations  dense and token-major, by operand name; rewritten in place between preparing and
+                 timing, so that nothing computed from their values in `prepare` can be right
+    definition   the op as a plain torch function of its dense operands, in their dtype
+    """
+
+    problem: Problem
+    weights: Mapping[str, Format]
+    activations: Mapping[str, Tensor]
+    definition: Callable[..., Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the operands are."""
+        return next(iter(self.activations.values())).device
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The timed work and nothing else: call it for the product, on the operands' device.
+
+    `choice` records what `prepare` settled on (tile, layout, algorithm), and goes into the row.
+    """
+
+    run: Callable[[], Tensor]
+    choice: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Tensor:
+        """Enqueue the work on the current stream and return the output tensor."""
+        return self.run()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute an op from weights in one format.
+
+    op        the op's name, or "any": the kernel runs `operands.definition`
+    consumes  the format's name, or "any"
+    device    "cuda", "cpu" or "any"
+    supports  (problem, device) to a reason why not, or None
+    prepare   (operands, **options) to a Launch; raises Unsupported, and never falls back
+    """
+
+    op: str
+    consumes: str
+    device: str
+    prepare: Callable[..., Launch]
+    supports: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""The dtypes of a problem, by the name a suite uses."""

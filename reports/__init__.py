@@ -1,0 +1,1 @@
+"""What is shown: one HTML file a run."""

@@ -1,0 +1,1 @@
+"""Report figures, one a file."""

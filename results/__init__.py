@@ -1,0 +1,1 @@
+"""What came back: records, runs on disk, pandas frames."""

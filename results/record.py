@@ -1,0 +1,167 @@
+"""The records of a run: what was asked (Problem, Contender, Case) and what came back (Row).
+
+    Problem    one op on one set of operands, the same bits on every machine
+    Contender  a format and the kernel that multiplies it
+    Case       a problem given to a contender; its id names it for ever
+    Row        one measured case in one process: raw samples, everything derived is computed on reading
+
+Plain data: no torch, no sibling import, and everything goes to JSON and back unchanged.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+ROWS_SCHEMA = "sparsebench/rows@1"
+
+Value = bool | int | float | str | list[int] | None
+"""What a field of a problem or a parameter of a contender may hold (a list is a block's r x c)."""
+
+
+class Status(StrEnum):
+    """How a case ended. Only `ok` rows carry samples; every other row says why in `detail`."""
+
+    OK = "ok"
+    UNSUPPORTED = "unsupported"
+    WRONG = "wrong"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    OUT_OF_MEMORY = "out_of_memory"
+    FASTER_THAN_LIGHT = "faster_than_light"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that operands come from. Its SHA-256 is its identity; `path` says where it was found."""
+
+    path: str
+    sha256: str
+    tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op with its fields (m, n, k, dtype, pattern, sparsity, block ...) and a seed.
+
+    Problems with equal ids have the same bits in every operand, whatever the device.
+    """
+
+    op: str
+    fields: Mapping[str, Value]
+    seed: int = 0
+    source: Source | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        """Return one field; a KeyError names the op and the field."""
+        if name not in self.fields:
+            raise KeyError(f"op {self.op} has no field {name}")
+        return self.fields[name]
+
+    @property
+    def id(self) -> str:
+        """Name the problem; a source counts by content, not by place."""
+        data = asdict(self)
+        if data["source"]:
+            del data["source"]["path"]
+        return _digest(data)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what asdict wrote."""
+        source = Source(**data["source"]) if data.get("source") else None
+        return cls(data["op"], dict(data["fields"]), data["seed"], source)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A format and a kernel, by name.
+
+    `params` go to the format (`block`), `options` to the kernel (`tuned`). A `baseline` is a
+    contender that others are compared with; a `twin` is the second A of an A/A pair.
+    """
+
+    format: str
+    kernel: str
+    params: Mapping[str, Value] = field(default_factory=dict)
+    options: Mapping[str, Value] = field(default_factory=dict)
+    baseline: bool = False
+    twin: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name the contender for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
+        options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
+        return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem given to one contender: complete, so that it alone can be run again."""
+
+    problem: Problem
+    contender: Contender
+
+    @property
+    def id(self) -> str:
+        """Hash the canonical JSON; being a baseline is a role, not an identity."""
+        contender = asdict(self.contender)
+        del contender["baseline"]
+        return _digest({"problem": self.problem.id, "contender": contender})
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what asdict wrote."""
+        return cls(Problem.from_json(data["problem"]), Contender(**data["contender"]))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case gave in one process.
+
+    A contest is one problem in one process, all its contenders timed in turn: rows that share
+    `replicate` and problem were measured side by side, block by block. `samples_us` holds them in
+    the order taken, `samples_per_block` at a time.
+    """
+
+    case: Case
+    status: Status
+    replicate: int = 0
+    attempt: int = 0
+    device: str = "cpu"  # GPU UUID, or the name of the CPU
+    scope: str = "kernel"
+    cache: str = "cold"
+    clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
+    detail: str = ""
+    choice: Mapping[str, Any] = field(default_factory=dict)  # what the kernel settled on
+    error: float | None = None  # ||out - reference|| / ||reference||
+    error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
+    sparsity: float | None = None  # achieved, over all elements of the weights
+    nnz: int | None = None
+    digest: str | None = None  # of the operands
+    flops: float | None = None  # of the non-zeros: what a kernel that wastes nothing does
+    dense_flops: float | None = None
+    fewest_bytes: int | None = None
+    stored_bytes: int | None = None
+    dense_bytes: int | None = None
+    convert_us: float | None = None
+    prepare_s: float | None = None
+    samples_us: tuple[float, ...] = ()
+    samples_per_block: int = 1
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what asdict wrote."""
+        fixed = {
+            "case": Case.from_json(data["case"]),
+            "status": Status(data["status"]),
+            "samples_us": tuple(data["samples_us"]),
+        }
+        return cls(**{**data, **fixed})
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

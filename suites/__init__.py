@@ -1,0 +1,1 @@
+"""Suites: what to run, as YAML."""
