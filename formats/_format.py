@@ -24,7 +24,7 @@ class Format(ABC):
 
     @classmethod
     @abstractmethod
-    def from_dense(cls, dense: Tensor, /, **params: Any) -> Self:
+    def from_dense(cls, dense: Tensor, /, *_: Any, **params: Any) -> Self:
         """Convert on the tensor's own device, vectorised, or raise FormatError."""
 
     @abstractmethod

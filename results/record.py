@@ -3,7 +3,7 @@
     Problem    one op on one set of operands, the same bits on every machine
     Contender  a format and the kernel that multiplies it
     Case       a problem given to a contender; its id names it for ever
-    Row        one measured case in one process: raw samples, everything derived is computed on reading
+    Row        one measured case in one process: raw samples; what derives is computed on reading
 
 Plain data: no torch, no sibling import, and everything goes to JSON and back unchanged.
 """
@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A file that operands come from. Its SHA-256 is its identity; `path` says where it was found."""
+    """A file that operands come from: its SHA-256 is its identity, `path` where it was found."""
 
     path: str
     sha256: str

@@ -42,7 +42,8 @@ class Op:
 
     fields        pydantic model of a problem's fields
     operands      by name, in the order of the definition's arguments
-    definition    dense operands in any dtype to the output [rows, columns]
+    definition    dense operands in any dtype to the output [rows, columns]; arguments that it takes
+                  by keyword alone are fields of the problem
     spread        the same arguments in fp64 to the size, per output element, of the values that
                   rounding acts on: sqrt of the sum of squared terms; errors are held against it
     flops         (problem, non-zeros by weight name) to the operations no kernel can avoid

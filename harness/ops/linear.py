@@ -33,7 +33,7 @@ def spread(w: Tensor, x: Tensor) -> Tensor:
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add a token and non-zero."""
-    return 2.0 * problem["m"] * nnz["w"]
+    return float(2 * problem["m"] * nnz["w"])
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:

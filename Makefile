@@ -1,0 +1,37 @@
+# Two commands for a newcomer: `make bench` measures this machine, `make test` runs the tests.
+# Both make .venv with the pinned versions first, and take the GPU extra where there is a GPU.
+
+PYTHON ?= python3
+BIN := .venv/bin
+EXTRAS := dev$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
+
+# Python started here must not take our folders for installed packages of the same name.
+export PYTHONSAFEPATH := 1
+
+.PHONY: bench test lint types clean
+.DEFAULT_GOAL := bench
+
+bench: .venv/installed
+	$(BIN)/sparsebench run quick
+
+test: .venv/installed
+	$(BIN)/pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow an editable install: it reads the files that a wheel would install.
+types: .venv/installed
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
+	MYPYPATH=build/types $(BIN)/mypy -p sparsebench
+
+.venv/installed: pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf .venv build

@@ -1,0 +1,85 @@
+"""Is the output right? Two questions, both against the op's definition in fp64.
+
+    whole      ||Y - R|| <= eps ||S||
+    element    |Y - R| <= eps |R| + 8 eps S
+
+R is the reference, S the op's `spread` (for a dot product sqrt(sum (x w)²), what random signs leave
+of it), and eps = eps(dtype) + eps(fp32) sqrt(d): one rounding to the output's dtype, and fp32
+accumulation over d, the most non-zeros in a row of the weights. A kernel that accumulates in
+16 bits drifts by about 0.2 eps(dtype) sqrt(d) and fails the first; one wrong element fails the
+second. S is zero where a row of weights is empty: only an exact zero passes there.
+
+8: the largest of 10^8 normal deviates is 5.7 sd, and split-k partial sums are rounded once each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ELEMENT = 8.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The right answer [rows, columns] in fp64, and how far from it is still right."""
+
+    reference: Tensor
+    spread: Tensor
+    dtype: torch.dtype
+    depth: int
+
+    @property
+    def eps(self) -> float:
+        """Return the relative size of one output's rounding errors."""
+        accumulated = float(torch.finfo(torch.float32).eps * self.depth**0.5)
+        return float(torch.finfo(self.dtype).eps) + accumulated
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason` is None when the output is right; the errors are None where it is not finite."""
+
+    reason: str | None
+    error: float | None = None
+    error_of_bound: float | None = None
+
+
+def check(out: object, expected: Expected) -> Verdict:
+    """Hold a launch's output against the right answer."""
+    reference = expected.reference
+    if not isinstance(out, Tensor):
+        return Verdict(f"expected a tensor, found {type(out).__name__}")
+    if out.shape != reference.shape:
+        return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
+    if out.dtype != expected.dtype or out.device != reference.device:
+        wanted = f"{expected.dtype} on {reference.device}"
+        return Verdict(f"expected {wanted}, found {out.dtype} on {out.device}")
+    if not out.is_contiguous():
+        return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
+    if not bool(out.isfinite().all()):
+        bad = int((~out.isfinite()).sum())
+        return Verdict(f"expected finite values, found {bad} of {out.numel()} that are not")
+    return _judge(out, expected)
+
+
+def _judge(out: Tensor, expected: Expected) -> Verdict:
+    reference, spread, eps = expected.reference, expected.spread, expected.eps
+    distance = (out.double() - reference).abs()
+    scale, whole = float(reference.norm()), float(distance.norm())
+    error = whole / scale if scale else whole
+    bound = eps * reference.abs() + ELEMENT * eps * spread
+    excess = float(
+        (distance / bound).nan_to_num(nan=0.0, posinf=torch.finfo(torch.float64).max).max()
+    )
+    if whole > eps * float(spread.norm()):
+        empty = " (all zero)" if not bool(out.any()) else ""
+        limit = eps * float(spread.norm()) / scale if scale else 0.0
+        return Verdict(f"relative error {error:.2e} above {limit:.2e}{empty}", error, excess)
+    if excess > 1:
+        row, column = divmod(int((distance / bound).nan_to_num(nan=0.0).argmax()), out.shape[1])
+        found = f"{float(out[row, column]):.6g} where {float(reference[row, column]):.6g} is right"
+        return Verdict(
+            f"element [{row}, {column}] is {found}, {excess:.1f} times its bound", error, excess
+        )
+    return Verdict(None, error, excess)

@@ -1,0 +1,187 @@
+"""The device under test and everything around it that a number depends on."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsebench.harness._errors import SuiteError
+
+LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "numpy", "scipy", "pandas"
+FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
+SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
+
+
+def pick(name: str | None) -> torch.device:
+    """Return the device asked for, or the best there is; SuiteError where it is not there."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda:0" if found else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise SuiteError(f"--device: expected an NVIDIA GPU for {name!r}, found {found} here")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def identity(device: torch.device) -> str:
+    """Return the GPU's UUID, or the CPU's name."""
+    if device.type == "cuda":
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return _cpu_name()
+
+
+def slug(device: torch.device) -> str:
+    """Return a short name for a directory: `h200`, `cpu`."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower()
+    return "-".join(word for word in name.split() if word not in ("nvidia", "geforce"))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what environment.json holds. It names no host and no user, so it can be published."""
+    return {
+        "device": str(device),
+        "gpu": _gpu(device) if device.type == "cuda" else None,
+        "cpu": {
+            "name": _cpu_name(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "system": {"kernel": platform.release(), "libc": "-".join(platform.libc_ver())},
+        "versions": _versions(),
+        "sparsebench": version("sparsebench"),
+        **commit(),
+        "code_sha256": code_sha256(),
+        "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
+        "torch_settings": {
+            "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+            "bf16_reduced_reduction": (
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+            ),
+            "fp16_reduced_reduction": (
+                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+            ),
+        },
+    }
+
+
+def code_sha256() -> str:
+    """Return one digest of the code that measures: the same commit or not, this tells."""
+    digest = hashlib.sha256()
+    for folder in FOLDERS:
+        for path, text in sorted(_sources(folder, files(f"sparsebench.{folder}"))):
+            digest.update(path.encode() + b"\0" + text + b"\0")
+    return digest.hexdigest()
+
+
+def commit() -> dict[str, Any]:
+    """Return the commit and whether the checkout is dirty; None for an installed package."""
+    root = Path(str(files("sparsebench.harness"))).parent
+    return {
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "dirty": bool(changes)
+        if (changes := _git(root, "status", "--porcelain")) is not None
+        else None,
+    }
+
+
+def _git(root: Path, *command: str) -> str | None:
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", root, *command], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _sources(path: str, folder: Traversable) -> list[tuple[str, bytes]]:
+    found = []
+    for item in folder.iterdir():
+        if item.is_dir():
+            found += _sources(f"{path}/{item.name}", item)
+        elif item.name.endswith((".py", ".cu", ".cuh", ".json")) and "published" not in path:
+            found.append((f"{path}/{item.name}", item.read_bytes()))
+    return found
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "uuid": identity(device),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        **_nvml(identity(device)),
+    }
+
+
+def _nvml(uuid: str) -> dict[str, Any]:
+    """Return driver, clocks and limits, as they are now; {} without nvidia-ml-py."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return {"nvml": "needs nvidia-ml-py"}
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        clock, limit = pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "sm_clock_mhz": clock(handle, pynvml.NVML_CLOCK_SM),
+            "sm_clock_max_mhz": limit(handle, pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": clock(handle, pynvml.NVML_CLOCK_MEM),
+            "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1e3,
+            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        }
+    except pynvml.NVMLError as error:
+        return {"nvml": str(error)}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    for distribution in distributions():
+        name = distribution.metadata["Name"] or ""
+        for library in ("cublas", "cusparse", "cusparselt"):
+            if name.removesuffix("-cu13").removesuffix("-cu12") == f"nvidia-{library}":
+                found[library] = distribution.version
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,132 @@
+"""The operands of a problem: weights drawn or read, pruned to the pattern, and activations.
+
+    source         pattern           weight
+    none           any but file      numbers from the seed, kept where a hash is highest
+    pattern file   file              numbers from the seed, kept where the file has an entry
+    safetensors    any but file      the file's, cast to the dtype, kept where largest in magnitude
+
+Weights have a standard deviation of about 1 / sqrt(k), activations of about 1: so have outputs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import is_stored
+from sparsebench.harness import patterns, sources
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.bits import UNIT, digest, fill, scores
+from sparsebench.harness.ops._op import Op
+from sparsebench.harness.suite import located
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.results.record import Problem, Source
+
+
+@dataclass(frozen=True)
+class DenseOperands:
+    """A problem's operands, dense, before any format sees them.
+
+    nnz       elements of each weight whose bits are not all zero
+    sparsity  the part of all weights' elements that is zero
+    digest    of weights and first activations; the same on every machine
+    """
+
+    weights: dict[str, Tensor]
+    activations: dict[str, Tensor]
+    nnz: dict[str, int]
+    sparsity: float
+    digest: str
+
+
+def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
+    """Build the operands on the device; sources lie below `data`. Raises SuiteError."""
+    weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
+    activations = {
+        name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem), device=device)
+        for name in op.activations
+    }
+    redraw(problem, op, activations, draw=0)
+    nnz = {name: int(is_stored(w).sum()) for name, w in weights.items()}
+    size = sum(w.numel() for w in weights.values())
+    sparsity = (size - sum(nnz.values())) / size
+    return DenseOperands(weights, activations, nnz, sparsity, digest({**weights, **activations}))
+
+
+def redraw(problem: Problem, op: Op, activations: Mapping[str, Tensor], draw: int) -> None:
+    """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave."""
+    for name in op.activations:
+        fill(activations[name], problem.seed, name, draw)
+
+
+def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
+    """Return a weight in which everything that the pattern leaves out is +0.0."""
+    source, pattern = problem.source, problem["pattern"]
+    if (pattern == patterns.FILE) != (source is not None and source.tensor is None):
+        found = f"{pattern!r} with {source.path if source else 'no source'}"
+        raise SuiteError(
+            f"pattern: expected 'file' just where a pattern is the source, found {found}"
+        )
+    if source is None:
+        weight = _drawn(problem, op, name, device)
+        return _pruned(problem, op, name, weight, partial(_hashed, problem.seed, name, device))
+    path = _verified(source, data)
+    if source.tensor is None:
+        keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
+        return _drawn(problem, op, name, device).masked_fill_(~keep, 0)
+    stored = _fitting(problem, op, name, path, sources.load_weights(path, source.tensor))
+    weight = stored.to(device, _dtype(problem), copy=True)
+    bad = int((~weight.isfinite()).sum())
+    if bad:
+        raise SuiteError(
+            f"{path}: expected values finite in {problem['dtype']}, found {bad} others"
+        )
+    return _pruned(problem, op, name, weight, partial(patterns.magnitudes, weight))
+
+
+def _hashed(seed: int, name: str, device: torch.device, grid: patterns.Grid) -> Tensor:
+    return scores(seed, name, grid.cells, device)
+
+
+def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
+    shape = _shape(problem, op, name)
+    weight = torch.empty(shape, dtype=_dtype(problem), device=device)
+    fill(weight, problem.seed, name, scale=UNIT * 2.0 ** -round(math.log2(shape[1]) / 2))
+    return weight
+
+
+def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: patterns.Score) -> Tensor:
+    shape = op.operands[name].shape
+    if patterns.level(problem.fields, shape) == 0:
+        return weight
+    keep = patterns.mask(problem.fields, shape, score, weight.device)
+    return weight.masked_fill_(~keep, 0)
+
+
+def _verified(source: Source, data: Path | None) -> Path:
+    """Return where the source is, if it still is what the problem was planned with."""
+    path = located(source, data)
+    found = sources.sha256(path)
+    if found != source.sha256:
+        raise SuiteError(f"{path}: expected SHA-256 {source.sha256}, found {found}: it has changed")
+    return path
+
+
+def _fitting(problem: Problem, op: Op, name: str, path: Path, found: Tensor) -> Tensor:
+    expected = _shape(problem, op, name)
+    if tuple(found.shape) != expected:
+        raise SuiteError(f"{path}: expected {list(expected)}, found {list(found.shape)}")
+    return found
+
+
+def _shape(problem: Problem, op: Op, name: str) -> tuple[int, int]:
+    rows, columns = op.operands[name].shape
+    return problem[rows], problem[columns]
+
+
+def _dtype(problem: Problem) -> torch.dtype:
+    return DTYPES[problem["dtype"]]

@@ -1,0 +1,94 @@
+"""Gated feed-forward layer: Y[m, k] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T, X[m, k].
+
+m tokens, k model width, n hidden units; Wg and Wu [n, k] and Wd [k, n] are the sparse operands.
+
+    activation  silu  z / (1 + exp(-z))      relu  max(z, 0)      relu2  max(z, 0)²
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+from torch.nn.functional import linear, relu, silu
+
+from sparsebench.harness.ops._op import Fields, Op, Operand
+from sparsebench.results.record import Problem
+
+
+class FfnFields(Fields):
+    """A problem of this op; n is the hidden width."""
+
+    m: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+    activation: Literal["silu", "relu", "relu2"] = "silu"
+
+
+def definition(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
+    """Wg and Wu [n, k], Wd [k, n], X [m, k] to Y [m, k]."""
+    return linear(_act(linear(x, wg), activation) * linear(x, wu), wd)
+
+
+def spread(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
+    """Carry the spreads of gate g and up u through h = act(g) u, and that of h through Wd.
+
+        S(h)² = (act'(g) u S(g))² + (act(g) S(u))² + h²      S(y)² = (S(h)² + h²) @ (Wd²).T
+
+    In S(h) the last term is the rounding of h itself; in S(y), the terms of the last product.
+    """
+    g, u = linear(x, wg), linear(x, wu)
+    var_g, var_u = linear(x.square(), wg.square()), linear(x.square(), wu.square())
+    act, slope = _act(g, activation), _slope(g, activation)
+    h2 = (act * u).square()
+    var_h = (slope * u).square() * var_g + act.square() * var_u + h2
+    return linear(var_h + h2, wd.square()).sqrt()
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add a token and non-zero; the n activations count for nothing."""
+    return float(2 * problem["m"] * sum(nnz.values()))
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of all non-zeros, X and Y; the hidden units need never leave the chip."""
+    m, k = problem["m"], problem["k"]
+    return int(itemsize * (sum(nnz.values()) + 2 * m * k))
+
+
+def _act(z: Tensor, activation: str) -> Tensor:
+    match activation:
+        case "silu":
+            return silu(z)
+        case "relu":
+            return relu(z)
+        case _:
+            return relu(z).square()
+
+
+def _slope(z: Tensor, activation: str) -> Tensor:
+    """Return act'(z); relu's is 1 on both sides, since a rounding may take z across."""
+    match activation:
+        case "silu":
+            s = z.sigmoid()
+            return s * (1 + z * (1 - s))
+        case "relu":
+            return torch.ones_like(z)
+        case _:
+            return 2 * relu(z)
+
+
+OP = Op(
+    fields=FfnFields,
+    operands={
+        "wg": Operand("weight", ("n", "k")),
+        "wu": Operand("weight", ("n", "k")),
+        "wd": Operand("weight", ("k", "n")),
+        "x": Operand("activation", ("m", "k")),
+    },
+    definition=definition,
+    spread=spread,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+)

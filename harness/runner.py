@@ -1,0 +1,242 @@
+"""The parent process: contests to rows, through a worker that may crash, hang or run out of memory.
+
+    contest ─> worker ─> rows
+                 │ no line in time          the contender last announced: timeout
+                 │ gone, or a CUDA error    the contender last announced: failed
+                 └> a fresh worker runs the contest again without it; earlier samples are discarded
+
+A second attempt waits for and announces every sample, so that an error while contenders take turns
+finds its owner; where it does not, the contest is given up and every row says so.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from sparsebench.harness.suite import Contest
+from sparsebench.results.record import Case, Contender, Row, Status
+
+# -P: the repository's own folders must not shadow installed packages of the same name.
+COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.worker")
+START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
+BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
+WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
+
+
+class WorkerError(RuntimeError):
+    """No worker process could be started; the message holds its last words."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """How a worker was lost: the case last announced ("" between cases), and why."""
+
+    case: str
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A worker's answer."""
+
+    rows: list[Row]
+    spent_s: dict[str, float]
+
+
+@dataclass
+class Log:
+    """What workers print: kept until there is a file for it."""
+
+    file: Path | None = None
+    kept: list[str] = field(default_factory=list)
+
+    def add(self, line: str) -> None:
+        """Take one line."""
+        self.kept.append(line)
+        if self.file:
+            with self.file.open("a") as file:
+                file.write("".join(self.kept))
+            self.kept.clear()
+
+
+class Worker:
+    """A child process. Its first answer, `about`, describes the device."""
+
+    def __init__(self, device: str, data: Path | None, log: Log) -> None:
+        """Start the child and wait until it has its device."""
+        arguments = [device, *([str(data)] if data else [])]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+            start_new_session=True,  # Ctrl-C is for the parent, which ends the child
+        )  # fmt: skip
+        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._words: list[str] = []
+        self._readers = [
+            _reader(self._child.stdout, self._answers.put, at_end=""),
+            _reader(self._child.stderr, lambda line: self._hear(line, log)),
+        ]
+        about = self._next(START_TIMEOUT_S)
+        if isinstance(about, Lost):
+            raise WorkerError(f"the worker did not start: {about.detail}")
+        self.about: dict[str, Any] = about
+
+    def measure(
+        self, contest: Contest, replicate: int, attempt: int, timeout_s: float
+    ) -> Measured | Lost:
+        """Return the contest's rows, or how the worker was lost over it; then it is dead."""
+        asked = {"problem": asdict(contest.problem), "replicate": replicate, "attempt": attempt}
+        asked["contenders"] = [asdict(contender) for contender in contest.contenders]
+        assert self._child.stdin
+        try:
+            self._child.stdin.write(json.dumps(asked) + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            return Lost("", Status.FAILED, self._last_words(self.close()))
+        case = ""
+        while True:
+            answer = self._next(timeout_s)
+            if isinstance(answer, Lost):
+                return Lost(case, answer.status, answer.detail)
+            if "at" in answer:
+                case = answer["at"][0]
+            elif "fatal" in answer:
+                self.close()
+                return Lost(answer["fatal"][0] or case, Status.FAILED, answer["fatal"][1])
+            else:
+                return Measured([Row.from_json(r) for r in answer["rows"]], answer["spent_s"])
+
+    def close(self) -> int:
+        """End the child, whatever it is doing, and return its exit code."""
+        if self._child.stdin and not self._child.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._child.stdin.close()
+        try:
+            code = self._child.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        for reader in self._readers:
+            reader.join()
+        return code
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._child.kill()
+        self.close()
+
+    def _next(self, timeout_s: float) -> dict[str, Any] | Lost:
+        try:
+            line = self._answers.get(timeout=timeout_s)
+        except Empty:
+            self.kill()
+            return Lost("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
+        if not line:
+            return Lost("", Status.FAILED, self._last_words(self.close()))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self, code: int) -> str:
+        words = " | ".join(word.strip() for word in self._words if word.strip())
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the worker process ended with {how}" + (f": {words}" if words else "")
+
+    def _hear(self, line: str, log: Log) -> None:
+        log.add(line)
+        self._words = [*self._words, line][-WORDS_KEPT:]
+
+
+def _reader(
+    stream: IO[str] | None, take: Callable[[str], None], at_end: str | None = None
+) -> threading.Thread:
+    """Read a stream to its end in the background."""
+
+    def read() -> None:
+        assert stream
+        with stream:
+            for line in stream:
+                take(line)
+        if at_end is not None:
+            take(at_end)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+class Runner:
+    """Runs contests one after the other, in one worker after the other."""
+
+    def __init__(self, device: str, data: Path | None, timeout_s: float) -> None:
+        """Start the first worker: `about` tells the device."""
+        self.log = Log()
+        self._start: Callable[[], Worker] = partial(Worker, device, data, self.log)
+        self._timeout_s = timeout_s
+        self._worker: Worker | None = self._start()
+        self.about = self._worker.about
+
+    def run(self, contests: Sequence[Contest], replicate: int = 0) -> Iterator[Measured]:
+        """Yield every contest's rows, complete, in order."""
+        for contest in contests:
+            yield self._complete(contest, replicate)
+
+    def fresh(self) -> None:
+        """Give the next contest a worker of its own: the process is the unit of replication."""
+        if self._worker:
+            self._worker.close()
+        self._worker = None
+
+    def kill(self) -> None:
+        """Stop whatever runs."""
+        if self._worker:
+            self._worker.kill()
+        self._worker = None
+
+    def _complete(self, contest: Contest, replicate: int) -> Measured:
+        """Run a contest until every contender has a row."""
+        left = list(contest.contenders)
+        lost_rows: list[Row] = []
+        blameless = attempt = 0
+        while left:
+            self._worker = self._worker or self._start()
+            part = Contest(contest.problem, tuple(left))
+            answer = self._worker.measure(part, replicate, attempt, self._timeout_s)
+            if isinstance(answer, Measured):
+                return Measured(_in_order(contest, lost_rows + answer.rows), answer.spent_s)
+            self._worker = None
+            attempt += 1
+            offenders = [c for c in left if Case(contest.problem, c).id == answer.case]
+            blameless += not offenders
+            if blameless == BLAMELESS_ATTEMPTS:
+                offenders = list(left)
+            for offender in offenders:
+                lost_rows.append(self._lost(contest, offender, answer, replicate, attempt))
+                left.remove(offender)
+        return Measured(_in_order(contest, lost_rows), {})
+
+    def _lost(
+        self, contest: Contest, offender: Contender, lost: Lost, replicate: int, attempt: int
+    ) -> Row:
+        return Row(
+            Case(contest.problem, offender),
+            lost.status,
+            replicate=replicate,
+            attempt=attempt - 1,
+            device=self.about["identity"],
+            detail=lost.detail,
+        )
+
+
+def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
+    place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
+    return sorted(rows, key=lambda row: place[row.case.id])

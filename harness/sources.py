@@ -1,0 +1,189 @@
+"""Files that operands come from: patterns (values are drawn) and real weights (to be pruned).
+
+    .smtx            text, as in the Deep Learning Matrix Collection       pattern
+                         rows, columns, non-zeros
+                         row offsets, rows + 1 of them
+                         column indices, one a non-zero
+    .mtx .mtx.gz     Matrix Market; every stored entry counts              pattern
+    .npz             scipy.sparse.save_npz; every stored entry counts      pattern
+    .safetensors     one tensor of it, fp16, bf16 or fp32                  weights
+
+A file that is not what it should be is a SuiteError: file, expected, found.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.io
+import scipy.sparse
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.catalog import did_you_mean
+
+DTYPES = ("F16", "BF16", "F32")
+"""Element types, as safetensors calls them, that weights may have."""
+
+Indices = NDArray[np.int64]
+
+
+def shape_and_level(path: Path, tensor: str | None = None) -> tuple[int, int, float | None]:
+    """Return n, k and a pattern's sparsity (None of weights); reads no more than it must."""
+    if tensor is not None:
+        return *_weight_shape(path, tensor), None
+    if path.suffix == ".smtx":
+        n, k, nnz = _smtx_header(path, _first_line(path))
+    else:
+        n, k, rows, _ = _scipy_pattern(path)
+        nnz = len(rows)
+    return n, k, 1 - nnz / (n * k)
+
+
+def load_pattern(path: Path) -> Tensor:
+    """Return a bool matrix [n, k]: True where the file has an entry."""
+    n, k, rows, columns = _smtx(path) if path.suffix == ".smtx" else _scipy_pattern(path)
+    mask = np.zeros((n, k), dtype=np.bool_)
+    mask[rows, columns] = True
+    return torch.from_numpy(mask)
+
+
+def load_weights(path: Path, tensor: str) -> Tensor:
+    """Return one tensor [n, k] of a safetensors file, in the dtype that it has there."""
+    _weight_shape(path, tensor)
+    with safe_open(path, framework="pt") as file:
+        weights: Tensor = file.get_tensor(tensor)
+    return weights
+
+
+def tensor_names(path: Path) -> list[str]:
+    """List the tensors of a safetensors file that can be weights."""
+    return [name for name, (shape, dtype) in _header(path).items() if _is_weight(shape, dtype)]
+
+
+def sha256(path: Path) -> str:
+    """Hash a file's content, once for each size and time of change."""
+    try:
+        status = path.stat()
+        return _sha256(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise _unusable(path, "a readable file", error) from error
+
+
+@cache
+def _sha256(path: Path, size: int, changed_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.readline(100).rstrip(b"\r\n")
+    except OSError as error:
+        raise _unusable(path, "a readable file", error) from error
+
+
+def _smtx(path: Path) -> tuple[int, int, Indices, Indices]:
+    """Return n, k and the row and column of every entry."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise _unusable(path, "a readable file", error) from error
+    if len(lines) == 2:
+        lines.append(b"")  # without an entry the third line may be missing
+    if len(lines) != 3:
+        raise _unusable(path, "3 lines: sizes, row offsets, column indices", f"{len(lines)}")
+    n, k, nnz = _smtx_header(path, lines[0])
+    offsets = _integers(path, "row offsets", lines[1], n + 1)
+    columns = _integers(path, "column indices", lines[2], nnz)
+    counts = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != nnz or (counts < 0).any():
+        ends = f"{offsets[0]} to {offsets[-1]}, {(counts < 0).sum()} of them falling"
+        raise _unusable(path, f"row offsets that rise from 0 to {nnz}", ends)
+    if nnz and columns.max() >= k:
+        raise _unusable(path, f"column indices below {k}", columns.max())
+    rows = np.repeat(np.arange(n), counts)
+    cells = np.sort(rows * k + columns)
+    if (cells[1:] == cells[:-1]).any():
+        raise _unusable(path, "each column once in a row", "a column twice")
+    return n, k, rows, columns
+
+
+def _smtx_header(path: Path, line: bytes) -> tuple[int, int, int]:
+    n, k, nnz = map(int, _integers(path, "rows, columns, non-zeros", line.replace(b",", b" "), 3))
+    if n < 1 or k < 1 or nnz > n * k:
+        raise _unusable(path, "a matrix of at least 1x1 that can hold its non-zeros", (n, k, nnz))
+    return n, k, nnz
+
+
+def _integers(path: Path, what: str, line: bytes, count: int) -> Indices:
+    """Parse non-negative integers with blanks between; 3 million in well under a second."""
+    other = line.translate(None, b"0123456789 \t\r")
+    if other:
+        found = other[:20].decode("ascii", "backslashreplace")
+        raise _unusable(path, f"{what} as non-negative integers", repr(found))
+    numbers: Indices = np.fromstring(line.decode(), dtype=np.int64, sep=" ")
+    if len(numbers) != count:
+        raise _unusable(path, f"{count} {what}", len(numbers))
+    return numbers
+
+
+def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
+    """Return n, k and the row and column of every entry."""
+    if not path.name.endswith((".mtx", ".mtx.gz", ".npz")):
+        raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
+    try:
+        read = _npz(path) if path.suffix == ".npz" else scipy.io.mmread(path, spmatrix=False)
+        entries = scipy.sparse.coo_array(read)
+    except Exception as error:  # the readers raise a dozen types on garbage
+        raise _unusable(path, "a sparse matrix", error) from error
+    if entries.ndim != 2 or 0 in entries.shape:
+        raise _unusable(path, "a matrix of at least 1x1", f"shape {list(entries.shape)}")
+    entries.sum_duplicates()
+    n, k = entries.shape
+    rows, columns = (index.astype(np.int64) for index in entries.coords)
+    return n, k, rows, columns
+
+
+def _npz(path: Path) -> Any:
+    with path.open("rb") as file:  # given the path, load_npz leaves a bad file open
+        matrix = scipy.sparse.load_npz(file)
+    if hasattr(matrix, "check_format"):
+        matrix.check_format(full_check=True)  # load_npz takes any index, also one outside
+    return matrix
+
+
+def _weight_shape(path: Path, tensor: str) -> tuple[int, int]:
+    header = _header(path)
+    if tensor not in header:
+        hint = did_you_mean(tensor, list(header))
+        raise _unusable(path, f"a tensor {tensor!r}", f"{len(header)} others{hint}")
+    shape, dtype = header[tensor]
+    if not _is_weight(shape, dtype):
+        expected = f"{tensor} as a matrix of {', '.join(DTYPES)}"
+        raise _unusable(path, expected, f"{dtype} {list(shape)}")
+    return shape[0], shape[1]
+
+
+def _is_weight(shape: list[int], dtype: str) -> bool:
+    return len(shape) == 2 and 0 not in shape and dtype in DTYPES
+
+
+def _header(path: Path) -> dict[str, tuple[list[int], str]]:
+    """Return shape and dtype by tensor name."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise _unusable(path, "a safetensors file", error) from error
+
+
+def _unusable(path: Path, expected: str, found: object) -> SuiteError:
+    return SuiteError(f"{path}: expected {expected}; found {found}")

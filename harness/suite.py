@@ -1,0 +1,320 @@
+"""A suite file to its contests: every problem with every contender.
+
+    schema: sparsebench/suite@1
+    title: Which block size pays?
+    problems:                        # a list is a sweep; the product of all sweeps is the plan
+      - op: linear
+        shape: [{n: 4096, k: 4096}]  # a mapping sets several fields at once, under any name
+        m: [64, 4096]
+        dtype: bf16
+        pattern: blocks
+        block: [16, [32, 64]]        # 16x16 and 32x64
+        sparsity: [0.5, 0.9]
+    contenders:
+      - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem
+    baselines:                       # the first that is supported here is the one
+      - {format: dense, kernel: cublas}
+
+`source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparsebench.harness import patterns, sources
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.catalog import (
+    did_you_mean,
+    keywords,
+    load_format,
+    load_kernel,
+    load_op,
+    suites,
+)
+from sparsebench.harness.ops._op import Op
+from sparsebench.results.record import Case, Contender, Problem, Source
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ContenderEntry(_Model):
+    """A contender as written: lists in `params` and `options` are sweeps."""
+
+    format: str
+    kernel: str
+    params: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+
+
+class SuiteFile(_Model):
+    """A suite as written."""
+
+    schema_: Literal["sparsebench/suite@1"] = Field(alias="schema")
+    title: str
+    description: str = ""
+    problems: list[dict[str, Any]] = Field(min_length=1)
+    contenders: list[ContenderEntry] = Field(min_length=1)
+    baselines: list[ContenderEntry] = []
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One problem and all who compete at it, baselines first."""
+
+    problem: Problem
+    contenders: tuple[Contender, ...]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite, read and expanded."""
+
+    name: str
+    title: str
+    text: str
+    contests: tuple[Contest, ...]
+
+
+def read(name: str, data: Path | None = None) -> Suite:
+    """Read a suite by path, or one of the package's by name; SuiteError says what is wrong."""
+    where, text = _text(name)
+    written = _parse(where, text)
+    try:
+        problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
+        contests = tuple(_contest(written, problem) for problem in problems)
+    except SuiteError as error:
+        raise SuiteError(f"{where}: {error}") from error
+    return Suite(Path(where).stem, written.title, text, contests)
+
+
+def _text(name: str) -> tuple[str, str]:
+    packaged = suites()
+    if name in packaged:
+        return packaged[name].name, packaged[name].read_text()
+    if not name.endswith((".yaml", ".yml")):
+        known = sorted(packaged)
+        hint = did_you_mean(name, known)
+        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
+    try:
+        return name, Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{name}: expected a readable suite, found {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may stand once: a repeated one would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            line = node.start_mark.line + 1
+            raise SuiteError(f"line {line}: expected each key once, found {min(twice)!r} twice")
+        return super().construct_mapping(node, deep)
+
+
+def _parse(where: str, text: str) -> SuiteFile:
+    try:
+        data = yaml.load(text, _Loader)
+    except SuiteError as error:
+        raise SuiteError(f"{where}: {error}") from error
+    except yaml.YAMLError as error:
+        raise SuiteError(f"{where}: expected YAML, found {' '.join(str(error).split())}") from error
+    return _validate(where, SuiteFile, data)
+
+
+def _validate(where: str, model: type[Model], data: Any) -> Model:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "top"
+        if first["type"] == "extra_forbidden":
+            known = [f.alias or name for name, f in model.model_fields.items()]
+            name = str(first["loc"][-1])
+            hint = did_you_mean(name, known) if len(first["loc"]) == 1 else ""
+            raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
+        if first["type"] == "missing":
+            raise SuiteError(f"{where}: {place}: expected a value, found none") from error
+        found = repr(first["input"])[:60]
+        raise SuiteError(
+            f"{where}: {place}: expected {_wanted(first['msg'])}; found {found}"
+        ) from error
+
+
+def _wanted(message: str) -> str:
+    """Turn pydantic's `Input should be X` into `X`."""
+    return message.removeprefix("Input should be ")
+
+
+def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
+    """Expand one entry of `problems`."""
+    where = f"problems[{number}]"
+    axes = dict(entry)
+    if "op" not in axes:
+        raise SuiteError(f"{where}.op: expected the name of an op, found none")
+    name = axes.pop("op")
+    op = load_op(name)
+    seeds = _sweep(axes.pop("seed", 0))
+    found_in = list(_sources(where, axes.pop("source", None), data))
+    for source in found_in:
+        for values in product(*(_axis(axis, value) for axis, value in axes.items())):
+            fields = _fields(where, op, values, source, data)
+            for seed in seeds:
+                yield Problem(name, fields, seed, source)
+
+
+def _sweep(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _axis(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the settings that an axis runs through; a mapping sets several fields at once."""
+    return [item if isinstance(item, dict) else {name: item} for item in _sweep(value)]
+
+
+def _fields(
+    where: str,
+    op: Op,
+    settings: tuple[dict[str, Any], ...],
+    source: Source | None,
+    data: Path | None,
+) -> dict[str, Any]:
+    """Merge one point of the sweep, check it, and settle the level that its pattern will have."""
+    merged: dict[str, Any] = {}
+    for setting in [_sizes(op, source, data), *settings]:
+        both = merged.keys() & setting.keys()
+        if both:
+            raise SuiteError(f"{where}: expected {min(both)} to be set once, found it set twice")
+        merged |= setting
+    fields = _validate(where, op.fields, merged).model_dump()
+    try:
+        _agree(fields, source)
+        for weight in op.weights:
+            patterns.level(fields, op.operands[weight].shape)
+    except SuiteError as error:
+        raise SuiteError(f"{where}: {error}") from error
+    return fields
+
+
+def _agree(fields: Mapping[str, Any], source: Source | None) -> None:
+    """Hold the pattern against the source: a pattern file has its own, everything else has not."""
+    own = source is not None and source.tensor is None
+    if own != (fields["pattern"] == patterns.FILE):
+        which = f"of {source.path}" if source else "without a source"
+        expected = "file" if own else "another than file"
+        raise SuiteError(f"pattern {which}: expected {expected}, found {fields['pattern']}")
+
+
+def _sizes(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
+    """Return the fields that a source settles: the weight's sizes, and a pattern file's level."""
+    if source is None:
+        return {}
+    if len(op.weights) != 1:
+        raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
+    path = located(source, data)
+    rows, columns, level = sources.shape_and_level(path, source.tensor)
+    names = op.operands[op.weights[0]].shape
+    settled: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    return settled if level is None else settled | {"sparsity": round(level, 6)}
+
+
+def located(source: Source, data: Path | None) -> Path:
+    """Return where the source's file is."""
+    if data is None:
+        raise SuiteError(f"source {source.path}: expected --data DIR, found none")
+    return data / source.path
+
+
+def _sources(where: str, written: Any, data: Path | None) -> Iterator[Source | None]:
+    """Yield None without a source, else one Source a file and tensor that match."""
+    if written is None:
+        yield None
+        return
+    if not isinstance(written, dict) or not {"file"} <= written.keys() <= {"file", "tensor"}:
+        raise SuiteError(
+            f"{where}.source: expected {{file: GLOB, tensor: GLOB}}, found {written!r}"
+        )
+    if data is None:
+        raise SuiteError(f"{where}.source: expected --data DIR, the folder of {written['file']}")
+    matches = sorted(path for path in data.glob(written["file"]) if path.is_file())
+    if not matches:
+        raise SuiteError(f"{where}.source: expected files {written['file']} in {data}, found none")
+    for path in matches:
+        for tensor in _tensors(path, written.get("tensor")):
+            yield Source(str(path.relative_to(data)), sources.sha256(path), tensor)
+
+
+def _tensors(path: Path, wanted: str | None) -> list[str | None]:
+    """Return the tensors of a safetensors file that match, or [None] for a pattern file."""
+    if wanted is None:
+        return [None]
+    names = sources.tensor_names(path)
+    matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
+    if not matches:
+        hint = did_you_mean(wanted, names)
+        raise SuiteError(f"{path}: expected a tensor {wanted!r}, found none like it{hint}")
+    return matches
+
+
+def _contest(written: SuiteFile, problem: Problem) -> Contest:
+    baselines = [
+        contender
+        for number, entry in enumerate(written.baselines)
+        for contender in _contenders(f"baselines[{number}]", entry, problem, baseline=True)
+    ]
+    others = [
+        contender
+        for number, entry in enumerate(written.contenders)
+        for contender in _contenders(f"contenders[{number}]", entry, problem, baseline=False)
+    ]
+    by_case = {Case(problem, c).id: c for c in [*others, *baselines]}  # a baseline counts once
+    unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
+    return Contest(problem, tuple(unique))
+
+
+def _contenders(
+    where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
+) -> Iterator[Contender]:
+    """Expand one entry of `contenders` or `baselines` for one problem."""
+    kernel = load_kernel(entry.kernel)
+    if kernel.consumes not in ("any", entry.format):
+        expected = f"a kernel of format {entry.format}"
+        raise SuiteError(f"{where}: expected {expected}, found {entry.kernel} of {kernel.consumes}")
+    _known(f"{where}.params", entry.params, keywords(load_format(entry.format).from_dense))
+    _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+    for params in _bound(f"{where}.params", entry.params, problem):
+        for options in _bound(f"{where}.options", entry.options, problem):
+            yield Contender(entry.format, entry.kernel, params, options, baseline)
+
+
+def _known(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    for name in given.keys() - known:
+        takes = ", ".join(sorted(known)) or "nothing"
+        raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{did_you_mean(name, known)}")
+
+
+def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
+    """Run through the sweeps, `$field` replaced by the problem's."""
+    for values in product(*(_sweep(value) for value in given.values())):
+        point = dict(zip(given, values, strict=True))
+        for name, value in point.items():
+            if isinstance(value, str) and value.startswith("$"):
+                if value[1:] not in problem.fields:
+                    known = ", ".join(problem.fields)
+                    raise SuiteError(
+                        f"{where}.{name}: expected $ and one of {known}; found {value}"
+                    )
+                point[name] = problem.fields[value[1:]]
+        yield point

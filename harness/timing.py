@@ -1,0 +1,133 @@
+"""Clocks: all contenders of a problem, timed together.
+
+    block 1    C C C C  A A A A  B B B B        a block is a few samples of each contender in turn,
+    block 2    B B B B  C C C C  A A A A        in an order drawn anew; what drifts moves all alike
+    ...
+
+GPU: a sample is two CUDA events around one replay of the launch's CUDA graph (or around the launch,
+where it cannot be captured), after a write of twice the L2 cache: cold, and no launch gap inside.
+CPU: the host clock around one call, hot.
+
+A slow contender gets fewer samples: BUDGET_MS of its own time, at least MIN_SAMPLES.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._kernel import Launch
+
+BLOCKS = 12
+SAMPLES_PER_BLOCK = 4
+MIN_SAMPLES = 5
+BUDGET_MS = 40.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A launch made ready: `call` does the work once, `output` is where its product is."""
+
+    call: Callable[[], Tensor]
+    clock: str  # host, events or graph
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One contender's times in the order taken, `per_block` at a time."""
+
+    times_us: tuple[float, ...]
+    per_block: int
+
+
+def ready(launch: Launch, device: torch.device) -> Timed:
+    """Capture the launch as a CUDA graph where that is possible; the clock's name says which."""
+    if device.type == "cpu":
+        return Timed(launch, "host")
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = launch()
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return Timed(launch, "events")
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return Timed(replay, "graph")
+
+
+def time_together(
+    contenders: Sequence[Timed],
+    device: torch.device,
+    seed: str,
+    announce: Callable[[int], None] | None = None,
+) -> list[Samples]:
+    """Return each contender's samples. With `announce`, each sample is named and waited for."""
+    take = _gpu_clock(device, announce) if device.type == "cuda" else _host_clock(announce)
+    numbered = list(enumerate(contenders))
+    trials = [take(numbered) for _ in range(2)]  # a first call may still warm something up
+    plans = [_plan(min(t for _, t in own)) for own in zip(*trials, strict=True)]
+    draw = random.Random(seed)
+    samples: list[list[float]] = [[] for _ in contenders]
+    for block in range(BLOCKS):
+        turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
+        draw.shuffle(turn)
+        order = [(i, contenders[i]) for i in turn for _ in range(plans[i][1])]
+        for i, time_us in take(order):
+            samples[i].append(round(time_us, 3))
+    return [Samples(tuple(s), plan[1]) for s, plan in zip(samples, plans, strict=True)]
+
+
+def _plan(time_us: float) -> tuple[int, int]:
+    """Return blocks and samples a block for a contender that takes about this long."""
+    affordable = int(1e3 * BUDGET_MS / max(time_us, 1e-3))
+    per_block = min(SAMPLES_PER_BLOCK, max(1, affordable // BLOCKS))
+    return min(BLOCKS, max(MIN_SAMPLES, affordable // per_block)), per_block
+
+
+Order = list[tuple[int, Timed]]
+Clock = Callable[[Order], list[tuple[int, float]]]
+
+
+def _host_clock(announce: Callable[[int], None] | None) -> Clock:
+    def take(order: Order) -> list[tuple[int, float]]:
+        times = []
+        for i, contender in order:
+            if announce:
+                announce(i)
+            start = perf_counter()
+            contender.call()
+            times.append((i, 1e6 * (perf_counter() - start)))
+        return times
+
+    return take
+
+
+def _gpu_clock(device: torch.device, announce: Callable[[int], None] | None) -> Clock:
+    """Enqueue a whole block, then read its events: the GPU never waits for the host inside it."""
+    l2_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device)
+
+    def take(order: Order) -> list[tuple[int, float]]:
+        marks = []
+        for i, contender in order:
+            if announce:
+                announce(i)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            begin.record()
+            contender.call()
+            end.record()
+            marks.append((i, begin, end))
+            if announce:
+                torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
+        return [(i, 1e3 * begin.elapsed_time(end)) for i, begin, end in marks]
+
+    return take

@@ -1,0 +1,36 @@
+"""What the scipy peers share: Y[m, n] = (W @ X.T).T by one thread of scipy.sparse on the CPU.
+
+scipy multiplies a sparse matrix by a row-major dense one: each non-zero (block) of W scales rows
+of X.T, m contiguous elements each. X @ W.T would reach the same loop, since scipy transposes
+it first. X arrives token-major, so the launch transposes X before the product and Y after it,
+and pays for both. The padding that a block format asks for lies below X.T and stays zero.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.results.record import Problem
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Refuse 16-bit types, which scipy.sparse does not multiply."""
+    dtype = problem["dtype"]
+    return None if dtype == "fp32" else f"scipy.sparse expected fp32 or fp64, found {dtype}"
+
+
+def launch(w: Any, operands: Operands) -> Launch:
+    """Multiply by W, a scipy.sparse array of at least n rows and k columns."""
+    x = operands.activations["x"].numpy()  # the same memory: rewritten activations are seen
+    m, k = x.shape
+    n = operands.weights["w"].shape[0]
+    x_transposed = np.zeros((w.shape[1], m), dtype=x.dtype)
+
+    def run() -> torch.Tensor:
+        x_transposed[:k] = x.T
+        y_transposed = w @ x_transposed
+        return torch.from_numpy(np.ascontiguousarray(y_transposed[:n].T))
+
+    return Launch(run)

@@ -1,0 +1,83 @@
+"""What the Triton kernels share: where they run, and when the tensor memory accelerator (TMA) may.
+
+Two paths read the operands: TMA (box copies, compute capability 9 and newer), and pointers with
+masks (any shape, any alignment). The choice is made in `prepare` and recorded.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparsebench.kernels._kernel import Unsupported
+from sparsebench.results.record import Problem
+
+Path = Literal["tma", "pointers"]
+
+SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of an A100 or H100
+TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
+COMPILE_THREADS = 8
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why Triton cannot run the problem here, or None."""
+    if device.type == "cpu" and knobs.runtime.interpret:
+        return (
+            "Triton's interpreter multiplies bf16 wrongly" if problem["dtype"] == "bf16" else None
+        )
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, found {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, found {major}.{minor}"
+
+
+def choose_path(path: Path | None, obstacle: str | None, device: torch.device) -> Path:
+    """Return the path asked for, or the best one here; raise Unsupported if it cannot be taken."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    obstacle = "compute capability below 9.0" if old else obstacle
+    if path == "tma" and obstacle:
+        raise Unsupported(f"no TMA path: {obstacle}")
+    return path or ("tma" if device.type == "cuda" and not obstacle else "pointers")
+
+
+def misaligned(*matrices: Tensor) -> str | None:
+    """Say which matrix TMA cannot address, or None."""
+    for t in matrices:
+        if t.data_ptr() % TMA_ALIGNMENT or t.stride(1) != 1:
+            return f"a {list(t.shape)} operand is not aligned to {TMA_ALIGNMENT} bytes"
+        if reason := odd_row(t.stride(0), t.element_size()):
+            return reason
+    return None
+
+
+def odd_row(columns: int, itemsize: int) -> str | None:
+    """Say why TMA cannot address rows of this many elements, or None."""
+    size = columns * itemsize
+    fits = size % TMA_ALIGNMENT == 0
+    return None if fits else f"rows of {size} bytes, not a multiple of {TMA_ALIGNMENT}"
+
+
+def box(matrix: Tensor, rows: int, columns: int, path: Path) -> Any:
+    """Return what a kernel reads or writes the matrix through: a descriptor or the tensor."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns]) if path == "tma" else matrix
+
+
+def fitting_depth(tokens: int, features: int, depth: int, warps: int, path: Path) -> int:
+    """Return the depth at which the tile's registers suffice on this path; 0 if at none.
+
+    Pointers cost registers for addresses and masks: at most 64 sums a thread, and 32 of k beside
+    128 tokens, compile without a spill for compute capability 8.0 to 10.0.
+    """
+    if path == "tma":
+        return depth
+    if tokens * features > 64 * 32 * warps:
+        return 0
+    return min(depth, 32 if tokens >= 128 else 64)
+
+
+def stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
+    """Return how many tiles of both operands to keep in flight."""
+    most = 8 if itemsize == 2 else 3  # fp32 arithmetic is slow enough to hide any load
+    return min(most, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))

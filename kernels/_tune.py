@@ -1,0 +1,94 @@
+"""Choosing between several ways to compute the same product: time each briefly, keep the fastest.
+
+    warm every candidate (it compiles); those that raise are left out
+    round 1   one sample of each, the L2 cache flushed before it; the clearly slower drop out
+    rounds 2+ one more sample of each that is left, in turn; the lowest median wins
+
+Before each round the GPU is given a head start of flushes, so that launches queue up behind it and
+the events enclose the work alone, not the time the host takes to launch it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._kernel import Unsupported
+
+ROUNDS = 7
+DROP = 1.25  # a candidate this much slower than the best at its first sample is not timed again
+
+
+def fastest(
+    candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
+) -> int:
+    """Return the index of the fastest candidate; the first one where there is nothing to compare.
+
+    `threads` > 1 makes the first calls, which compile, in parallel. Raises Unsupported, with each
+    reason, when every candidate raises.
+    """
+    if len(candidates) == 1 or device.type != "cuda":
+        return 0
+    running = _warm(candidates, device, threads)
+    flush = torch.empty(2 * _l2_bytes(device), dtype=torch.uint8, device=device)
+    samples: dict[int, list[float]] = {i: [] for i in running}
+    for _ in range(ROUNDS):
+        for i, time_us in _round([(i, candidates[i]) for i in running], flush):
+            samples[i].append(time_us)
+        best = min(samples[i][0] for i in running)
+        running = [i for i in running if samples[i][0] <= DROP * best]
+    return min(running, key=lambda i: median(samples[i]))
+
+
+def _warm(
+    candidates: Sequence[Callable[[], object]], device: torch.device, threads: int
+) -> list[int]:
+    """Call every candidate once and return those that did not raise."""
+    with ThreadPoolExecutor(threads) as pool:
+        reasons = list(pool.map(partial(_reason, device=device), candidates))
+    torch.cuda.synchronize(device)  # an illegal access surfaces here, and is nobody's reason
+    running = [i for i, reason in enumerate(reasons) if reason is None]
+    if not running:
+        raise Unsupported("no candidate runs: " + "; ".join(sorted({str(r) for r in reasons})))
+    return running
+
+
+def _reason(candidate: Callable[[], object], device: torch.device) -> str | None:
+    """Call the candidate; say why it cannot run, or None."""
+    try:
+        with torch.cuda.device(device):  # the current device is a property of the thread
+            candidate()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _round(
+    candidates: Sequence[tuple[int, Callable[[], object]]], flush: Tensor
+) -> list[tuple[int, float]]:
+    """Time each candidate once and return (index, µs)."""
+    marks = []
+    for _ in range(2 * len(candidates)):  # about 30 µs each at 4 TB/s; a launch takes 10 to 60
+        flush.zero_()
+    for i, candidate in candidates:
+        begin, end = _event(), _event()
+        flush.zero_()
+        begin.record()
+        candidate()
+        end.record()
+        marks.append((i, begin, end))
+    torch.cuda.synchronize(flush.device)
+    return [(i, 1e3 * begin.elapsed_time(end)) for i, begin, end in marks]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)

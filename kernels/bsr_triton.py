@@ -1,0 +1,307 @@
+"""Linear layer with block-sparse weights in Triton: Y[m, n] = X[m, k] @ W[n, k].T, W in BSR.
+
+One program computes a tile of Y, `tokens` x `features`, from the stored blocks of one block row:
+
+           c                    W, one block row               X
+        +-----+-----+-----+-----+-----+                +--------------------+
+      r |  #  |     |  #  |     |  #  |         tokens | tile |      | tile |...
+        +-----+-----+-----+-----+-----+                +--------------------+
+         depth of k at a time               only the columns that a block touches
+
+A block smaller than a tile is padded to one, in the kernel's own packing; a larger one is walked
+in tiles. Small blocks make short rows of tiles that each load X anew, so neighbouring block rows
+may be multiplied as a `group`: the union of their blocks, `group` * r rows high, with zeros where
+one of them has no block. That trades arithmetic for traffic; the tuner decides.
+
+The next block column is loaded one step ahead, into a register: loaded in the same step, it would
+take every second pipeline stage. Long block rows start first, so that none is left over at the end.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._triton import (
+    COMPILE_THREADS,
+    Path,
+    box,
+    choose_path,
+    fitting_depth,
+    misaligned,
+    odd_row,
+    stages,
+    supports,
+)
+from sparsebench.kernels._tune import fastest
+
+SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
+
+
+# (tokens, features, depth, warps, rows first). Two programs an SM: 128x128 with 4 warps is the best
+# of large blocks on an H200, 256 tokens with 8 warps of small ones.
+MANY_TOKENS = (
+    (256, 16, 64, 8, True),
+    (256, 32, 64, 8, True),
+    (128, 64, 64, 4, True),
+    (128, 64, 64, 4, False),
+    (256, 64, 64, 8, True),
+    (128, 128, 64, 4, True),
+    (128, 128, 64, 4, False),
+    (128, 128, 64, 8, True),
+    (256, 128, 64, 8, True),
+)
+SOME_TOKENS = (
+    (64, 16, 64, 4, True),
+    (128, 16, 64, 4, True),
+    (64, 32, 64, 4, True),
+    (128, 32, 64, 4, True),
+    (64, 64, 64, 4, True),
+    (128, 64, 64, 4, True),
+    (64, 128, 64, 4, True),
+    (128, 128, 64, 8, True),
+)
+FP32 = ((64, 64, 16, 4, True), (64, 32, 16, 4, True), (32, 32, 16, 4, True))  # no tensor cores
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens, features, depth  tile of Y, and of k, that a program multiplies at a time
+    group                    block rows multiplied together
+    rows_first               neighbouring programs take other block rows, not other tokens
+    """
+
+    tokens: int
+    features: int
+    depth: int
+    group: int
+    stages: int
+    warps: int
+    rows_first: bool
+    path: Path
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The weights as the kernel reads them: blocks of whole tiles, rows of blocks by length.
+
+    values [blocks, height, width], columns [blocks + 1] so that one past the last may be read.
+    """
+
+    offsets: Tensor
+    columns: Tensor
+    values: Tensor
+    order: Tensor
+
+
+def configurations(m: int, block: tuple[int, int], itemsize: int, path: Path) -> list[Config]:
+    """Return what is worth trying for m tokens and r x c blocks, at most eight."""
+    r, c = block
+    row_tile, width = min(128, _tile(r)), _tile(c)
+    shapes: Iterable[tuple[int, int, int, int, bool]]
+    if itemsize == 4:
+        shapes = FP32
+    elif m <= 64:
+        shapes = [
+            (_tile(m), features, depth, 4, True)
+            for features in (16, 32, 64, 128)
+            for depth in (64, 128)
+            if depth == 64 or width >= 128
+        ]
+    elif m <= 1024:
+        shapes = SOME_TOKENS
+    else:
+        shapes = [s for s in MANY_TOKENS if s[1] == row_tile or s[1] >= max(64, row_tile)]
+    configs = [
+        Config(
+            tokens=tokens,
+            features=features,
+            depth=deep,
+            group=max(1, features // r),
+            stages=stages(tokens, features, deep, itemsize),
+            warps=warps,
+            rows_first=rows_first,
+            path=path,
+        )
+        for tokens, features, depth, warps, rows_first in shapes
+        if (deep := min(width, fitting_depth(tokens, features, depth, warps, path)))
+    ]
+    return list(dict.fromkeys(configs))
+
+
+def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Callable[[], Tensor]:
+    """Return a function without arguments that computes Y [m, n] into one buffer of its own."""
+    packed = packed or pack(w, config)
+    (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
+    y = x.new_empty(m, n)
+    _, height, width = packed.values.shape
+    token_tiles = triton.cdiv(m, config.tokens)
+    row_tiles = len(packed.order) * (height // config.features)
+    args = (
+        box(x, config.tokens, config.depth, config.path),
+        box(packed.values.view(-1, width), config.features, config.depth, config.path),
+        box(y, config.tokens, config.features, config.path),
+        *(packed.columns, packed.offsets, packed.order),
+        *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
+    )
+    constants = constants_of(config, height, width)
+
+    def run() -> Tensor:
+        _multiply[(row_tiles * token_tiles,)](*args, **constants, num_warps=config.warps)
+        return y
+
+    return run
+
+
+def constants_of(config: Config, height: int, width: int) -> dict[str, int]:
+    """Return what the kernel is compiled for; height and width are a packed block's."""
+    return {
+        "TOKENS": config.tokens,
+        "FEATURES": config.features,
+        "DEPTH": config.depth,
+        "ROW_TILES": height // config.features,
+        "COLUMN_TILES": width // config.depth,
+        "STAGES": config.stages,
+        "ROWS_FIRST": config.rows_first,
+        "TMA": config.path == "tma",
+    }
+
+
+def packed_block(block: tuple[int, int], config: Config) -> tuple[int, int]:
+    """Return height and width of a packed block: whole tiles."""
+    r, c = block
+    height = triton.cdiv(config.group * r, config.features) * config.features
+    return height, triton.cdiv(c, config.depth) * config.depth
+
+
+def pack(w: Bsr, config: Config) -> Packed:
+    """Unite the block rows of each group and pad the blocks; no copy where neither is needed."""
+    (r, c), (height, width) = w.block, packed_block(w.block, config)
+    block_columns = triton.cdiv(w.shape[1], c)
+    block_row = torch.arange(len(w.offsets) - 1, device=w.offsets.device)
+    block_row = block_row.repeat_interleave(w.offsets.diff())
+    place = block_row // config.group * block_columns + w.columns
+    if (height, width) == (r, c) and len(w.values):
+        values = w.values
+    else:
+        place, slot = place.unique(return_inverse=True)
+        values = w.values.new_zeros(max(1, len(place)), height, width)
+        inner = values[:, : config.group * r, :c].view(len(values), config.group, r, c)
+        inner[slot, block_row % config.group] = w.values
+    rows = triton.cdiv(len(w.offsets) - 1, config.group)
+    lengths = torch.bincount(place // block_columns, minlength=rows)
+    return Packed(
+        offsets=pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        columns=pad(place % block_columns, (0, 1)).to(torch.int32),
+        values=values,
+        order=lengths.argsort(descending=True, stable=True).to(torch.int32),
+    )
+
+
+def prepare(operands: Operands, path: Path | None = None) -> Launch:
+    """Pack the weights, and compile and time the configurations; `path` insists on one."""
+    x, w = operands.activations["x"], operands.weights["w"]
+    assert isinstance(w, Bsr)
+    path = choose_path(path, _obstacle(x, w), x.device)
+    configs = configurations(len(x), w.block, x.element_size(), path)
+    packings: dict[Any, Packed] = {}
+    candidates = []
+    for config in configs:
+        layout = (config.group, *packed_block(w.block, config))
+        if layout not in packings:
+            packings[layout] = pack(w, config)
+        candidates.append(launch(x, w, config, packings[layout]))
+    best = fastest(candidates, x.device, COMPILE_THREADS)
+    return Launch(candidates[best], asdict(configs[best]))
+
+
+KERNEL = Kernel(op="linear", consumes="bsr", device="cuda", supports=supports, prepare=prepare)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    y,
+    columns,
+    offsets,
+    order,
+    m,
+    n,
+    k,
+    r,
+    c,
+    x_stride,
+    token_tiles,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if ROWS_FIRST:
+        row_tiles = tl.num_programs(0) // token_tiles
+        tile, token = program % row_tiles, program // row_tiles * TOKENS
+    else:
+        tile, token = program // token_tiles, program % token_tiles * TOKENS
+    row = tl.load(order + tile // ROW_TILES)
+    row0 = tile % ROW_TILES * FEATURES
+    start = tl.load(offsets + row) * COLUMN_TILES
+    end = tl.load(offsets + row + 1) * COLUMN_TILES
+
+    # Pointers are a 64-bit scalar and 32-bit offsets within the tile: fewer registers.
+    tokens = tl.arange(0, TOKENS)
+    features = tl.arange(0, FEATURES)
+    lanes = tl.arange(0, DEPTH)
+    ahead = tl.load(columns + start // COLUMN_TILES)
+    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    for i in tl.range(start, end, num_stages=STAGES):
+        column, depth = ahead * c, i % COLUMN_TILES * DEPTH
+        w_row = i // COLUMN_TILES * (ROW_TILES * FEATURES) + row0
+        if TMA:
+            x_tile = x.load([token, column + depth])
+            w_tile = w.load([w_row, depth])
+        else:
+            inside = lanes < tl.minimum(c, k - column) - depth
+            x_at = x + token.to(tl.int64) * x_stride + column + depth
+            x_at += tokens[:, None] * x_stride + lanes[None, :]
+            x_tile = tl.load(x_at, (tokens < m - token)[:, None] & inside[None, :], 0.0)
+            w_at = w + w_row.to(tl.int64) * (COLUMN_TILES * DEPTH) + depth
+            w_tile = tl.load(w_at + features[:, None] * (COLUMN_TILES * DEPTH) + lanes[None, :])
+        ahead = tl.load(columns + (i + 1) // COLUMN_TILES)
+        total = tl.dot(x_tile, w_tile.T, total, input_precision="ieee")
+
+    if TMA:
+        y.store([token, row * r + row0], total.to(y.dtype))
+    else:
+        feature = row.to(tl.int64) * r + row0
+        inside = features < tl.minimum(r - row0, n - feature)
+        y_at = y + token.to(tl.int64) * n + feature
+        y_at += tokens[:, None] * n + features[None, :]
+        mask = (tokens < m - token)[:, None] & inside[None, :]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask)
+
+
+def _obstacle(x: Tensor, w: Bsr) -> str | None:
+    """Say why boxes cannot be read and written here, or None."""
+    r, c = w.block
+    if _tile(r) != r or _tile(c) != c:
+        return f"blocks of {r}x{c} are not whole tiles"
+    return odd_row(w.shape[0], x.element_size()) or misaligned(x, w.values.view(-1, c))
+
+
+def _tile(side: int) -> int:
+    return max(SMALLEST_TILE, 1 << (side - 1).bit_length())

@@ -1,0 +1,17 @@
+"""The op's own definition in torch, on weights put back to dense: the oracle as a contender.
+
+Any op, any format, any device, the problem's dtype. It decodes in `prepare` and multiplies every
+zero, so it tells whether a format stores the right matrix, not what the format is worth.
+"""
+
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+
+
+def prepare(operands: Operands) -> Launch:
+    """Decode the weights once; the launch runs the definition on them."""
+    weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
+    arguments = {**weights, **operands.activations}
+    return Launch(lambda: operands.definition(**arguments))
+
+
+KERNEL = Kernel(op="any", consumes="any", device="any", prepare=prepare)

@@ -1,0 +1,101 @@
+"""A run as one HTML file that opens offline: every figure of reports/figures/, in their order.
+
+    run ─> frame ─> summary ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
+
+Nothing is fetched: style, script, drawings and the CSV are inside. Only the links to the run's own
+files point out of the page, to the directory beside it.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import Frames
+from sparsebench.results.environment import device_name, flat
+from sparsebench.results.frame import frame
+from sparsebench.results.store import Run
+from sparsebench.results.summary import summary
+
+DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
+VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A file of reports/figures/."""
+
+    name: str
+    title: str
+    order: int
+    draw: Callable[[Frames], Markup]
+
+
+def build(run: Run, out_path: Path | None = None) -> str:
+    """Return the report, and write it where a path is given; a figure that fails is named."""
+    rows = frame(run.rows)
+    frames = Frames(run, rows, summary(rows))
+    drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
+    templates = files("sparsebench.reports") / "templates"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string((templates / "report.html").read_text("utf-8")).render(
+        css=Markup((templates / "report.css").read_text("utf-8")),
+        js=Markup((templates / "report.js").read_text("utf-8")),
+        sections=[(figure, body) for figure, body in drawn if body],
+        links=_links(run.path, out_path),
+        facts=_facts(frames),
+        title=str(run.suite.get("title", run.path.name)),
+        about=str(run.suite.get("description", "")),
+        device=device_name(run.environment),
+        status=str(run.state.get("status", "unknown")),
+    )
+    if out_path:
+        out_path.write_text(page, "utf-8")
+    return page
+
+
+def figures() -> list[Figure]:
+    """Return the figures in their order on the page; a leading underscore is plumbing."""
+    found = []
+    for file in (files("sparsebench.reports") / "figures").iterdir():
+        name = file.name.removesuffix(".py")
+        if file.name.endswith(".py") and not name.startswith("_"):
+            module = import_module(f"sparsebench.reports.figures.{name}")
+            found.append(Figure(name, module.TITLE, module.ORDER, module.draw))
+    return sorted(found, key=lambda figure: (figure.order, figure.name))
+
+
+def _drawn(figure: Figure, frames: Frames) -> Markup:
+    try:
+        return figure.draw(frames)
+    except Exception as error:
+        raise RuntimeError(f"figure {figure.name}: {type(error).__name__}: {error}") from error
+
+
+def _facts(frames: Frames) -> list[tuple[str, str]]:
+    """Say in one line each what ran where, and how much of it came out."""
+    run, cases = frames.run, frames.cases
+    known = flat(run.environment)
+    names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
+    versions = [f"{name} {known[key]}" for name, key in names.items() if key in known]
+    dirty = " with uncommitted changes" if known.get("dirty") == "True" else ""
+    ok = int((cases.status == "ok").sum())
+    facts = {
+        "started": str(run.state.get("started", "")),
+        "versions": ", ".join(versions),
+        "commit": known.get("commit", "") + dirty,
+        "cases": f"{ok} ok, {len(cases) - ok} not, of {cases.problem_id.nunique()} problems",
+        "processes": str(frames.rows.replicate.nunique()),
+    }
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def _links(run: Path, out: Path | None) -> list[tuple[str, str]]:
+    """Name the run's files and where they are from the page: beside it unless it is elsewhere."""
+    home = Path(os.path.relpath(run.resolve(), out.resolve().parent)) if out else Path()
+    return [(name, (home / name).as_posix()) for name in DATA if (run / name).exists()]

@@ -1,0 +1,106 @@
+"""The contract that every file in reports/figures/ keeps, and how they split a run into panels.
+
+A figure file names a TITLE, its ORDER on the page, and `draw(Frames) -> Markup`: HTML that loads
+nothing, or the empty Markup where there is nothing to show. The report finds it by file name.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._html import percent, plain
+from sparsebench.results.environment import device_name
+from sparsebench.results.frame import fields
+from sparsebench.results.store import Run
+
+NOTHING = Markup("")
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What a figure draws from: the run, a line for each of its rows, a line for each case."""
+
+    run: Run
+    rows: pd.DataFrame
+    cases: pd.DataFrame
+
+    @property
+    def device(self) -> str:
+        """Name the GPU or CPU."""
+        return device_name(self.run.environment)
+
+    @property
+    def raced(self) -> pd.DataFrame:
+        """Return the cases that have times, without the second halves of A/A pairs."""
+        return self.cases[(self.cases.status == "ok") & ~self.cases.twin.astype(bool)]
+
+    def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
+        """Number the contenders among these cases as everywhere on the page."""
+        drawn = set(cases.label)
+        return {label: number for label, number in self.series.items() if label in drawn}
+
+    @cached_property
+    def series(self) -> dict[str, int]:
+        """Number all contenders that ran but the baseline: their colours and markers."""
+        ours = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
+        return {label: number for number, label in enumerate(ours.label.unique())}
+
+
+def swept(cases: pd.DataFrame) -> str:
+    """Return the column to draw against: the level of sparsity, or what has more values than it."""
+    others = [name for name in fields(cases) if name not in ("sparsity", "block", "n", "k")]
+    numeric = [name for name in others if pd.api.types.is_numeric_dtype(cases[name])]
+    return max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
+
+
+def panels(
+    cases: pd.DataFrame, x: str, together: Sequence[str] = ()
+) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
+    """Split cases by every field but x and those to keep together.
+
+    Return what all cases share, in words, and for each panel what sets it apart and its cases.
+    """
+    names = [*fields(cases), "level", "scope", "cache"]
+    names = ["op", *(n for n in names if n not in ("sparsity", x, *together))]
+    differ = [name for name in names if cases[name].nunique(dropna=False) > 1]
+    same = named(cases.iloc[0], [name for name in names if name not in differ])
+    if not differ:
+        return same, [("", cases)]
+    groups = [group for _, group in cases.groupby(differ, sort=False, dropna=False)]
+    groups.sort(key=lambda group: [_order(group[name].iloc[0]) for name in differ])
+    return same, [(named(group.iloc[0], differ), group) for group in groups]
+
+
+def named(line: "pd.Series[Any]", names: Sequence[str]) -> str:
+    """Say a line's fields for a reader: `linear · m 64 · n 4096 · bf16 · block 16`."""
+    return " · ".join(_word(name, line[name]) for name in names if not _empty(line[name]))
+
+
+def ordered(values: "pd.Series[Any]") -> list[Any]:
+    """Return the distinct values: numbers by size, blocks by area, other text by name."""
+    return sorted(values.unique(), key=_order)
+
+
+def _word(name: str, value: Any) -> str:
+    if name == "level":
+        return f"sparsity {percent(value)}"
+    return str(value) if name in ("op", "dtype", "pattern", "label") else f"{name} {plain(value)}"
+
+
+def _empty(value: Any) -> bool:
+    return bool(pd.isna(value)) or value == ""
+
+
+def _order(value: Any) -> tuple[float, str]:
+    """Order numbers by size, blocks by area, other text by name; what is missing comes first."""
+    if _empty(value):
+        return -1, ""
+    if not isinstance(value, str):
+        return float(value), ""
+    block = re.fullmatch(r"(\d+)x?(\d*)", value)
+    return (float(block[1]) * float(block[2] or block[1]), "") if block else (0, value)

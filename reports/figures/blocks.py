@@ -1,0 +1,61 @@
+"""The fastest contender but the baseline on a map of block and sparsity."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import seaborn
+from markupsafe import Markup
+from matplotlib.colors import to_hex
+
+from sparsebench.reports.figures._figure import NOTHING, Frames, ordered, panels
+from sparsebench.reports.figures._html import note, percent, table, times
+from sparsebench.results.summary import winners
+
+TITLE = "Block by sparsity"
+ORDER = 30
+
+OCTAVES = 3  # colours end at 8× and at 1/8×
+COLOURS = seaborn.diverging_palette(25, 245, s=80, l=50, as_cmap=True)
+
+
+def draw(frames: Frames) -> Markup:
+    """Show, where a run has several blocks, the best speed-up of each cell and whose it is."""
+    raced = frames.raced
+    raced = raced[raced.label.isin(frames.series) & raced.speedup.notna()]
+    cells = winners(raced)
+    if cells.block.nunique() < 2:
+        return NOTHING
+    same, groups = panels(cells, "level", together=["block"])
+    maps = [_map(title, group) for title, group in groups if group.block.nunique() > 1]
+    if not maps:
+        return NOTHING
+    words = f"{same}. The fastest contender but the baseline, and its speed-up over the baseline; "
+    words += "≈ where the runner-up's interval overlaps. Blue is faster than the baseline."
+    return note(words) + Markup('<div class="maps">{}</div>').format(Markup("").join(maps))
+
+
+def _map(title: str, cells: pd.DataFrame) -> Markup:
+    levels = sorted(cells.level.round(3).unique())
+    found = {(line.block, round(line.level, 3)): line for _, line in cells.iterrows()}
+    rows = [
+        [block, *(_cell(found.get((block, level))) for level in levels)]
+        for block in ordered(cells.block)
+    ]
+    heads = ["block", *(percent(level) for level in levels)]
+    return Markup("<figure><h3>{}</h3>{}</figure>").format(title, table(heads, rows, "map"))
+
+
+def _cell(line: "pd.Series[Any] | None") -> Markup:
+    if line is None:
+        return Markup('<span class="cell">–</span>')
+    octaves = float(np.clip(np.log2(line.speedup), -OCTAVES, OCTAVES))
+    red, green, blue, _ = COLOURS(0.5 + octaves / OCTAVES / 2)
+    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.45  # where white is easier to read
+    return Markup('<span class="cell" style="background:{};color:{}"><b>{}{}</b>{}</span>').format(
+        to_hex((red, green, blue)),
+        "#fff" if dark else "#111",
+        "≈ " if line.tied else "",
+        times(line.speedup),
+        line.label,
+    )

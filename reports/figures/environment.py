@@ -1,0 +1,25 @@
+"""Where and how the run was made: every fact that its environment.json and run.json hold."""
+
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import Frames
+from sparsebench.reports.figures._html import folded, note, table
+from sparsebench.results.environment import flat
+
+TITLE = "Environment"
+ORDER = 90
+
+
+def draw(frames: Frames) -> Markup:
+    """List the facts by name, and the suite as it was run."""
+    run = frames.run
+    facts = flat(run.environment) | flat(run.state, "run.")
+    facts.pop("schema", None), facts.pop("run.schema", None)
+    devices = ", ".join(sorted(frames.rows.device.unique()))
+    body = table(["fact", "value"], [[name, value] for name, value in facts.items()])
+    suite = Markup("<pre>{}</pre>").format(run.suite_text)
+    return (
+        note(f"Measured on: {devices or 'nothing'}.")
+        + folded("All facts", body)
+        + (folded("suite.yaml, as run", suite))
+    )

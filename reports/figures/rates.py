@@ -1,0 +1,41 @@
+"""Rates: operations on non-zeros, dense-equivalent operations, and the fewest bytes possible."""
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import NOTHING, Frames, named
+from sparsebench.reports.figures._html import note, significant, table
+from sparsebench.results.frame import fields
+
+TITLE = "Rates"
+ORDER = 70
+
+RATES = {"tflops": "TFLOP/s of non-zeros", "dense_tflops": "dense-equivalent", "gb_per_s": "GB/s"}
+READ = (
+    "TFLOP/s of non-zeros count no padding; dense-equivalent ones count the zeros as if they were "
+    "multiplied; GB/s are non-zeros, activations and outputs once each, without indices. A median "
+    "over unlike problems only orients; the highest is one case."
+)
+
+
+def draw(frames: Frames) -> Markup:
+    """List each contender's median and highest rate, and the case of the highest."""
+    raced = frames.raced
+    if raced.empty:
+        return NOTHING
+    heads = ["contender", ">cases"]
+    for name in RATES.values():
+        heads += [f">{name}, median", ">highest"]
+    names = [name for name in [*fields(raced), "level"] if raced[name].nunique() > 1]
+    names = [name for name in names if name != "sparsity"]
+    lines = [_line(str(label), cases, names) for label, cases in raced.groupby("label", sort=False)]
+    return note(READ) + table([*heads, "most TFLOP/s at"], lines)
+
+
+def _line(label: str, cases: pd.DataFrame, names: list[str]) -> list[str | Markup]:
+    cells: list[str | Markup] = [label, str(len(cases))]
+    for rate in RATES:
+        known = cases[rate].dropna()
+        cells += [significant(known.median()), significant(known.max())]
+    best = cases.nlargest(1, "tflops")
+    return [*cells, "–" if best.empty else named(best.iloc[0], names) or "–"]

@@ -1,0 +1,54 @@
+"""What did not run: every case that was refused, wrong, failed or timed out, and why."""
+
+import re
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import Frames, named
+from sparsebench.reports.figures._html import folded, note, table
+from sparsebench.results.frame import fields
+
+TITLE = "What did not run"
+ORDER = 80
+
+
+def draw(frames: Frames) -> Markup:
+    """Group cases by status and reason, numbers in it aside; each group opens to its cases."""
+    cases = frames.cases
+    if cases.empty:
+        return note("The run has no cases.")
+    bad = cases[cases.status != "ok"]
+    alone = cases[(cases.status == "ok") & cases.speedup.isna()]
+    counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
+    head = note(f"{len(cases)} cases: {', '.join(counts)}.")
+    if len(alone):
+        head += note(f"{len(alone)} ok cases have no speed-up: their contest had no ok baseline.")
+    reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
+    groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
+    groups.sort(key=lambda group: group.status.iloc[0] == "unsupported")
+    lines = [_line(group) for group in groups]
+    return head + table(["status", ">cases", "reason", "contenders"], lines) if lines else head
+
+
+def _line(group: pd.DataFrame) -> list[str | Markup]:
+    names = [*fields(group), "label"]
+    items = [
+        Markup("<li>{} — {} <code>{}</code></li>").format(
+            named(line, names), line.detail or "no reason given", line.case_id
+        )
+        for _, line in group.iterrows()
+    ]
+    every = Markup("<ul>{}</ul>").format(Markup("").join(items))
+    labels = Markup("<br>").join(group.label.unique())
+    first = group.iloc[0]
+    return [
+        _spaced(first.status),
+        str(len(group)),
+        folded(first.detail or "no reason given", every),
+        labels,
+    ]
+
+
+def _spaced(status: object) -> str:
+    return str(status).replace("_", " ")

@@ -1,0 +1,78 @@
+"""Speed-up over the baseline against the swept field, with each contender's break-even."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from sparsebench.reports.figures._figure import NOTHING, Frames, panels, swept
+from sparsebench.reports.figures._html import note, percent, significant
+from sparsebench.reports.figures._svg import INK, series, swatch
+from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, legend, sweep
+from sparsebench.results.summary import break_even
+
+TITLE = "Speed-up against the baseline"
+ORDER = 20
+
+SPEEDUP = Quantity("speedup", "speedup_low", "speedup_high", "speed-up, ×", baseline=1)
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw a panel for each shape and block; bands are the intervals named above."""
+    raced = frames.raced
+    raced = raced[raced.speedup.notna()]
+    ours = raced[raced.label.isin(frames.series)]
+    if ours.empty:
+        return NOTHING
+    axis = sweep(ours, swept(ours))
+    same, groups = panels(ours, axis.name)
+
+    def dress(axes: Axes, group: pd.DataFrame) -> Markup:
+        if axis.name != "level":
+            return _baseline(group, raced)
+        _ideal(axes, axis)
+        return _baseline(group, raced) + _break_even(axes, axis, group, frames)
+
+    words = f"{same}. Horizontal line: the baseline."
+    if axis.name == "level":
+        words += " Dotted: 1 / (1 − sparsity), where time follows the non-zeros. ○ break-even."
+    return (
+        note(words)
+        + legend(frames.series_of(ours), "baseline")
+        + draw_panels(frames, groups, axis, SPEEDUP, dress)
+    )
+
+
+def _ideal(axes: Axes, axis: Sweep) -> None:
+    levels = np.linspace(axis.values[0], axis.values[-1], 50)
+    ideal = 1 / np.maximum(1 - levels, 1e-6)
+    axes.plot(axis.place(levels), ideal, ":", color=INK, alpha=0.6, linewidth=1)
+
+
+def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
+    """Say how long the baseline takes: a ratio of two slow kernels is no news."""
+    base = raced[raced.problem_id.isin(group.problem_id) & (raced.label == raced.baseline_label)]
+    low, high = significant(base.median_us.min()), significant(base.median_us.max())
+    span = low if low == high else f"{low}–{high}"
+    return Markup("<p>{}: {} µs</p>").format(" or ".join(base.label.unique()), span)
+
+
+def _break_even(axes: Axes, axis: Sweep, group: pd.DataFrame, frames: Frames) -> Markup:
+    items = []
+    for _, line in break_even(group).iterrows():
+        number = frames.series[line.label]
+        items.append(Markup("<li>{}{}: {}</li>").format(swatch(number), line.label, _word(line)))
+        if not np.isnan(line.break_even):
+            look = {"marker": "o", "color": series(number)["color"], "markerfacecolor": "none"}
+            axes.plot(axis.place([line.break_even]), [1], markersize=8, markeredgewidth=1.5, **look)
+    return Markup('<p>breaks even</p><ul class="legend">{}</ul>').format(Markup("").join(items))
+
+
+def _word(line: "pd.Series[Any]") -> str:
+    if line.note == "not reached":
+        return f"not up to {percent(line.last_level)}"
+    if line.note:
+        return f"below {percent(line.first_level)}"
+    return f"at {percent(round(line.break_even, 3))}"

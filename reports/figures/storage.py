@@ -1,0 +1,38 @@
+"""Stored bytes of each format, indices included, against the sparsity."""
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from sparsebench.reports.figures._figure import NOTHING, Frames, panels
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._svg import INK
+from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
+
+TITLE = "Stored bytes"
+ORDER = 50
+
+BYTES = Quantity("percent", "percent", "percent", "bytes, % of dense", baseline=100)
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw a panel for each block and shape of weights; kernels of one format share its line."""
+    stored = frames.cases[frames.cases.bytes_of_dense.notna() & frames.cases.level.notna()]
+    stored = stored[stored.label.isin(frames.series)]
+    stored = stored.drop_duplicates(["n", "k", "dtype", "pattern", "block", "level", "format"])
+    if stored.empty:
+        return NOTHING
+    stored = stored.assign(percent=100 * stored.bytes_of_dense)
+    axis = sweep(stored, "level")
+    same, groups = panels(stored, "level", together=["m", "scope", "cache"])
+
+    def dress(axes: Axes, group: pd.DataFrame) -> Markup:
+        levels = np.linspace(axis.values[0], axis.values[-1], 50)
+        axes.plot(axis.place(levels), 100 * (1 - levels), ":", color=INK, alpha=0.6, linewidth=1)
+        return NOTHING
+
+    words = f"{same}. Values and indices, of the bytes of the dense matrix. Dotted: 1 − sparsity."
+    lines = stored.drop_duplicates("format")
+    names = {line.format: frames.series[line.label] for _, line in lines.iterrows()}
+    return note(words) + legend(names, "dense") + draw_panels(frames, groups, axis, BYTES, dress)

@@ -1,0 +1,39 @@
+"""Absolute time against the swept field: what a call costs, and where launching is all of it."""
+
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from sparsebench.reports.figures._figure import NOTHING, Frames, panels, swept
+from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._svg import INK
+from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
+
+TITLE = "Time of a call"
+ORDER = 40
+
+OPEN = 8  # panels shown at once: speed-ups come first
+
+TIME = Quantity("median_us", "low_us", "high_us", "time, µs")
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw a panel for each shape and block; the baseline's own time is the solid line."""
+    raced = frames.raced
+    if raced.empty:
+        return NOTHING
+    axis = sweep(raced, swept(raced))
+    same, groups = panels(raced, axis.name)
+    groups = [panel for panel in groups if panel[1].label.isin(frames.series).any()] or groups
+
+    def dress(axes: Axes, group: pd.DataFrame) -> Markup:
+        for _, base in group[~group.label.isin(frames.series)].groupby("label", sort=False):
+            line = base.sort_values(axis.name)
+            x, y = axis.place(line[axis.name]), line.median_us.to_numpy(dtype=float)
+            axes.plot(x, y, color=INK, linewidth=1.2, marker=".", markersize=4)
+        return NOTHING
+
+    bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
+    drawn = draw_panels(frames, groups, axis, TIME, dress)
+    shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
+    return note(f"{same}. Medians.") + legend(frames.series_of(raced), bases) + shown

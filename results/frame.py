@@ -1,0 +1,171 @@
+"""Rows as a table, a line a row: whatever is computed from samples is computed on reading.
+
+The contenders of a contest are timed in turn, a block of samples each. With B_i and T_i the medians
+of block i of the baseline and of a contender, taken within moments of each other,
+
+    speedup = exp(median over i of log(B_i / T_i))
+
+so a clock that drifts moves both. A slow contender has fewer blocks: the first ones are paired.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from sparsebench.results._errors import ResultError
+from sparsebench.results.record import Contender, Row, Status, Value
+
+# Columns: these, then the fields of the problems, then MEASURED.
+NAMES = ["problem_id", "case_id", "op", "seed", "source"]
+FIELDS = ["m", "n", "k", "dtype", "pattern", "sparsity", "block"]  # an op may have others
+CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin"]
+PLACE = ["replicate", "attempt", "device", "scope", "cache", "clock"]
+OUTCOME = ["status", "detail", "choice", "digest"]
+COUNTS = ["nnz", "stored_bytes", "dense_bytes", "samples"]
+CHECKS = ["error", "error_of_bound", "sparsity_achieved", "bytes_of_dense"]
+TIMES = ["median_us", "q1_us", "q3_us", "min_us", "convert_us", "prepare_s"]
+RATES = ["tflops", "dense_tflops", "gb_per_s"]
+SPEEDUP = ["speedup", "speedup_q1", "speedup_q3"]
+NUMBERS = [*CHECKS, *TIMES, *RATES, *SPEEDUP]
+MEASURED = [*CONTENDER, *PLACE, *OUTCOME, *COUNTS, *NUMBERS, "baseline_label"]
+
+
+def frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return a line a row, in order. Units stand in column names; what is unknown is NaN or NA."""
+    rows = list(rows)
+    problems = [row.case.problem.id for row in rows]
+    contests = [
+        (problem, row.replicate, row.attempt, row.scope, row.cache)
+        for problem, row in zip(problems, rows, strict=True)
+    ]
+    baselines: dict[tuple[Any, ...], Row] = {}
+    for contest, row in zip(contests, rows, strict=True):
+        if row.case.contender.baseline and row.status is Status.OK:
+            baselines.setdefault(contest, row)
+    label = _labels(problems, rows)
+    lines = [
+        {"problem_id": problem, "label": label(row.case.contender)}
+        | _asked(row)
+        | _measured(row)
+        | _against(baselines.get(contest), row, label)
+        for problem, contest, row in zip(problems, contests, rows, strict=True)
+    ]
+    names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
+    table = pd.DataFrame(lines, columns=[*NAMES, *names, *MEASURED])
+    whole = [name for name in names if all(type(line.get(name, 0)) is int for line in lines)]
+    types = dict.fromkeys([*whole, *COUNTS], "Int64") | dict.fromkeys(NUMBERS, "float64")
+    return table.astype(types | {"sparsity": "float64"})
+
+
+def fields(table: pd.DataFrame) -> list[str]:
+    """Name the columns of a frame or a summary that are fields of its problems."""
+    names = list(table.columns)
+    return names[names.index("source") + 1 : names.index("format")]
+
+
+def to_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV."""
+    table.to_csv(path, index=False)
+
+
+def to_parquet(table: pd.DataFrame, path: Path) -> None:
+    """Write a table as Parquet; a ResultError says what to install where pyarrow is missing."""
+    try:
+        table.to_parquet(path, index=False, engine="pyarrow")
+    except ImportError as error:
+        found = "expected pyarrow to write Parquet, found none"
+        raise ResultError(f"{path}: {found}; pip install 'sparsebench[parquet]'") from error
+
+
+def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:
+    """Return contender -> label; format parameters are added to labels that are not unique."""
+    seen: dict[tuple[str, str], set[str]] = {}
+    for problem, row in zip(problems, rows, strict=True):
+        contender = row.case.contender
+        seen.setdefault((problem, contender.label), set()).add(_text(contender.params))
+    shared = {label for (_, label), params in seen.items() if len(params) > 1}
+
+    def label(contender: Contender) -> str:
+        params = f" {_text(contender.params)}" if contender.label in shared else ""
+        return contender.label + params.rstrip()
+
+    return label
+
+
+def _asked(row: Row) -> dict[str, Any]:
+    problem, contender = row.case.problem, row.case.contender
+    named = {name: _plain(value) for name, value in problem.fields.items()}
+    return named | {
+        "block": str(named.get("block", "")),
+        "case_id": row.case.id,
+        "op": problem.op,
+        "seed": problem.seed,
+        "source": problem.source.path if problem.source else None,
+        "format": contender.format,
+        "kernel": contender.kernel,
+        "params": _text(contender.params),
+        "options": _text(contender.options),
+        "baseline": contender.baseline,
+        "twin": contender.twin,
+    }
+
+
+def _measured(row: Row) -> dict[str, Any]:
+    samples = np.asarray(row.samples_us or [np.nan])
+    q1, median, q3 = np.quantile(samples, [0.25, 0.5, 0.75])
+    same = [*PLACE, *OUTCOME, *COUNTS[:3], "error", "error_of_bound", "convert_us", "prepare_s"]
+    return {name: getattr(row, name) for name in same} | {
+        "status": str(row.status),
+        "choice": json.dumps(row.choice),
+        "samples": len(row.samples_us),
+        "sparsity_achieved": row.sparsity,
+        "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
+        "median_us": median,
+        "q1_us": q1,
+        "q3_us": q3,
+        "min_us": samples.min(),
+        "tflops": _ratio(row.flops, median * 1e6),
+        "dense_tflops": _ratio(row.dense_flops, median * 1e6),
+        "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
+    }
+
+
+def _against(base: Row | None, row: Row, label: Callable[[Contender], str]) -> dict[str, Any]:
+    """Return the speed-up over the baseline of the same contest; nothing where there is none."""
+    if base is None:
+        return {}
+    named = {"baseline_label": label(base.case.contender)}
+    if row.status is not Status.OK:
+        return named
+    ours, theirs = _block_medians(row), _block_medians(base)
+    pairs = min(len(ours), len(theirs))
+    quartiles = np.quantile(np.log(theirs[:pairs] / ours[:pairs]), [0.5, 0.25, 0.75])
+    return named | dict(zip(SPEEDUP, np.exp(quartiles).tolist(), strict=True))
+
+
+def _block_medians(row: Row) -> NDArray[np.float64]:
+    """Return the median of each block; samples after the last whole block belong to none."""
+    size = min(row.samples_per_block, len(row.samples_us))
+    whole = len(row.samples_us) // size * size
+    medians: NDArray[np.float64] = np.median(np.reshape(row.samples_us[:whole], (-1, size)), axis=1)
+    return medians
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or not under else over / under
+
+
+def _text(values: Mapping[str, Value]) -> str:
+    return " ".join(f"{name}={_plain(value)}" for name, value in sorted(values.items()))
+
+
+def _plain(value: Value) -> bool | int | float | str | None:
+    """Write a list as text, a square block as its side: [16, 32] is 16x32, [16, 16] is 16."""
+    if not isinstance(value, list):
+        return value
+    return "x".join(map(str, value if len(set(value)) > 1 else value[:1]))

@@ -1,0 +1,19 @@
+"""What the tests share: a problem small enough for a laptop, and folders of bad kernels."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+os.environ["PYTHONPATH"] = str(HERE)  # for worker processes: `wrong.zeros`, `faulty.hangs`
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -1,0 +1,1 @@
+"""Kernels that do not end well: each must cost its own row, and no other."""

@@ -1,0 +1,73 @@
+"""Who may import whom. The table is the architecture; this test keeps it true."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "formats": set(),
+    "results": set(),
+    "suites": set(),
+    "kernels": {"formats"},
+    "reports": {"results"},
+    "harness": {"formats", "kernels", "results", "reports", "suites"},
+}
+NEEDS_A_KERNEL_FILE = {"triton", "cupy", "nvmath"}
+MODULES = [p for folder in MAY_IMPORT for p in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Return what a module imports, by full name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folder_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    siblings = {
+        name.split(".")[1]
+        for name in imported(path)
+        if name.startswith("sparsebench.") and not name.startswith("sparsebench.results.record")
+    }
+    assert siblings & MAY_IMPORT.keys() <= MAY_IMPORT[folder_of(path)] | {folder_of(path)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_folders_are_never_imported_by_their_bare_names(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imported(path)} & MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_gpu_packages_stay_in_kernel_files(path: Path) -> None:
+    packages = {name.split(".")[0] for name in imported(path)}
+    if folder_of(path) != "kernels":
+        assert not packages & NEEDS_A_KERNEL_FILE
+    if folder_of(path) in ("results", "reports", "suites"):
+        assert "torch" not in packages
+
+
+def test_every_package_is_shipped_and_nothing_else_is_in_its_init() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {str(p.parent.relative_to(ROOT)) for p in MODULES if p.name == "__init__.py"}
+    expected = {"sparsebench" if f == "harness/_root" else f"sparsebench.{f}" for f in folders}
+    assert set(config["packages"]) == {name.replace("/", ".") for name in expected}
+    for path in MODULES:
+        if path.name == "__init__.py" and path.parent.name != "_root":
+            assert len(ast.parse(path.read_text()).body) == 1, path
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))

@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from sparsebench.harness.check import Expected, check
+from sparsebench.harness.ops.linear import definition, spread
+from sparsebench.kernels._kernel import DTYPES
+
+M, N, K = 48, 40, 512
+
+
+def expected(dtype: torch.dtype, empty_row: bool = False) -> tuple[Expected, torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    w = (torch.randn(N, K, generator=draw) / K**0.5).to(dtype)
+    if empty_row:
+        w[3] = 0
+    x = torch.randn(M, K, generator=draw).to(dtype)
+    right = Expected(definition(w.double(), x.double()), spread(w.double(), x.double()), dtype, K)
+    return right, definition(w, x)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_torch_itself_is_right_in_every_dtype(name: str) -> None:
+    right, out = expected(DTYPES[name])
+    verdict = check(out, right)
+    assert verdict.reason is None
+    assert verdict.error is not None
+    assert verdict.error < 0.6 * right.eps
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("factor", [1.02, 0.0, -1.0])
+def test_a_scaled_output_is_wrong(name: str, factor: float) -> None:
+    right, out = expected(DTYPES[name])
+    assert check(out * factor, right).reason
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_one_wrong_element_of_two_thousand_is_wrong(name: str) -> None:
+    right, out = expected(DTYPES[name])
+    out[7, 11] += 0.5
+    reason = check(out, right).reason
+    assert reason
+    assert "[7, 11]" in reason or "relative error" in reason
+
+
+def test_tf32_products_are_wrong_in_fp32() -> None:
+    draw = torch.Generator().manual_seed(5)
+    w, x = torch.randn(N, K, generator=draw), torch.randn(M, K, generator=draw)
+    right = Expected(definition(w.double(), x.double()), spread(w.double(), x.double()), w.dtype, K)
+    cut = [(t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (w, x)]
+    assert check(definition(w, x), right).reason is None
+    assert check(definition(*cut), right).reason
+
+
+def test_an_empty_row_must_be_exactly_zero() -> None:
+    right, out = expected(torch.float16, empty_row=True)
+    assert check(out, right).reason is None
+    out[0, 3] = 1e-7
+    assert check(out, right).reason
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda out: None, "expected a tensor, found NoneType"),
+        (lambda out: out[1:], "expected shape"),
+        (lambda out: out.float(), "expected torch.float16 on cpu, found torch.float32"),
+        (lambda out: out.T.contiguous().T, "expected a contiguous output"),
+        (lambda out: out.index_fill(0, torch.tensor([0]), float("nan")), "that are not"),
+        (lambda out: out.index_fill(0, torch.tensor([0]), float("inf")), "that are not"),
+        (torch.zeros_like, "all zero"),
+    ],
+)
+def test_what_is_wrong_is_said(spoil, reason: str) -> None:
+    right, out = expected(torch.float16)
+    assert reason in str(check(spoil(out), right).reason)

@@ -1,0 +1,147 @@
+"""Every command, end to end, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUITE = """
+schema: sparsebench/suite@1
+title: Small & quick
+problems:
+  - {op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: blocks, block: 16, sparsity: [0.5, 0.75]}
+contenders:
+  - {format: bsr, kernel: scipy_bsr, params: {block: $block}}
+  - {format: bsr, kernel: cusparse_bsr, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: cublas}
+  - {format: dense, kernel: torch_dense}
+"""
+WITHOUT_GPU_PACKAGES = """
+import sys
+for name in ("cupy", "triton", "nvmath"):
+    sys.modules[name] = None
+from sparsebench.harness.cli import main
+raise SystemExit(main())
+"""
+
+
+def sparsebench(*arguments: object, blocked: bool = False) -> subprocess.CompletedProcess[str]:
+    how = ["-c", WITHOUT_GPU_PACKAGES] if blocked else ["-m", "sparsebench"]
+    command = [sys.executable, "-P", *how, *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "small.yaml").write_text(SUITE)
+    done = sparsebench("run", folder / "small.yaml", "--device", "cpu", "--out", folder / "run")
+    assert done.returncode == 0, done.stderr
+    assert "Fastest, by problem" in done.stdout
+    assert "Break-even" in done.stdout
+    assert "cases: 4 unsupported, 4 ok" in done.stdout
+    assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
+    return folder / "run"
+
+
+def test_list_and_report_start_cold_without_gpu_packages(run: Path, tmp_path: Path) -> None:
+    listed = sparsebench("list", "--json", blocked=True)
+    assert listed.returncode == 0, listed.stderr
+    found = json.loads(listed.stdout)
+    assert {"linear", "ffn"} <= found["ops"].keys()
+    assert {"dense", "csr", "bsr"} <= found["formats"].keys()
+    assert {"bsr_triton", "cublas", "cusparse_csr"} <= found["kernels"].keys()
+    assert {"quick", "sparsity"} <= found["suites"].keys()
+    page = tmp_path / "page.html"
+    reported = sparsebench("report", run, "--out", page, blocked=True)
+    assert reported.returncode == 0, reported.stderr
+    assert "Small &amp; quick" in page.read_text()
+
+
+def test_check_says_what_would_run_and_writes_nothing(run: Path) -> None:
+    before = sorted(run.parent.iterdir())
+    done = sparsebench("check", run / "suite.yaml", "--device", "cpu", "--json")
+    found = json.loads(done.stdout)
+    assert (found["problems"], found["cases"], found["supported"]) == (2, 8, 4)
+    reasons = {entry["contender"]: entry["reason"] for entry in found["unsupported"]}
+    assert reasons["dense/cublas"] == "runs on cuda, not on cpu"
+    assert sorted(run.parent.iterdir()) == before
+    assert (
+        "2 problems, 8 cases" in sparsebench("check", run / "suite.yaml", "--device", "cpu").stdout
+    )
+
+
+def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    only = ("--only", "sparsity=0.5 kernel=scipy_bsr")
+    suite = run / "suite.yaml"
+    done = sparsebench("run", suite, "--device", "cpu", *only, "--out", out, "--json")
+    found = json.loads(done.stdout)
+    assert found["run"] == str(out)
+    assert found["cases"] == {"unsupported": 1, "ok": 2}
+    assert len(found["winners"]) == 1
+
+
+def test_compare_sets_two_runs_side_by_side(run: Path) -> None:
+    found = json.loads(sparsebench("compare", run, run, "--json").stdout)
+    assert len(found) == 8
+    assert {case["time_b_over_a"] for case in found} == {1.0, None}
+    assert "dense/torch_dense" in sparsebench("compare", run, run).stdout
+
+
+def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
+    done = sparsebench("report", run, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
+    assert done.returncode == 0, done.stderr
+    header, *lines = (tmp_path / "r.csv").read_text().splitlines()
+    assert "median_us" in header
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "quik"], "did you mean quick?"),
+        (["run", "quick", "--device", "cuda:7"], "expected an NVIDIA GPU for 'cuda:7'"),
+        (["run", "quick", "--device", "tpu"], "expected cpu, cuda or cuda:N"),
+        (["run", "quick", "--device", "cpu", "--only", "block=7"], "expected at least one case"),
+        (["run"], "expected a suite, or --resume RUN alone"),
+        (["run", "quick", "--timeout", "soon"], "--timeout"),
+        (["run", "dlmc"], "expected --data DIR"),
+        (["report", "nowhere"], "nowhere: expected the directory of a run"),
+        (["compare", "nowhere", "nowhere"], "nowhere: expected the directory of a run"),
+        (["run", "--resume", "nowhere"], "nowhere: expected the directory of a run"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+    out = ["--out", tmp_path / "run"] if arguments[0] == "run" else []
+    done = sparsebench(*arguments, *out)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_never_written_over(run: Path) -> None:
+    before = (run / "rows.jsonl").read_bytes()
+    done = sparsebench("run", run / "suite.yaml", "--device", "cpu", "--out", run)
+    assert done.returncode == 2
+    assert "expected a new directory" in done.stderr
+    assert (run / "rows.jsonl").read_bytes() == before
+
+
+def test_a_wrong_case_is_exit_3_and_in_the_report(run: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "wrong.yaml"
+    suite.write_text(
+        SUITE.replace(
+            "bsr, kernel: cusparse_bsr, params: {block: $block}", "dense, kernel: wrong.zeros"
+        )
+    )
+    done = sparsebench("run", suite, "--device", "cpu", "--out", tmp_path / "run")
+    assert done.returncode == 3, done.stderr
+    assert "2 wrong" in done.stdout
+    assert "all zero" in (tmp_path / "run" / "report.html").read_text()

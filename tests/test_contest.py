@@ -1,0 +1,128 @@
+import pkgutil
+
+import faulty
+import pytest
+import torch
+import wrong
+
+from sparsebench.harness import contest
+from sparsebench.harness.timing import MIN_SAMPLES, Timed, time_together
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+CPU = torch.device("cpu")
+FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
+PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
+BASELINE = Contender("dense", "torch_dense", baseline=True)
+
+
+def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
+    return contest.run(problem, list(contenders), CPU, None)[0]
+
+
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(wrong.__path__)])
+def test_every_wrong_kernel_is_rejected_and_has_no_time(name: str) -> None:
+    right, found = rows(BASELINE, Contender("dense", f"wrong.{name}"))
+    assert right.status is Status.OK
+    assert right.samples_us
+    assert found.status is Status.WRONG
+    assert found.detail
+    assert not found.samples_us
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["zeros", "transposed", "stale", "precomputed"])
+def test_wrong_kernels_are_rejected_in_16_bits_too(name: str, dtype: str) -> None:
+    problem = Problem("linear", {**FIELDS, "dtype": dtype})
+    assert rows(Contender("dense", f"wrong.{name}"), problem=problem)[0].status is Status.WRONG
+
+
+def test_a_row_tells_what_was_measured() -> None:
+    dense, sparse = rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
+    assert dense.digest == sparse.digest
+    assert sparse.sparsity == pytest.approx(0.5)
+    assert sparse.nnz == 64 * 512 // 2
+    assert sparse.flops == 2 * 32 * sparse.nnz
+    assert sparse.dense_flops == 2 * 32 * 64 * 512
+    assert sparse.fewest_bytes == 4 * (sparse.nnz + 32 * 512 + 32 * 64)
+    assert sparse.stored_bytes == 4 * (sparse.nnz + (64 // 16 + 1) + sparse.nnz // 256)
+    assert sparse.dense_bytes == dense.stored_bytes == 4 * 64 * 512
+    assert sparse.error is not None
+    assert 0 < sparse.error < 1e-5
+    assert sparse.convert_us
+    assert len(sparse.samples_us) >= MIN_SAMPLES
+    assert (sparse.clock, sparse.cache) == ("host", "hot")
+
+
+def test_a_refusal_is_a_row_with_its_reason() -> None:
+    found = rows(
+        BASELINE,
+        Contender("dense", "cublas"),
+        Contender("bsr", "scipy_bsr", {"block": 0}),
+        Contender("dense", "faulty.raises"),
+        Contender("dense", "faulty.exhausts"),
+    )
+    assert [row.status.value for row in found] == [
+        "ok", "unsupported", "unsupported", "failed", "out_of_memory",
+    ]  # fmt: skip
+    assert found[1].detail == "runs on cuda, not on cpu"
+    assert "expected a block of at least 1x1" in found[2].detail
+    assert found[3].detail == "prepare: RuntimeError: no such instruction <b>here</b>"
+    assert "4 EiB" in found[4].detail
+
+
+def test_kernels_of_another_op_are_refused() -> None:
+    ffn = Problem("ffn", {**FIELDS, "dtype": "fp32", "activation": "silu"})
+    found = rows(BASELINE, Contender("csr", "scipy_csr"), problem=ffn)
+    assert [row.status.value for row in found] == ["ok", "unsupported"]
+    assert found[1].detail == "computes linear, not ffn"
+
+
+def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise MemoryError("no")
+
+    monkeypatch.setattr(contest.bits, "operands", too_large)
+    assert [row.status for row in rows(BASELINE)] == [Status.OUT_OF_MEMORY]
+
+
+def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
+    log: list[str] = []
+
+    def contender(name: str, loops: int) -> Timed:
+        def call() -> torch.Tensor:
+            log.append(name)
+            return torch.tensor(sum(range(loops)))
+
+        return Timed(call, "host")
+
+    fast, slow = time_together([contender("f", 10), contender("s", 400_000)], CPU, seed="x")
+    assert len(fast.times_us) == 48
+    assert MIN_SAMPLES <= len(slow.times_us) < 48
+    first_half = log[: len(log) // 2]
+    assert {"f", "s"} <= set(first_half)
+
+
+def test_the_order_within_a_block_is_drawn_anew() -> None:
+    log: list[int] = []
+    contenders = [Timed(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
+    time_together(contenders, CPU, seed="y")
+    blocks = [tuple(log[8 + 16 * b : 24 + 16 * b : 4]) for b in range(12)]
+    assert all(sorted(block) == [0, 1, 2, 3] for block in blocks)
+    assert len(set(blocks)) > 4
+
+
+def test_faulty_kernels_are_all_used_somewhere() -> None:
+    names = {m.name for m in pkgutil.iter_modules(faulty.__path__)}
+    assert names == {
+        "chatters", "crashes", "crashes_later", "exhausts", "hangs", "illegal_address", "raises",
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_contest_on_the_gpu_uses_graphs_and_a_cold_cache() -> None:
+    problem = Problem("linear", {**FIELDS, "dtype": "bf16"})
+    device = torch.device("cuda:0")
+    contenders = [Contender("dense", "cublas", baseline=True), Contender("dense", "wrong.stale")]
+    found, _ = contest.run(problem, contenders, device, None)
+    assert [row.status.value for row in found] == ["ok", "wrong"]
+    assert (found[0].clock, found[0].cache) == ("graph", "cold")

@@ -1,0 +1,122 @@
+"""The contract of every format in the folder: what goes in comes out, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsebench.formats._format import BITS, Format, FormatError
+from sparsebench.harness.catalog import load_format, names
+
+FORMATS = names("formats")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SHAPES = [(1, 1), (3, 5), (16, 16), (33, 64), (64, 128), (70, 31)]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype, density: float = 0.5) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(shape).to(dtype).where(torch.rand(shape) < density, 0)
+
+
+def two_of_four(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return a matrix that any format can hold: 2 of each 4 elements along a row."""
+    return matrix(shape, dtype, 1.0).where(torch.arange(shape[1]) % 4 < 2, 0)
+
+
+def stored(name: str, dense: Tensor, **params: object) -> Format:
+    """Convert, or set the example aside where the format refuses the matrix."""
+    try:
+        return load_format(name).from_dense(dense, **params)
+    except FormatError as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_format_round_trips(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    for dense in (two_of_four(shape, dtype), torch.zeros(shape, dtype=dtype)):
+        packed = stored(name, dense)
+        back = packed.to_dense()
+        assert packed.shape == back.shape == shape
+        assert back.dtype == dtype
+        assert back.is_contiguous()
+        assert torch.equal(bits(back), bits(dense))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("special", [-0.0, float("nan"), float("inf"), -float("inf"), 6e-8])
+def test_every_format_keeps_every_bit_pattern(
+    name: str, dtype: torch.dtype, special: float
+) -> None:
+    dense = torch.zeros(64, 128, dtype=dtype)
+    dense[5, 9] = dense[63, 127] = special
+    assert torch.equal(bits(stored(name, dense).to_dense()), bits(dense))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_holds_a_matrix_that_it_can_be_compared_on(name: str) -> None:
+    load_format(name).from_dense(two_of_four((256, 256), torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stored_bytes_are_those_of_the_arrays(name: str) -> None:
+    packed = stored(name, two_of_four((64, 128), torch.bfloat16))
+    assert packed.stored_bytes == sum(
+        a.untyped_storage().nbytes() for a in packed.arrays().values()
+    )
+    assert all(a.is_contiguous() for a in packed.arrays().values())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "bad",
+    [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int32), torch.zeros(8, 4).T],
+    ids=["a vector", "integers", "strided"],
+)
+def test_no_format_takes_what_is_not_a_matrix(name: str, bad: Tensor) -> None:
+    with pytest.raises(FormatError, match=r"expected .*, found"):
+        load_format(name).from_dense(bad)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.sampled_from(["csr", "bsr"]),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 17), st.integers(1, 17)),
+    st.floats(0, 1),
+)
+def test_any_matrix_fits_compressed_rows_and_blocks(
+    name: str, shape: tuple[int, int], block: tuple[int, int], density: float
+) -> None:
+    params = {"block": list(block)} if name == "bsr" else {}
+    dense = matrix(shape, torch.bfloat16, density)
+    packed = load_format(name).from_dense(dense, **params)
+    assert torch.equal(bits(packed.to_dense()), bits(dense))
+
+
+def test_bsr_draws_its_layout() -> None:
+    dense = torch.kron(torch.tensor([[1.0, 0, 0, 2], [0, 0, 3, 0]]), torch.ones(2, 3))
+    packed = load_format("bsr").from_dense(dense, block=[2, 3])
+    arrays = packed.arrays()
+    assert arrays["offsets"].tolist() == [0, 2, 3]
+    assert arrays["columns"].tolist() == [0, 3, 2]
+    assert arrays["values"][:, 0, 0].tolist() == [1, 2, 3]
+    assert packed.stored_bytes == 4 * 3 + 4 * 3 + 4 * 18
+
+
+def test_csr_draws_its_layout() -> None:
+    dense = torch.tensor([[1.0, 0, 2], [0, 0, 0], [0, 3, 0]])
+    arrays = load_format("csr").from_dense(dense).arrays()
+    assert [a.tolist() for a in arrays.values()] == [[0, 2, 2, 3], [0, 2, 1], [1, 2, 3]]
+
+
+def test_a_block_of_nothing_is_refused() -> None:
+    with pytest.raises(FormatError, match="expected a block of at least 1x1, found 0x4"):
+        load_format("bsr").from_dense(torch.zeros(4, 4), block=[0, 4])

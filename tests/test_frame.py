@@ -1,0 +1,210 @@
+"""results/frame.py and results/summary.py, on numbers small enough to check by hand."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sparsebench.results._errors import ResultError
+from sparsebench.results.frame import fields, frame, to_csv, to_parquet
+from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
+from sparsebench.results.summary import break_even, summary, winners
+
+DENSE = Contender("dense", "cublas", baseline=True)
+BSR = Contender("bsr", "bsr_triton", {"block": 16})
+FIELDS: dict[str, Value] = {
+    "m": 64,
+    "n": 128,
+    "k": 256,
+    "dtype": "bf16",
+    "pattern": "blocks",
+    "block": 16,
+}
+
+
+def row(
+    contender: Contender = DENSE,
+    samples: tuple[float, ...] = (),
+    sparsity: float = 0.9,
+    source: Source | None = None,
+    **changes: Any,
+) -> Row:
+    problem = Problem("linear", {**FIELDS, "sparsity": sparsity}, source=source)
+    status = Status.OK if samples else Status.FAILED
+    return Row(Case(problem, contender), **{"status": status, "samples_us": samples, **changes})
+
+
+def test_the_speed_up_is_the_median_of_the_ratios_of_paired_blocks() -> None:
+    base = row(DENSE, (10, 10, 10, 20, 20, 20, 40, 40, 99), samples_per_block=3)
+    ours = row(BSR, (5, 5, 5, 4, 5, 6, 10, 10, 10), samples_per_block=3)
+    line = frame([base, ours]).iloc[1]
+    assert line.speedup == pytest.approx(4)  # of 2, 4 and 4
+    assert line.speedup_q1 == pytest.approx(np.sqrt(8))
+    assert line.speedup_q3 == pytest.approx(4)
+    assert line.baseline_label == "dense/cublas"
+
+
+def test_a_contender_with_fewer_blocks_is_paired_with_the_first_ones() -> None:
+    base = row(DENSE, (10, 10, 30, 30, 1, 1), samples_per_block=2)
+    ours = row(BSR, (5, 5, 10, 10), samples_per_block=2)
+    assert frame([base, ours]).speedup[1] == pytest.approx(np.sqrt(6))
+
+
+def test_samples_after_the_last_whole_block_are_left_out_of_the_speed_up() -> None:
+    base = row(DENSE, (10, 10, 777), samples_per_block=2)
+    assert frame([base, row(BSR, (5, 5), samples_per_block=2)]).speedup[1] == pytest.approx(2)
+
+
+def test_there_is_no_speed_up_over_the_baseline_of_another_contest() -> None:
+    ours = row(BSR, (5.0,))
+    others = [
+        row(DENSE, (10.0,), replicate=1),
+        row(DENSE, (10.0,), attempt=1),
+        row(DENSE, (10.0,), scope="graph"),
+        row(DENSE, (10.0,), cache="warm"),
+        row(DENSE, (10.0,), sparsity=0.5),
+        row(DENSE),
+    ]
+    table = frame([ours, *others])
+    assert np.isnan(table.speedup[0])
+    assert pd.isna(table.baseline_label[0])
+
+
+def test_the_baseline_is_the_first_ok_one() -> None:
+    failed = row(Contender("dense", "broken", baseline=True))
+    second = row(Contender("csr", "cusparse_csr", baseline=True), (20.0,))
+    table = frame([failed, row(BSR, (5.0,)), row(DENSE, (10.0,)), second])
+    assert table.speedup[1] == pytest.approx(2)
+    assert set(table.baseline_label) == {"dense/cublas"}
+
+
+def test_rates_and_bytes_have_their_units() -> None:
+    sizes: dict[str, Any] = {"flops": 4e6, "dense_flops": 4e7, "fewest_bytes": 3000}
+    line = frame([row(BSR, (2.0,), **sizes, stored_bytes=50, dense_bytes=200)]).iloc[0]
+    assert (line.tflops, line.dense_tflops, line.gb_per_s) == pytest.approx((2, 20, 1.5))
+    assert line.bytes_of_dense == 0.25
+
+
+def test_fields_become_columns_and_blocks_become_text() -> None:
+    one = Problem("linear", {**FIELDS, "block": [16, 32]})
+    two = Problem("ffn", {"m": 1, "dtype": "fp16", "block": [8, 8], "active": 0.1})
+    table = frame([Row(Case(p, DENSE), Status.TIMEOUT) for p in (one, two)])
+    assert fields(table) == ["m", "n", "k", "dtype", "pattern", "sparsity", "block", "active"]
+    assert list(table.block) == ["16x32", "8"]
+    assert table.n.dtype == "Int64"
+    assert pd.isna(table.n[1])
+    assert list(table.status) == ["timeout", "timeout"]
+
+
+def test_parameters_join_a_label_only_where_the_label_is_shared() -> None:
+    wide = Contender("bsr", "bsr_triton", {"block": 64})
+    assert list(frame([row(BSR), row(DENSE)]).label) == ["bsr/bsr_triton", "dense/cublas"]
+    labels = list(frame([row(BSR), row(wide), row(DENSE)]).label)
+    assert labels == ["bsr/bsr_triton block=16", "bsr/bsr_triton block=64", "dense/cublas"]
+
+
+def test_a_run_without_rows_has_the_same_columns() -> None:
+    table = frame([])
+    assert list(table.columns) == list(frame([row()]).columns)
+    assert summary(table).empty
+    assert winners(summary(table)).empty
+    assert break_even(summary(table)).empty
+
+
+def test_several_processes_give_a_geometric_mean_and_a_range() -> None:
+    rows = []
+    for replicate, us in enumerate([5.0, 2.5, 1.25]):
+        rows += [row(DENSE, (10.0,), replicate=replicate), row(BSR, (us,), replicate=replicate)]
+    line = summary(frame(rows)).iloc[1]
+    assert line.speedup == pytest.approx(4)
+    assert (line.speedup_low, line.speedup_high) == pytest.approx((2, 8))
+    assert (line.median_us, line.low_us, line.high_us) == (2.5, 1.25, 5.0)
+    assert (line.interval, line.processes, line.samples) == ("over 3 processes", 3, 3)
+
+
+def test_one_process_gives_quartiles() -> None:
+    rows = [row(DENSE, (8.0, 8.0, 8.0)), row(BSR, (1.0, 2.0, 4.0))]
+    line = summary(frame(rows)).iloc[1]
+    assert (line.speedup_low, line.speedup, line.speedup_high) == pytest.approx(
+        (8**0.5, 4, 32**0.5)
+    )
+    assert line.interval == "quartiles in one process"
+
+
+def test_a_case_that_failed_in_one_process_is_not_ok() -> None:
+    rows = [row(BSR, (1.0,)), row(BSR, replicate=1, detail="illegal address")]
+    line = summary(frame(rows)).iloc[0]
+    assert (line.status, line.detail, line.processes) == ("failed", "illegal address", 2)
+    assert np.isnan(line.median_us)
+
+
+def test_a_later_attempt_replaces_an_earlier_one() -> None:
+    rows = [row(DENSE, (99.0,)), row(DENSE, (10.0,), attempt=1)]
+    line = summary(frame(rows)).iloc[0]
+    assert (line.median_us, line.processes) == (10, 1)
+
+
+def test_the_level_of_weights_from_a_file_is_the_sparsity_found() -> None:
+    source = Source("rn50/layer.smtx", "0" * 64)
+    rows = [row(BSR, (1.0,), sparsity=0.0, source=source), row(BSR, (1.0,), sparsity=0.5)]
+    rows[0] = Row(**{**vars(rows[0]), "sparsity": 0.8125})
+    assert list(summary(frame(rows)).level) == [0.8125, 0.5]
+
+
+def test_the_winner_leads_by_its_runner_ups_time() -> None:
+    rows = [row(DENSE, (10.0,)), row(BSR, (4.0,)), row(Contender("csr", "csr"), (5.0,))]
+    twin = row(Contender("bsr", "bsr_triton", {"block": 16}, twin=True), (3.9,))
+    best = winners(summary(frame([*rows, twin])))
+    assert list(best.label) == ["bsr/bsr_triton"]
+    assert best.iloc[0].runner_up == "csr/csr"
+    assert best.iloc[0].lead == pytest.approx(1.25)
+    assert not best.iloc[0].tied
+
+
+def test_overlapping_intervals_tie() -> None:
+    rows = [row(DENSE, (9.0, 10.0, 11.0)), row(BSR, (9.5, 9.9, 10.5))]
+    assert winners(summary(frame(rows))).iloc[0].tied
+
+
+def sweep(speedups: dict[float, float]) -> pd.DataFrame:
+    rows = []
+    for sparsity, speedup in speedups.items():
+        rows += [row(DENSE, (10.0,), sparsity), row(BSR, (10 / speedup,), sparsity)]
+    return break_even(summary(frame(rows)))
+
+
+@pytest.mark.parametrize(
+    ("speedups", "level", "note"),
+    [
+        ({0.96: 2.0, 0.84: 0.5}, 0.92, ""),  # density 8 %, half-way between 16 % and 4 %
+        ({0.5: 2.0, 0.84: 0.5, 0.96: 2.0}, 0.92, ""),  # stays faster only from there on
+        ({0.5: 1.1, 0.9: 2.0}, np.nan, "below the first level"),
+        ({0.5: 0.2, 0.9: 0.9}, np.nan, "not reached"),
+    ],
+)
+def test_break_even_is_where_the_last_crossing_is(
+    speedups: dict[float, float], level: float, note: str
+) -> None:
+    found = sweep(speedups)
+    assert list(found.label) == ["bsr/bsr_triton"]
+    assert found.break_even[0] == pytest.approx(level, nan_ok=True)
+    assert found.note[0] == note
+
+
+def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
+    table = frame([row(DENSE, (10.0,)), row(BSR, (4.0,)), row(BSR)])
+    to_csv(table, tmp_path / "rows.csv")
+    again = pd.read_csv(tmp_path / "rows.csv")
+    assert list(again.columns) == list(table.columns)
+    assert list(again.speedup[:2]) == pytest.approx([1, 2.5])
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ResultError, match=r"pip install 'sparsebench\[parquet\]'"):
+        to_parquet(frame([row()]), tmp_path / "rows.parquet")

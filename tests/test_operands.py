@@ -1,0 +1,198 @@
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsebench.harness import bits, sources
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.bits import UNIT, digest, fill, scores
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.operands import DenseOperands, operands, redraw
+from sparsebench.results.record import Problem, Source, Value
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def hash32(index: int, key: str) -> int:
+    """Wellons' lowbias32 with a keyed middle, in Python's integers: the specification."""
+    words = hashlib.sha256(f"{key}/{index >> 32}".encode()).digest()
+    x = (index % 2**32) ^ int.from_bytes(words[:4], "little")
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32 ^ int.from_bytes(words[4:8], "little")
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    return x ^ x >> 16
+
+
+def integer(h: int) -> int:
+    factor = h * 0x9E3779B1 % 2**32 >> 20 | 0x1001
+    return (2 * sum(h.to_bytes(4)) - 1019) * factor
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, name: str = "w", **how: Any) -> Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    fill(out, 0, name, **how)
+    return out
+
+
+def problem(source: Source | None = None, seed: int = 0, **fields: Value) -> Problem:
+    base = {"m": 8, "n": 64, "k": 128, "dtype": "bf16", "pattern": "dense"}
+    return Problem("linear", {**base, "sparsity": 0.0, "block": 1, **fields}, seed, source)
+
+
+def built(asked: Problem, data: Path | None = None) -> DenseOperands:
+    return operands(asked, load_op("linear"), CPU, data)
+
+
+def test_elements_are_integers_made_of_a_hash() -> None:
+    expected = [integer(hash32(i, "0/w/3")) for i in range(1000)]
+    assert drawn(1000, draw=3, scale=1.0).tolist() == expected
+
+
+def test_scores_are_31_bits_of_a_hash() -> None:
+    expected = [hash32(i, "7/w scores") % 2**31 for i in range(1000)]
+    assert scores(7, "w", 1000, CPU).tolist() == expected
+
+
+def test_these_bits_never_change() -> None:
+    assert drawn(6, scale=1.0).tolist() == [2783955, 857515, 4264095, -1358973, -1906591, -971677]
+    asked = problem(pattern="blocks", sparsity=0.75, block=16)
+    assert built(asked).digest == "c4fa922529546ccb"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_size_of_a_chunk_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    whole = drawn(1001, dtype=dtype)
+    ordered, summed = scores(0, "w", 1001, CPU), digest({"w": whole})
+    monkeypatch.setitem(bits.CHUNK, "cpu", 64)
+    assert torch.equal(drawn(1001, dtype=dtype), whole)
+    assert torch.equal(scores(0, "w", 1001, CPU), ordered)
+    assert digest({"w": whole}) == summed
+
+
+def test_indices_beyond_32_bits_do_not_repeat() -> None:
+    assert bits._words("a", 2**20)[1] == bits._words("a", 0)[1]
+    assert bits._words("a", 2**32)[1] != bits._words("a", 0)[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 128, 65536])
+def test_values_are_never_zero_and_rounded_once(dtype: torch.dtype, width: int) -> None:
+    scale = UNIT * 2.0 ** -round(width.bit_length() / 2)
+    exact, found = drawn(100_000, scale=scale), drawn(100_000, dtype=dtype, scale=scale)
+    assert (found != 0).all()
+    assert torch.equal(found, exact.to(dtype))
+
+
+def test_values_are_bell_shaped_about_zero() -> None:
+    x = drawn(1_000_000)
+    assert abs(float(x.mean())) < 0.01
+    assert abs(float(x.std()) - 0.882) < 0.005
+    assert abs(float(((x / x.std()) ** 4).mean()) - 3.07) < 0.03  # 3 for a normal distribution
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**63), st.sampled_from(["w", "x"]), st.integers(0, 3))
+def test_other_seeds_names_and_draws_are_uncorrelated(seed: int, name: str, draw: int) -> None:
+    if (seed, name, draw) == (0, "w", 0):
+        return
+    one, other = drawn(40_000), torch.empty(40_000)
+    fill(other, seed, name, draw)
+    assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.03  # 6 sd
+    assert not torch.equal(one.sort().values, other.sort().values)  # nor one the other shuffled
+
+
+def test_outputs_are_about_one() -> None:
+    found = built(problem(m=64, n=64, k=65536, dtype="fp16"))
+    y = found.activations["x"].float() @ found.weights["w"].float().T
+    assert 0.5 < float(y.std()) < 2.5
+
+
+def test_equal_problems_are_equal_bits_and_others_are_not() -> None:
+    assert built(problem()).digest == built(problem()).digest
+    assert built(problem()).digest != built(problem(seed=1)).digest
+
+
+def test_activations_are_drawn_again_in_place() -> None:
+    asked, found = problem(), built(problem())
+    x, first = found.activations["x"], found.activations["x"].clone()
+    redraw(asked, load_op("linear"), found.activations, 1)
+    assert found.activations["x"] is x
+    assert (x != first).float().mean() > 0.9
+    redraw(asked, load_op("linear"), found.activations, 0)
+    assert torch.equal(x, first)
+
+
+def test_what_a_pattern_leaves_out_is_counted_and_is_plus_zero() -> None:
+    found = built(problem(pattern="blocks", sparsity=0.75, block=16))
+    w = found.weights["w"]
+    assert found.nnz == {"w": 64 * 128 // 4}
+    assert found.sparsity == 0.75
+    assert int((w.view(torch.int16) != 0).sum()) == found.nnz["w"]
+
+
+def test_a_digest_sees_every_bit_its_place_and_its_name() -> None:
+    w = drawn(16, 16, dtype=torch.bfloat16)
+    swapped, flipped = w.clone(), w.clone()
+    swapped[0, 0], swapped[0, 1] = w[0, 1], w[0, 0]
+    flipped.view(torch.int16)[3, 5] ^= 1
+    others = [{"w": swapped}, {"w": flipped}, {"v": w}, {"w": w.view(8, 32)}]
+    assert digest({"w": w}) not in {digest(other) for other in others}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Source:
+    path = tmp_path / "model.safetensors"
+    real = drawn(64, 128, dtype=torch.bfloat16, name="real")
+    save_file({"layer": real, "hot": torch.full((64, 128), 1e6)}, path)
+    return Source(path.name, sources.sha256(path), "layer")
+
+
+def test_real_weights_keep_what_is_largest(weights: Source, tmp_path: Path) -> None:
+    before = sources.sha256(tmp_path / weights.path)
+    asked = problem(weights, pattern="unstructured", sparsity=0.9, dtype="fp16")
+    found = built(asked, tmp_path).weights["w"]
+    real = drawn(64, 128, dtype=torch.bfloat16, name="real").half()
+    assert int((found != 0).sum()) == 819
+    assert torch.equal(found[found != 0], real[found != 0])
+    assert real[found == 0].abs().max() <= found[found != 0].abs().min()
+    assert sources.sha256(tmp_path / weights.path) == before
+
+
+def test_a_changed_file_is_refused(weights: Source, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=r"model.safetensors: expected SHA-256 0.*it has changed"):
+        built(problem(replace(weights, sha256="0")), tmp_path)
+
+
+def test_weights_beyond_the_dtype_are_refused(weights: Source, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match="expected values finite in fp16, found 8192 others"):
+        built(problem(replace(weights, tensor="hot"), dtype="fp16"), tmp_path)
+
+
+def test_a_source_of_another_shape_is_refused(weights: Source, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=r"expected \[32, 128\], found \[64, 128\]"):
+        built(problem(weights, n=32), tmp_path)
+
+
+def test_a_pattern_file_gives_the_pattern_and_the_seed_the_values(tmp_path: Path) -> None:
+    path = tmp_path / "p.smtx"
+    path.write_text("2, 4, 3\n0 2 3\n0 3 1\n")
+    source = Source(path.name, sources.sha256(path))
+    found = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
+    assert (found.weights["w"] != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+    assert found.sparsity == 0.625
+    with pytest.raises(SuiteError, match="expected 'file' just where a pattern is the source"):
+        built(problem(source, n=2, k=4, pattern="blocks"), tmp_path)
+
+
+def test_the_file_pattern_needs_a_file() -> None:
+    with pytest.raises(SuiteError, match="found 'file' with no source"):
+        built(problem(pattern="file"))

@@ -1,0 +1,158 @@
+"""The contract of every op in the folder, and each definition against loops in float64."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.harness.bits import fill
+from sparsebench.harness.catalog import keywords, load_op, names
+from sparsebench.results.record import Problem
+
+OPS = names("harness.ops")
+SIZES = {"m": 3, "n": 6, "k": 5}
+ACTIVATIONS = ["silu", "relu", "relu2"]
+
+
+def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    found = {}
+    for name, operand in load_op(op_name).operands.items():
+        found[name] = torch.empty([SIZES[size] for size in operand.shape])
+        fill(found[name], 0, name)
+    return {name: tensor.to(dtype) for name, tensor in found.items()}
+
+
+def settled(op_name: str, function: Any) -> Any:
+    """Set what a function takes besides operands to the defaults of the op's fields."""
+    fields = load_op(op_name).fields.model_fields
+    return partial(function, **{name: fields[name].default for name in keywords(function)})
+
+
+def loops(activation: str, wg: Any, wu: Any, wd: Any, x: Any) -> np.ndarray:
+    """Write the definition of ffn out, one scalar at a time."""
+    act = {
+        "silu": lambda z: z / (1 + np.exp(-z)),
+        "relu": lambda z: max(z, 0.0),
+        "relu2": lambda z: max(z, 0.0) ** 2,
+    }[activation]
+    y = np.zeros((len(x), len(wd)))
+    for t in range(len(x)):
+        for h in range(len(wg)):
+            gate = sum(x[t, i] * wg[h, i] for i in range(x.shape[1]))
+            up = sum(x[t, i] * wu[h, i] for i in range(x.shape[1]))
+            for o in range(len(wd)):
+                y[t, o] += act(gate) * up * wd[o, h]
+    return y
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_sizes_of_operands_are_fields(name: str) -> None:
+    op = load_op(name)
+    sizes = {size for operand in op.operands.values() for size in operand.shape}
+    assert sizes <= op.fields.model_fields.keys()
+    assert {"dtype", "pattern", "sparsity", "block"} <= op.fields.model_fields.keys()
+    assert op.weights
+    assert op.activations
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_definition_and_spread_take_the_operands_in_order_and_fields_by_name(name: str) -> None:
+    op = load_op(name)
+    for function in (op.definition, op.spread):
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positional == list(op.operands)
+        assert keywords(function) <= op.fields.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_definition_keeps_the_dtype_and_a_spread_the_shape(name: str) -> None:
+    op = load_op(name)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        out = settled(name, op.definition)(**drawn(name, dtype))
+        assert out.dtype == dtype
+        assert settled(name, op.spread)(**drawn(name, dtype)).shape == out.shape
+        assert out.shape[0] == SIZES["m"]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_spread_is_finite_not_negative_and_zero_only_without_terms(name: str) -> None:
+    op, operands = load_op(name), drawn(name)
+    found = settled(name, op.spread)(**operands)
+    assert found.isfinite().all()
+    assert (found > 0).all()
+    empty = {name: torch.zeros_like(tensor) for name, tensor in operands.items()}
+    assert not settled(name, op.spread)(**empty).any()
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rounding_errors_are_of_the_size_of_the_spread(name: str, dtype: torch.dtype) -> None:
+    op = load_op(name)
+    rounded = drawn(name, dtype)
+    exact = {name: tensor.double() for name, tensor in rounded.items()}
+    run, spread = settled(name, op.definition), settled(name, op.spread)
+    ratio = (run(**rounded).double() - run(**exact)).abs() / spread(**exact)
+    assert 0 < float(ratio.max()) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_dense_work_is_the_most_and_grows_with_the_non_zeros(name: str) -> None:
+    op = load_op(name)
+    problem = Problem(name, SIZES)
+    full = {w: SIZES[op.operands[w].shape[0]] * SIZES[op.operands[w].shape[1]] for w in op.weights}
+    none = dict.fromkeys(full, 0)
+    assert op.flops(problem, full) > op.flops(problem, none) == 0
+    assert op.fewest_bytes(problem, full, 2) - op.fewest_bytes(problem, none, 2) == 2 * sum(
+        full.values()
+    )
+
+
+def test_linear_is_a_sum_of_products() -> None:
+    w, x = drawn("linear").values()
+    y = load_op("linear").definition(w.float(), x.float())
+    expected = [[sum(a * b for a, b in zip(t, o, strict=True)) for o in w] for t in x]
+    assert torch.allclose(y.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_ffn_is_a_gated_sum_of_products(activation: str) -> None:
+    operands = drawn("ffn")
+    expected = loops(activation, *(tensor.numpy() for tensor in operands.values()))
+    single = {name: tensor.float() for name, tensor in operands.items()}
+    y = load_op("ffn").definition(**single, activation=activation)
+    assert np.allclose(y.double().numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_spread_of_ffn_is_that_of_random_rounding(activation: str) -> None:
+    """Jolt every term of every product, which is what a spread stands for."""
+    op, exact = load_op("ffn"), drawn("ffn")
+    torch.manual_seed(0)
+    errors = []
+    reference = op.definition(**exact, activation=activation)
+    for _ in range(400):
+        jolted = {name: t * (1 + 1e-6 * torch.randn_like(t)) for name, t in exact.items()}
+        jolted["x"] = exact["x"]
+        errors.append(op.definition(**jolted, activation=activation) - reference)
+    found = torch.stack(errors).std(0) / 1e-6
+    ratio = found / op.spread(**exact, activation=activation)
+    assert float(ratio.min()) > 0.2  # relu's slope counts where it is off, too
+    assert float(ratio.max()) < 1.2
+
+
+def test_the_work_of_linear_by_hand() -> None:
+    op, problem = load_op("linear"), Problem("linear", SIZES)
+    assert op.flops(problem, {"w": 7}) == 2 * 3 * 7
+    assert op.fewest_bytes(problem, {"w": 7}, 2) == 2 * (7 + 3 * 5 + 3 * 6)
+
+
+def test_the_work_of_ffn_by_hand() -> None:
+    op, problem = load_op("ffn"), Problem("ffn", SIZES)
+    nnz = {"wg": 7, "wu": 8, "wd": 9}
+    assert op.flops(problem, nnz) == 2 * 3 * 24
+    assert op.fewest_bytes(problem, nnz, 2) == 2 * (24 + 3 * 5 + 3 * 5)

@@ -1,0 +1,189 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsebench.harness import bits
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.bits import scores
+from sparsebench.harness.patterns import PATTERNS, Grid, level, magnitudes, mask
+
+CPU = torch.device("cpu")
+IN_BLOCKS = ["blocks", "balanced_blocks", "banded"]
+
+
+def hashed(grid: Grid) -> Tensor:
+    return scores(0, "w", grid.cells, CPU)
+
+
+def fields(pattern: str, n: int, k: int, sparsity: float, block: Any = 1) -> dict[str, Any]:
+    return {"pattern": pattern, "n": n, "k": k, "sparsity": sparsity, "block": block}
+
+
+def chosen(asked: dict[str, Any]) -> Tensor:
+    return mask(asked, ("n", "k"), hashed, CPU)
+
+
+def cells(kept: Tensor, r: int, c: int) -> Tensor:
+    """Return which blocks are kept; none may be kept in part."""
+    rows = [kept[i : i + r].split(c, dim=1) for i in range(0, len(kept), r)]
+    assert all(bool(b.all()) or not bool(b.any()) for row in rows for b in row)
+    return torch.tensor([[bool(b.any()) for b in row] for row in rows])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_keeps_what_its_level_says(pattern: str) -> None:
+    sparsity = {"dense": 0.0, "two_four": 0.5}.get(pattern, 0.8)
+    asked = fields(pattern, 120, 200, sparsity, [12, 20])
+    assert level(asked) == sparsity
+    assert float(chosen(asked).double().mean()) == pytest.approx(1 - sparsity, abs=1e-12)
+
+
+@pytest.mark.parametrize("pattern", IN_BLOCKS)
+@pytest.mark.parametrize("block", [10, 16, [16, 48], [64, 2]])
+def test_blocks_need_not_divide_the_matrix(pattern: str, block: Any) -> None:
+    asked = fields(pattern, 1000, 1000, 0.8, block)
+    r, c = (block, block) if isinstance(block, int) else block
+    kept = cells(chosen(asked), r, c)
+    assert 1 - int(kept.sum()) / kept.numel() == pytest.approx(level(asked), abs=1e-12)
+    assert level(asked) == pytest.approx(0.8, abs=0.01)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([p for p in PATTERNS if p not in ("dense", "two_four")]),
+    st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.floats(0, 0.99),
+)
+def test_a_level_is_met_exactly_or_refused(
+    pattern: str, size: tuple[int, int], block: tuple[int, int], sparsity: float
+) -> None:
+    asked = fields(pattern, *size, sparsity, list(block))
+    r, c = (1, 1) if pattern == "unstructured" else block
+    try:
+        found = level(asked)
+    except SuiteError:
+        assume(False)
+    kept = cells(chosen(asked), r, c)
+    assert 1 - int(kept.sum()) / kept.numel() == pytest.approx(found, abs=1e-12)
+    assert abs(found - sparsity) <= 0.05 * (1 - sparsity)
+
+
+def test_a_level_that_cannot_be_met_is_refused_with_the_nearest() -> None:
+    message = (
+        "sparsity 0.9 cannot be met by a 2x2 grid of 512x512 blocks: the nearest level is 0.75"
+    )
+    with pytest.raises(SuiteError, match=message):
+        level(fields("blocks", 1024, 1024, 0.9, 512))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sparsity", "nearest"),
+    [("dense", 0.5, "0"), ("two_four", 0.75, "0.5"), ("balanced_blocks", 0.9, "0.75")],
+)
+def test_a_pattern_knows_its_own_levels(pattern: str, sparsity: float, nearest: str) -> None:
+    with pytest.raises(SuiteError, match=f"the nearest level is {nearest}$"):
+        level(fields(pattern, 64, 64, sparsity, 16))
+
+
+def test_nothing_kept_is_never_a_level() -> None:
+    with pytest.raises(SuiteError, match=r"the nearest level is 0$"):
+        level(fields("blocks", 16, 16, 0.99, 16))
+
+
+def test_a_level_is_of_the_weight_that_is_asked_for() -> None:
+    asked = fields("balanced_blocks", 64, 1024, 0.875, 16)
+    assert level(asked) == 0.875
+    with pytest.raises(SuiteError, match="64x4 grid"):
+        level(asked, ("k", "n"))
+
+
+def test_balanced_blocks_are_equally_many_in_every_block_row() -> None:
+    kept = cells(chosen(fields("balanced_blocks", 256, 320, 0.7, 16)), 16, 16)
+    assert (kept.sum(1) == 6).all()
+
+
+def test_two_of_each_four_are_kept() -> None:
+    kept = chosen(fields("two_four", 64, 128, 0.5))
+    assert (kept.view(-1, 4).sum(1) == 2).all()
+    assert len(kept.view(-1, 4).unique(dim=0)) == 6
+
+
+def test_two_four_needs_fours() -> None:
+    with pytest.raises(SuiteError, match="expected k to be a multiple of 4, found 6"):
+        level(fields("two_four", 4, 6, 0.5))
+
+
+def test_a_band_lies_about_the_diagonal_of_any_shape() -> None:
+    kept = chosen(fields("banded", 64, 256, 0.75, [4, 16]))
+    rows, columns = kept.nonzero(as_tuple=True)
+    assert (rows / 64 - columns / 256).abs().max() < 0.25
+    assert kept[::4, ::16].diagonal().all()
+
+
+def test_random_blocks_are_spread_over_rows() -> None:
+    kept = cells(chosen(fields("blocks", 512, 512, 0.5, 8)), 8, 8)
+    assert 10 < int(kept.sum(1).min()) < 32 < int(kept.sum(1).max()) < 54
+
+
+def test_an_unknown_pattern_is_refused_with_a_hint() -> None:
+    with pytest.raises(SuiteError, match=r"found 'block' \(did you mean blocks\?\)"):
+        level(fields("block", 8, 8, 0.5))
+
+
+def test_the_pattern_of_a_file_is_taken_as_it_is() -> None:
+    assert level(fields("file", 8, 8, 0.123)) == 0.123
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 3), min_size=1), st.data())
+def test_the_highest_scores_are_kept_and_the_first_of_equals(
+    given_scores: list[int], data: st.DataObject
+) -> None:
+    count = len(given_scores)
+    kept = data.draw(st.integers(1, count))
+    asked = fields("unstructured", 1, count, 1 - kept / count)
+    found = mask(asked, ("n", "k"), lambda grid: torch.tensor(given_scores, dtype=torch.int32), CPU)
+    order = sorted(range(count), key=lambda i: (-given_scores[i], i))
+    assert found.flatten().nonzero().flatten().tolist() == sorted(order[:kept])
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "two_four", "balanced_blocks"])
+def test_the_size_of_a_chunk_changes_no_pattern(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = fields(pattern, 60, 100, 0.5, 2)
+    whole = chosen(asked)
+    monkeypatch.setitem(bits.CHUNK, "cpu", 64)
+    assert torch.equal(chosen(asked), whole)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+)
+def test_the_score_of_real_blocks_orders_them_by_their_sum(
+    size: tuple[int, int], block: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(size).to(dtype)
+    grid = Grid(*size, *block)
+    found = magnitudes(weight, grid)
+    rows = [weight[i : i + block[0]] for i in range(0, size[0], block[0])]
+    sums = torch.stack([b.double().abs().sum() for row in rows for b in row.split(block[1], 1)])
+    by_score, by_sum = found.argsort(stable=True), sums.argsort(stable=True)
+    assert torch.allclose(sums[by_score], sums[by_sum], rtol=1e-9)
+    assert int(found.min()) >= 0
+
+
+def test_the_sum_of_a_huge_block_does_not_overflow() -> None:
+    weight = torch.ones(2048, 8192, dtype=torch.bfloat16)
+    weight[:, 4096:] *= 1.5
+    low, high = magnitudes(weight, Grid(2048, 8192, 2048, 4096)).tolist()
+    assert 2 * high == 3 * low > 0

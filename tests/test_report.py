@@ -1,0 +1,374 @@
+"""reports/: one page a run, whatever the run holds. The runs are synthetic, with seeded noise."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsebench.reports.build import build, figures
+from sparsebench.reports.figures._figure import Frames, panels, swept
+from sparsebench.reports.figures._html import percent, significant, times
+from sparsebench.reports.figures._sweep import _bounds
+from sparsebench.reports.figures.speedup import SPEEDUP
+from sparsebench.results.frame import frame
+from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
+from sparsebench.results.store import Run
+from sparsebench.results.summary import summary
+
+DENSE = Contender("dense", "cublas", baseline=True)
+SPARSE = [
+    Contender("bsr", "bsr_triton"),
+    Contender("bsr", "torch_bsr"),
+    Contender("bsr", "cusparse_bell"),
+    Contender("bsr", "cusparse_bsr"),
+    Contender("csr", "cusparse_csr"),
+]
+OVERHEAD = {"bsr_triton": 1.3, "torch_bsr": 1.8, "cusparse_bell": 1.6, "cusparse_bsr": 4.0}
+H200 = {
+    "gpu": {"name": "NVIDIA H200", "uuid": "GPU-1", "driver": "580.1"},
+    "versions": {"torch": "2.13.0", "triton": "3.7.0", "cublas": "13.1.0.3"},
+    "commit": "0123456789ab",
+    "dirty": True,
+}
+CPU = {"cpu": {"name": "Some CPU"}, "versions": {"torch": "2.13.0"}, "commit": "0123456789ab"}
+
+
+def fields(m: int, n: int, k: int, sparsity: float, block: int | list[int] = 1) -> dict[str, Any]:
+    pattern = "blocks" if block != 1 else "random"
+    sizes = {"m": m, "n": n, "k": k, "dtype": "bf16", "pattern": pattern}
+    return {**sizes, "sparsity": sparsity, "block": block}
+
+
+def contest(
+    problem: Problem, replicate: int, noise: np.random.Generator, found: float | None = None
+) -> list[Row]:
+    """Return a row a contender; its time follows 800 TFLOP/s, 4 TB/s and a launch of 4 µs."""
+    m, n, k = (problem[name] for name in "mnk")
+    sparsity = problem["sparsity"] if found is None else found
+    rows = []
+    for contender in [DENSE, *SPARSE]:
+        density = 1.0 if contender == DENSE else 1 - sparsity
+        slower = OVERHEAD.get(contender.kernel, 1.0 if contender == DENSE else 12.0)
+        flops, size = 2.0 * m * n * k * density, 2 * (n * k * density + m * k + m * n)
+        us = 4 + slower * max(flops / 8e8, size / 4e6)
+        samples = us * np.exp(noise.normal(0, 0.004, 15) + noise.normal(0, 0.01))
+        row = Row(
+            Case(problem, contender),
+            Status.OK,
+            replicate=replicate,
+            device="GPU-1",
+            clock="graph",
+            error_of_bound=0.1,
+            sparsity=sparsity,
+            nnz=int(n * k * density),
+            flops=flops,
+            dense_flops=2.0 * m * n * k,
+            fewest_bytes=int(size),
+            stored_bytes=int(2 * n * k * density * (1 if contender == DENSE else 1.1)),
+            dense_bytes=2 * n * k,
+            convert_us=None if contender == DENSE else 900.0,
+            prepare_s=0.5,
+            samples_us=tuple(samples.tolist()),
+            samples_per_block=3,
+        )
+        rows.append(spoilt(row))
+    return rows
+
+
+def spoilt(row: Row) -> Row:
+    """Refuse, break and time out some of the cases, by rule."""
+    problem, kernel = row.case.problem, row.case.contender.kernel
+    if kernel == "cusparse_bsr" and problem["block"] == 128:
+        return bad(row, Status.UNSUPPORTED, "blocks above 64 are not served")
+    if kernel == "cusparse_csr" and problem["m"] == 4096 and problem["sparsity"] < 0.6:
+        return bad(row, Status.TIMEOUT, f"no answer within {problem['n'] / 100} s")
+    if kernel == "cusparse_bell" and problem["sparsity"] == 0.99 and problem["m"] == 64:
+        return bad(row, Status.WRONG, "<script>alert(1)</script> error 3.1 of its bound")
+    if kernel == "torch_bsr" and problem["block"] == 16 and row.replicate == 1:
+        return bad(row, Status.FAILED, "RuntimeError: misaligned address")
+    return row
+
+
+def bad(row: Row, status: Status, detail: str) -> Row:
+    return replace(row, status=status, detail=detail, samples_us=())
+
+
+def sweep(replicates: int = 3) -> list[Row]:
+    noise = np.random.default_rng(0)
+    levels = [0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]
+    return [
+        row
+        for replicate in range(replicates)
+        for m in (64, 4096)
+        for n in (4096, 14336)
+        for block in (16, 32, 64, 128)
+        for level in levels
+        for row in contest(Problem("linear", fields(m, n, 4096, level, block)), replicate, noise)
+    ]
+
+
+def dlmc() -> list[Row]:
+    noise = np.random.default_rng(1)
+    return [
+        row
+        for n, k in [(64, 256), (512, 128), (2048, 512)]
+        for level in noise.uniform(0.4, 0.98, 12)
+        for row in contest(
+            Problem(
+                "linear",
+                fields(256, n, k, 0.0) | {"pattern": "file"},
+                source=Source(f"rn50/{n}x{k}/{level:.3f}.smtx", f"{level}"),
+            ),
+            0,
+            noise,
+            found=float(level),
+        )
+    ]
+
+
+def decode() -> list[Row]:
+    noise = np.random.default_rng(2)
+    return [
+        row
+        for m in (1, 2, 4, 8, 16, 32, 64)
+        for level in (0.8, 0.9)
+        for row in contest(Problem("linear", fields(m, 4096, 4096, level, [16, 32])), 0, noise)
+    ]
+
+
+def quick() -> list[Row]:
+    noise = np.random.default_rng(3)
+    rows = [
+        row
+        for level in (0.5, 0.9)
+        for row in contest(Problem("linear", fields(8, 64, 64, level, 8)), 0, noise)
+    ]
+    twin = replace(DENSE, baseline=False, twin=True)
+    return [*rows, replace(rows[0], case=replace(rows[0].case, contender=twin))]
+
+
+def nothing_ok() -> list[Row]:
+    return [bad(row, Status.FAILED, "no kernel image") for row in quick()]
+
+
+def without_baseline() -> list[Row]:
+    return [r if not r.case.contender.baseline else bad(r, Status.FAILED, "") for r in quick()]
+
+
+def other_op() -> list[Row]:
+    few: dict[str, Any] = {"m": 8, "hidden": 64, "dtype": "bf16", "active": 0.02, "gated": True}
+    rows = []
+    for active in (0.01, 0.02):
+        problem = Problem("ffn", few | {"active": active})
+        for contender, us in [(DENSE, 10.0), (Contender("twell", "twell_cupy"), 300 * active)]:
+            rows.append(Row(Case(problem, contender), Status.OK, samples_us=(us,)))
+    return rows
+
+
+def run(rows: list[Row], environment: dict[str, Any] = H200, status: str = "finished") -> Run:
+    suite = {"title": "Which format wins?", "description": "Every format at every sparsity."}
+    state = {"status": status, "started": "2026-11-21T06:00:00Z"}
+    return Run(Path("runs/one"), suite, "title: Which format wins?\n", environment, state, rows)
+
+
+MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
+
+
+def frames(rows: list[Row]) -> Frames:
+    table = frame(rows)
+    return Frames(run(rows), table, summary(table))
+
+
+RUNS: dict[str, Callable[[], Run]] = {
+    "sparsity": lambda: run(sweep(replicates=1)),
+    "dlmc": lambda: run(dlmc()),
+    "decode": lambda: run(decode()),
+    "quick": lambda: run(quick(), CPU),
+    "nothing_ok": lambda: run(nothing_ok(), status="interrupted"),
+    "without_baseline": lambda: run(without_baseline()),
+    "other_op": lambda: run(other_op()),
+    "two_ops": lambda: run(quick() + other_op()),
+    "one_row": lambda: run(quick()[:1]),
+    "no_rows": lambda: run([], {}),
+}
+
+
+@cache
+def page_of(kind: str) -> str:
+    return build(RUNS[kind]())
+
+
+class Page(HTMLParser):
+    """Collects what a browser would fetch, the elements, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            inside = (value or "").startswith(("#", "data:"))
+            if name in ("src", "srcset", "data", "poster", "action", "xlink:href") and not inside:
+                self.fetched.append(f"{tag} {name}={value}")
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_kind_of_run_has_a_page_that_loads_nothing(kind: str) -> None:
+    text = page_of(kind)
+    page = Page(text)
+    assert page.fetched == []
+    assert not {"link", "iframe", "img", "object", "embed", "base"} & set(page.tags)
+    assert not re.search(r"@import|https?://|url\((?!#)", text)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_ids_on_a_page_are_unique(kind: str) -> None:
+    ids = re.findall(r'<section id="([^"]*)"', page_of(kind))
+    assert ids == [figure.name for figure in figures() if figure.name in ids]
+
+
+def test_the_sparsity_run_has_every_figure() -> None:
+    text = page_of("sparsity")
+    assert all(f'<section id="{figure.name}">' in text for figure in figures())
+
+
+def test_text_of_a_run_is_never_markup() -> None:
+    text = page_of("sparsity")
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; error 3.1 of its bound" in text
+
+
+def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> None:
+    text = page_of("quick")
+    answer = text[text.index('<section id="answer">') : text.index('<section id="speedup">')]
+    for word in ["over dense/cublas", "n 64", "k 64", "m 8", "bf16", "Some CPU", "["]:
+        assert word in answer
+    assert "quartiles in one process; they are not confidence intervals" in answer
+    assert "A/A pairs (1) differ by up to 0 %" in answer
+
+
+def test_a_baseline_that_ran_alone_has_beaten_nothing() -> None:
+    rows = [r if r.case.contender == DENSE else bad(r, Status.FAILED, "") for r in quick()]
+    assert "only dense/cublas ran." in build(run(rows))
+
+
+def test_cases_with_one_reason_are_counted_together() -> None:
+    text = page_of("nothing_ok")
+    assert text.count('<td class="num">13</td>') == 1
+
+
+def test_a_run_in_several_processes_says_so() -> None:
+    rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
+    assert "the range over 3 processes; they are not confidence intervals" in build(run(rows))
+
+
+def test_what_did_not_run_is_said_with_its_reason() -> None:
+    text = page_of("without_baseline")
+    assert "11 ok cases have no speed-up" in text
+    assert "no reason given" in text
+    text = page_of("nothing_ok")
+    assert "there is no answer" in text
+    assert "its status is <b>interrupted</b>" in text
+    assert "no kernel image" in text
+
+
+def test_a_second_baseline_is_drawn_like_any_contender() -> None:
+    csr = replace(SPARSE[-1], baseline=True)
+    rows = [
+        replace(row, case=replace(row.case, contender=csr))
+        if row.case.contender == SPARSE[-1]
+        else row
+        for row in quick()
+    ]
+    assert frames(rows).series == frames(quick()).series
+    assert "csr/cusparse_csr" in frames(rows).series
+
+
+def test_the_field_with_most_values_is_drawn_along_x() -> None:
+    found = {kind: swept(frames(make()).raced) for kind, make in MADE.items()}
+    assert found == {"dlmc": "level", "decode": "m", "quick": "level", "other_op": "active"}
+
+
+def test_panels_differ_by_what_they_say_and_blocks_go_by_size() -> None:
+    same, groups = panels(frames(sweep(replicates=1)[::6]).cases, "level", ["m", "n"])
+    assert same == "linear · k 4096 · bf16 · blocks · scope kernel · cache cold"
+    assert [title for title, _ in groups] == [f"block {b}" for b in (16, 32, 64, 128)]
+
+
+def test_noise_around_one_is_not_blown_up_to_the_panels_height() -> None:
+    cases = frames(quick()).raced
+    low, high = _bounds(cases[cases.speedup.notna()], SPEEDUP)
+    assert high / low >= 4
+    assert low < 1 < high
+
+
+def test_the_same_run_gives_the_same_bytes() -> None:
+    assert build(RUNS["quick"]()) == page_of("quick")
+
+
+def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebench.reports.figures.rates.RATES", {"missing": "no such column"})
+    with pytest.raises(RuntimeError, match="figure rates: KeyError"):
+        build(RUNS["quick"]())
+
+
+def test_links_lead_from_the_page_to_the_run(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "rows.jsonl.gz").touch()
+    (tmp_path / "site").mkdir()
+    here = replace(run(quick()), path=tmp_path / "one")
+    assert 'href="rows.jsonl.gz"' in build(here)
+    build(here, tmp_path / "site" / "index.html")
+    text = (tmp_path / "site" / "index.html").read_text()
+    assert 'href="../one/rows.jsonl.gz"' in text
+    assert 'href="suite.yaml"' not in text
+
+
+def test_seven_hundred_cases_in_three_processes_take_seconds() -> None:
+    whole = run(sweep())
+    start = time.perf_counter()
+    build(whole)
+    assert time.perf_counter() - start < 30  # 4 s alone; other work may share the cores
+
+
+def test_reports_need_no_gpu_package() -> None:
+    code = "import sys; from sparsebench.reports.build import figures; figures()\n"
+    code += "print({'torch', 'triton', 'cupy'} & set(sys.modules))"
+    command = [sys.executable, "-P", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.9, "90 %"), (0.875, "87.5 %"), (0.998, "99.8 %"), (0.0, "0 %")]
+)
+def test_levels_are_percents(value: float, text: str) -> None:
+    assert percent(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.0, "1.00×"), (12.345, "12.3×"), (234.5, "234×"), (0.0456, "0.046×"), (np.nan, "–")],
+)
+def test_ratios_have_three_digits(value: float, text: str) -> None:
+    assert times(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.00123, "0.00123"), (1.5, "1.50"), (99.96, "100"), (12345.6, "12,346")],
+)
+def test_quantities_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert significant(value) == text

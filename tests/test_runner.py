@@ -1,0 +1,171 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparsebench.harness import runner as runners
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.measure import Flags, measure
+from sparsebench.harness.runner import Runner, WorkerError
+from sparsebench.harness.suite import Contest, Suite, read
+from sparsebench.results import store
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
+PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
+BASELINE = Contender("dense", "torch_dense", baseline=True)
+
+SUITE = """
+schema: sparsebench/suite@1
+title: small
+problems:
+  - {op: linear, m: [4, 8, 16], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}
+contenders:
+  - {format: csr, kernel: scipy_csr}
+baselines:
+  - {format: dense, kernel: torch_dense}
+"""
+
+
+def rows(*names: str, timeout_s: float = 60) -> list[Row]:
+    """Run one contest of the baseline and some faulty kernels in a worker process."""
+    contenders = (BASELINE, *(Contender("dense", f"faulty.{name}") for name in names))
+    runner = Runner("cpu", None, timeout_s)
+    try:
+        (measured,) = runner.run([Contest(PROBLEM, contenders)])
+    finally:
+        runner.kill()
+    assert [row.case.contender for row in measured.rows] == list(contenders)
+    return measured.rows
+
+
+def test_a_crash_costs_its_own_row_and_no_other() -> None:
+    right, crashed, chatty = rows("crashes", "chatters")
+    assert (right.status, right.attempt) == (Status.OK, 1)
+    assert right.samples_us
+    assert chatty.status is Status.OK
+    assert crashed.status is Status.FAILED
+    assert "signal 11" in crashed.detail
+    assert "about to read address 0" in crashed.detail
+
+
+def test_a_hang_is_a_timeout_and_the_others_get_their_rows() -> None:
+    right, hung = rows("hangs", timeout_s=2)
+    assert right.status is Status.OK
+    assert hung.status is Status.TIMEOUT
+    assert hung.detail == "no answer within 2 s"
+
+
+def test_a_crash_while_taking_turns_finds_its_owner() -> None:
+    right, late = rows("crashes_later")
+    assert (right.status, right.attempt) == (Status.OK, 2)
+    assert late.status is Status.FAILED
+    assert "exit code 7" in late.detail
+
+
+def test_several_faults_in_one_contest_each_cost_one_row() -> None:
+    statuses = [row.status.value for row in rows("raises", "crashes", "exhausts", "chatters")]
+    assert statuses == ["ok", "failed", "failed", "out_of_memory", "ok"]
+
+
+def test_a_contest_nobody_is_to_blame_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
+    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    (found,) = rows()
+    assert found.status is Status.FAILED
+    assert "exit code 0" in found.detail
+
+
+def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')"))
+    with pytest.raises(WorkerError, match="no disk"):
+        Runner("cpu", None, 1)
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    path = tmp_path / "small.yaml"
+    path.write_text(SUITE)
+    return read(str(path))
+
+
+def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
+    path = measure(suite, Flags("cpu", replicates=2), tmp_path / "run", None)
+    run = store.read(path)
+    assert run.state["status"] == "finished"
+    assert run.state["contests"] == {"done": 6, "of": 6}
+    assert run.suite_text == SUITE
+    assert len(run.rows) == 12
+    assert {row.replicate for row in run.rows} == {0, 1}
+    assert run.environment["versions"]["torch"]
+    assert {"operands", "convert", "check", "timing"} <= run.state["spent_s"].keys()
+
+
+def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) -> None:
+    path = measure(suite, Flags("cpu"), tmp_path / "run", None)
+    whole = (path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (path / "rows.jsonl").write_text("".join(whole[:4]) + whole[4][:50])  # 1.5 contests, torn
+    first = store.read(path).rows[:2]
+    assert measure(suite, Flags("cpu"), None, path) == path
+    run = store.read(path)
+    assert run.rows[:2] == first
+    assert [r.case.problem["m"] for r in run.rows] == [4, 4, 8, 8, 16, 16]
+    assert run.state["contests"] == {"done": 3, "of": 3}
+
+
+def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Path) -> None:
+    path = measure(suite, Flags("cpu"), tmp_path / "run", None)
+    other = Suite(suite.name, suite.title, suite.text + "\n", suite.contests)
+    with pytest.raises(SuiteError, match="found another suite"):
+        measure(other, Flags("cpu"), None, path)
+    with pytest.raises(SuiteError, match="expected replicates 1, found 3"):
+        measure(suite, Flags("cpu", replicates=3), None, path)
+    environment = json.loads((path / "environment.json").read_text())
+    environment["code_sha256"] = "0" * 64
+    (path / "environment.json").write_text(json.dumps(environment))
+    before = (path / "rows.jsonl").read_bytes()
+    with pytest.raises(SuiteError, match="expected code_sha256 0000"):
+        measure(suite, Flags("cpu"), None, path)
+    assert (path / "rows.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_leaves_a_valid_run(stop: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text(SUITE.replace("[4, 8, 16]", str(list(range(1, 400)))))
+    out = tmp_path / "run"
+    command = [sys.executable, "-P", "-m", "sparsebench", "run", str(path), "--out", str(out)]
+    child = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (out / "rows.jsonl").exists() or len(store.read(out).rows) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(child.pid, stop)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "interrupted" in said
+    run = store.read(out)
+    assert run.state["status"] == "interrupted"
+    assert len(run.rows) == 2 * run.state["contests"]["done"]
+
+
+@pytest.mark.gpu
+def test_a_real_illegal_address_is_a_row() -> None:
+    problem = Problem("linear", {**PROBLEM.fields, "dtype": "bf16"})
+    contenders = (
+        Contender("dense", "cublas", baseline=True),
+        Contender("dense", "faulty.illegal_address"),
+        Contender("dense", "faulty.exhausts"),
+    )
+    runner = Runner("cuda:0", None, 60)
+    try:
+        (measured,) = runner.run([Contest(problem, contenders)])
+    finally:
+        runner.kill()
+    assert [row.status.value for row in measured.rows] == ["ok", "failed", "out_of_memory"]
+    assert "illegal memory access" in measured.rows[1].detail

@@ -1,0 +1,169 @@
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse
+import torch
+from safetensors.torch import save_file
+
+from sparsebench.harness import sources
+from sparsebench.harness._errors import SuiteError
+
+MASK = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]], dtype=bool)
+
+
+def written(path: Path, mask: np.ndarray = MASK) -> Path:
+    """Write a pattern in the format that the file's name says."""
+    matrix = scipy.sparse.csr_array(mask.astype(np.float64))
+    if path.suffix == ".smtx":
+        sizes = f"{mask.shape[0]}, {mask.shape[1]}, {matrix.nnz}"
+        lines = [sizes, " ".join(map(str, matrix.indptr)), " ".join(map(str, matrix.indices))]
+        path.write_text("\n".join(lines) + "\n")
+    elif path.suffix == ".npz":
+        scipy.sparse.save_npz(path, matrix)
+    else:
+        plain = path.with_name("plain.mtx")
+        scipy.io.mmwrite(plain, matrix)
+        data = plain.read_bytes()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["p.smtx", "p.mtx", "p.mtx.gz", "p.npz"])
+def test_a_pattern_comes_back(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / name)
+    assert np.array_equal(sources.load_pattern(path).numpy(), MASK)
+    assert sources.shape_and_level(path) == (3, 5, 1 - 5 / 15)
+
+
+@pytest.mark.parametrize("name", ["p.smtx", "p.mtx", "p.npz"])
+def test_a_pattern_may_be_empty(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / name, np.zeros((2, 3), dtype=bool))
+    assert not sources.load_pattern(path).any()
+    assert sources.shape_and_level(path) == (2, 3, 1.0)
+
+
+def test_a_symmetric_matrix_is_expanded_and_a_stored_zero_is_an_entry(tmp_path: Path) -> None:
+    path = tmp_path / "s.mtx"
+    path.write_text("%%MatrixMarket matrix coordinate real symmetric\n2 2 2\n1 1 0.0\n2 1 3\n")
+    assert sources.load_pattern(path).tolist() == [[True, True], [True, False]]
+    assert sources.shape_and_level(path)[2] == 0.25
+
+
+def test_a_big_smtx_is_read_in_a_moment(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    mask = rng.random((1000, 2000)) < 0.5
+    assert np.array_equal(sources.load_pattern(written(tmp_path / "b.smtx", mask)).numpy(), mask)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected 3 lines: sizes, row offsets, column indices; found 0"),
+        ("2, 2, 1\n0 1 1\n0\n0\n", "expected 3 lines"),
+        ("2, 2\n0 1 1\n0\n", "expected 3 rows, columns, non-zeros; found 2"),
+        ("-2, 2, 1\n0 1 1\n0\n", "as non-negative integers; found '-'"),
+        ("0, 2, 0\n0\n\n", "a matrix of at least 1x1"),
+        ("2, 2, 5\n0 1 1\n0\n", "that can hold its non-zeros"),
+        ("2, 2, 1\n0 1\n0\n", "expected 3 row offsets; found 2"),
+        ("2, 2, 2\n0 1 2\n0\n", "expected 2 column indices; found 1"),
+        ("2, 2, 1\n1 1 1\n0\n", "expected row offsets that rise from 0 to 1; found 1 to 1"),
+        ("2, 2, 1\n0 2 1\n0\n", "found 0 to 1, 1 of them falling"),
+        ("2, 2, 1\n0 1 1\n2\n", "expected column indices below 2; found 2"),
+        (
+            "2, 2, 1\n0 1 1\n99999999999999999999\n",
+            "expected column indices below 2; found 9223372",
+        ),
+        ("2, 2, 2\n0 2 2\n1 1\n", "expected each column once in a row; found a column twice"),
+        ("2, 2, 1\n0 1 1.5\n0\n", "as non-negative integers; found '.'"),
+        ("\x89HDF\n\x00\n\x01\n", "as non-negative integers; found"),
+    ],
+)
+def test_a_malformed_smtx_is_refused_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.smtx"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(SuiteError) as raised:
+        sources.load_pattern(path)
+    assert str(raised.value).startswith(f"{path}: expected ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["bad.mtx", "bad.mtx.gz", "bad.npz", "bad.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"garbage\n1 2 3\n", b"\xff\xfe\x00"])
+def test_garbage_is_refused_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SuiteError, match=r"bad\..*: expected a .*; found .") as raised:
+        sources.shape_and_level(path, "w" if name.endswith("safetensors") else None)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_truncated_matrix_is_refused(tmp_path: Path) -> None:
+    for name in ("p.mtx", "p.npz", "p.mtx.gz"):
+        path = written(tmp_path / name)
+        path.write_bytes(path.read_bytes()[:-12])
+        with pytest.raises(SuiteError, match="expected a sparse matrix"):
+            sources.load_pattern(path)
+
+
+def test_an_index_outside_the_matrix_is_refused(tmp_path: Path) -> None:
+    bad = {"data": np.ones(2), "indices": np.array([0, 7]), "indptr": np.array([0, 1, 2])}
+    np.savez(tmp_path / "p.npz", format=b"csr", shape=np.array([2, 2]), **bad)
+    with pytest.raises(SuiteError, match="expected a sparse matrix"):
+        sources.load_pattern(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("name", ["none.smtx", "none.mtx", "none.npz"])
+def test_a_missing_file_is_refused(name: str, tmp_path: Path) -> None:
+    for read in (sources.load_pattern, sources.shape_and_level, sources.sha256):
+        with pytest.raises(SuiteError, match=f"{name}: expected"):
+            read(tmp_path / name)
+
+
+def test_an_unknown_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=r"expected a \.smtx, .* file; found \.csv"):
+        sources.load_pattern(tmp_path / "p.csv")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = {
+        "layers.0.up": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        "layers.0.bias": torch.zeros(3),
+        "layers.0.ids": torch.zeros(2, 3, dtype=torch.int64),
+    }
+    save_file(tensors, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def test_weights_come_back_as_they_are(model: Path) -> None:
+    assert sources.shape_and_level(model, "layers.0.up") == (2, 3, None)
+    found = sources.load_weights(model, "layers.0.up")
+    assert torch.equal(found, torch.arange(6, dtype=torch.bfloat16).view(2, 3))
+    assert sources.tensor_names(model) == ["layers.0.up"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("layers.0.upp", r"expected a tensor 'layers.0.upp'; .* \(did you mean layers.0.up\?\)"),
+        ("layers.0.bias", r"as a matrix of F16, BF16, F32; found F32 \[3\]"),
+        ("layers.0.ids", r"as a matrix of F16, BF16, F32; found I64 \[2, 3\]"),
+    ],
+)
+def test_what_cannot_be_weights_is_refused(model: Path, tensor: str, message: str) -> None:
+    with pytest.raises(SuiteError, match=message):
+        sources.load_weights(model, tensor)
+
+
+def test_a_changed_file_is_hashed_again(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one")
+    first = sources.sha256(path)
+    path.write_bytes(b"two")
+    os.utime(path, ns=(1, 1))
+    assert sources.sha256(path) != first

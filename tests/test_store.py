@@ -1,0 +1,90 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsebench.results import store
+from sparsebench.results._errors import ResultError
+from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
+
+PROBLEM = Problem("linear", {"m": 2, "block": [2, 4]}, 3, Source("a.smtx", "00ff"))
+ROWS = [
+    Row(Case(PROBLEM, Contender("dense", "cublas", baseline=True)), Status.OK, samples_us=(1.5, 2)),
+    Row(
+        Case(PROBLEM, Contender("bsr", "x", {"block": 2}, {"tuned": True})),
+        Status.WRONG,
+        detail="é",
+    ),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    store.create(path, "title: t\n", {"commit": None})
+    store.set_state(path, {"status": "running"})
+    store.append(path, ROWS)
+    return path
+
+
+def test_what_was_written_is_read(run: Path) -> None:
+    found = store.read(run)
+    assert found.rows == ROWS
+    assert found.suite == {"title": "t"}
+    assert found.state["status"] == "running"
+
+
+def test_a_torn_last_line_is_dropped(run: Path) -> None:
+    with (run / "rows.jsonl").open("a") as file:
+        file.write('{"case": {"prob')
+    assert store.read(run).rows == ROWS
+
+
+def test_a_published_run_is_gzipped(run: Path) -> None:
+    plain = run / "rows.jsonl"
+    with gzip.open(run / "rows.jsonl.gz", "wb") as file:
+        file.write(plain.read_bytes())
+    plain.unlink()
+    assert store.read(run).rows == ROWS
+
+
+def test_keeping_some_rows_drops_the_others(run: Path) -> None:
+    store.keep(run, ROWS[1:])
+    assert store.read(run).rows == ROWS[1:]
+
+
+def test_a_broken_line_in_the_middle_is_said(run: Path) -> None:
+    text = (run / "rows.jsonl").read_text().splitlines()
+    text[1] = text[1][:40]
+    (run / "rows.jsonl").write_text("\n".join(text) + "\n")
+    with pytest.raises(ResultError, match=r"rows\.jsonl: line 2: expected a row"):
+        store.read(run)
+
+
+def test_another_schema_is_said(run: Path) -> None:
+    (run / "run.json").write_text(json.dumps({"schema": "sparsebench/run@99"}))
+    with pytest.raises(
+        ResultError, match="expected schema sparsebench/run@1, found sparsebench/run@99"
+    ):
+        store.read(run)
+
+
+def test_a_directory_that_is_there_is_left_alone(run: Path) -> None:
+    with pytest.raises(ResultError, match="expected a new directory"):
+        store.create(run, "", {})
+    assert store.read(run).rows == ROWS
+
+
+def test_a_path_without_a_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="expected the directory of a run"):
+        store.read(tmp_path / "nothing")
+
+
+def test_an_id_is_equal_exactly_when_the_case_is() -> None:
+    same = Problem("linear", {"block": [2, 4], "m": 2}, 3, Source("elsewhere/a.smtx", "00ff"))
+    other = Problem("linear", {"block": [2, 4], "m": 2}, 3, Source("a.smtx", "00fe"))
+    assert same.id == PROBLEM.id != other.id
+    plain, baseline = Contender("dense", "cublas"), Contender("dense", "cublas", baseline=True)
+    assert Case(same, plain).id == Case(PROBLEM, baseline).id
+    assert Case(same, Contender("dense", "cublas", twin=True)).id != Case(PROBLEM, plain).id

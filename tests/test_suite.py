@@ -1,0 +1,145 @@
+from pathlib import Path
+
+import pytest
+
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.catalog import suites
+from sparsebench.harness.measure import only
+from sparsebench.harness.suite import Suite, read
+
+HEAD = "schema: sparsebench/suite@1\ntitle: t\n"
+PROBLEM = "{op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}"
+CONTENDER = "{format: csr, kernel: scipy_csr}"
+
+
+def suite(
+    tmp_path: Path, problem: str = PROBLEM, contender: str = CONTENDER, rest: str = ""
+) -> Suite:
+    path = tmp_path / "s.yaml"
+    path.write_text(f"{HEAD}problems:\n  - {problem}\ncontenders:\n  - {contender}\n{rest}")
+    return read(str(path), tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(suites().keys() - {"dlmc"}))
+def test_every_packaged_suite_can_be_read(name: str) -> None:
+    found = read(name)
+    assert found.contests
+    ids = [contest.problem.id for contest in found.contests]
+    assert len(set(ids)) == len(ids)
+    assert all(contest.contenders[0].baseline for contest in found.contests)
+
+
+def test_the_sparsity_suite_is_the_sweep_that_is_published() -> None:
+    contests = read("sparsity").contests
+    assert {(c.problem["n"], c.problem["k"]) for c in contests} == {(4096, 4096), (14336, 4096)}
+    assert {c.problem["m"] for c in contests} == {64, 4096}
+    assert {c.problem["block"] for c in contests} == {16, 32, 64, 128}
+
+
+def test_lists_are_sweeps_and_mappings_set_several_fields(tmp_path: Path) -> None:
+    problem = (
+        "{op: linear, size: [{n: 64, k: 32}, {n: 32, k: 64}], m: [1, 2], dtype: [fp32, bf16],"
+        " pattern: blocks, block: [8, [4, 16]], sparsity: 0.5, seed: [0, 1]}"
+    )
+    found = suite(
+        tmp_path, problem, "{format: bsr, kernel: scipy_bsr, params: {block: [$block, 4]}}"
+    )
+    assert len(found.contests) == 2 * 2 * 2 * 2 * 2
+    first = found.contests[0]
+    assert (first.problem["n"], first.problem["k"], first.problem["block"]) == (64, 32, 8)
+    assert [c.params["block"] for c in first.contenders] == [8, 4]
+    assert {str(c.problem["block"]) for c in found.contests} == {"8", "[4, 16]"}
+
+
+def test_a_contender_that_is_also_the_baseline_competes_once(tmp_path: Path) -> None:
+    found = suite(tmp_path, rest=f"baselines:\n  - {CONTENDER}\n")
+    (contest,) = found.contests
+    assert [(c.kernel, c.baseline) for c in contest.contenders] == [("scipy_csr", True)]
+
+
+BAD = {
+    "unknown key": (PROBLEM.replace("m: 8", "m: 8, sparsty: 0.5"), CONTENDER, "",
+                    "problems[0]: sparsty: unknown key (did you mean sparsity?)"),
+    "wrong type": (PROBLEM.replace("m: 8", "m: eight"), CONTENDER, "",
+                   "problems[0]: m: expected a valid integer; found 'eight'"),
+    "negative size": (PROBLEM.replace("m: 8", "m: -8"), CONTENDER, "", "greater than 0; found -8"),
+    "missing field": (PROBLEM.replace("m: 8, ", ""), CONTENDER, "",
+                      "problems[0]: m: expected a value, found none"),
+    "set twice": (PROBLEM.replace("m: 8", "m: 8, s: [{m: 4}]"), CONTENDER, "",
+                  "expected m to be set once"),
+    "unknown op": (PROBLEM.replace("op: linear", "op: lineer"), CONTENDER, "",
+                   "found 'lineer' (did you mean linear?)"),
+    "no op": (PROBLEM.replace("op: linear, ", ""), CONTENDER, "", "problems[0].op: expected"),
+    "unknown dtype": (PROBLEM.replace("fp32", "fp33"), CONTENDER, "",
+                      "dtype: expected 'fp16', 'bf16' or 'fp32'; found 'fp33'"),
+    "unknown pattern": (PROBLEM.replace("pattern: blocks", "pattern: block"), CONTENDER, "",
+                        "found 'block' (did you mean blocks?)"),
+    "impossible level": (PROBLEM.replace("n: 64, k: 64", "n: 16, k: 16").replace("0.5", "0.9"),
+                         CONTENDER, "", "2x2 grid of 8x8 blocks: the nearest level is 0.75"),
+    "level of one": (PROBLEM.replace("0.5", "1.0"), CONTENDER, "", "less than 1; found 1.0"),
+    "unknown kernel": (PROBLEM, "{format: csr, kernel: scipy_crs}", "",
+                       "found 'scipy_crs' (did you mean scipy_csr?)"),
+    "unknown format": (PROBLEM, "{format: bsrr, kernel: reference}", "", "(did you mean bsr?)"),
+    "another format's kernel": (PROBLEM, "{format: bsr, kernel: scipy_csr}", "",
+                                "expected a kernel of format bsr, found scipy_csr of csr"),
+    "unknown param": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {blok: 8}}", "",
+                      "contenders[0].params.blok: unknown key; takes block (did you mean block?)"),
+    "unknown option": (PROBLEM, "{format: bsr, kernel: scipy_bsr, options: {fast: true}}", "",
+                       "contenders[0].options.fast: unknown key; takes nothing"),
+    "unknown binding": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {block: $blok}}", "",
+                        "expected $ and one of"),
+    "unknown top key": (PROBLEM, CONTENDER, "baseline: []\n",
+                        "baseline: unknown key (did you mean baselines?)"),
+    "a key twice": (PROBLEM.replace("m: 8", "m: 8, m: 9"), CONTENDER, "", "found 'm' twice"),
+    "not YAML": (PROBLEM + "}", CONTENDER, "", "expected YAML, found"),
+    "source without a file": (PROBLEM.replace("m: 8", "m: 8, source: {file: '*.smtx'}"), CONTENDER,
+                              "", "problems[0].source: expected files *.smtx in"),
+    "source with another key": (PROBLEM.replace("m: 8", "m: 8, source: {path: x}"), CONTENDER, "",
+                                "expected {file: GLOB, tensor: GLOB}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_that_says_what_and_where(name: str, tmp_path: Path) -> None:
+    problem, contender, rest, said = BAD[name]
+    with pytest.raises(SuiteError) as error:
+        suite(tmp_path, problem, contender, rest)
+    message = str(error.value)
+    assert said in message
+    assert "s.yaml: " in message
+    assert "\n" not in message
+
+
+def test_a_suite_that_is_not_there_is_said() -> None:
+    with pytest.raises(SuiteError, match=r"found 'quik' \(did you mean quick\?\)"):
+        read("quik")
+    with pytest.raises(SuiteError, match=r"nothing\.yaml: expected a readable suite"):
+        read("nothing.yaml")
+    with pytest.raises(SuiteError, match="expected --data DIR"):
+        read("dlmc")
+
+
+def test_files_become_problems_by_content(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
+    found = suite(
+        tmp_path, "{op: linear, source: {file: '**/*.smtx'}, m: 1, dtype: fp32, pattern: file}"
+    )
+    (contest,) = found.contests
+    assert contest.problem.source is not None
+    assert contest.problem.source.path == "a/x.smtx"
+    assert (contest.problem["n"], contest.problem["k"]) == (2, 4)
+    assert contest.problem["sparsity"] == pytest.approx(5 / 8)
+
+
+def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
+    rest = "baselines:\n  - {format: dense, kernel: torch_dense}\n"
+    found = suite(tmp_path, PROBLEM.replace("m: 8", "m: [8, 16]"), rest=rest)
+    (contest,) = only(found.contests, "m=16 kernel=scipy_csr")
+    assert contest.problem["m"] == 16
+    assert [c.kernel for c in contest.contenders] == ["torch_dense", "scipy_csr"]
+    assert len(only(found.contests, "sparsity=0.50")) == 2
+    with pytest.raises(SuiteError, match="expected field=value with a field of"):
+        only(found.contests, "tokens=16")
+    with pytest.raises(SuiteError, match="expected at least one case, found none"):
+        only(found.contests, "m=17")
