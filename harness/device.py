@@ -89,7 +89,12 @@ def code_sha256() -> str:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit and whether the checkout is dirty; None for an installed package."""
+    """Return the commit and whether the checkout is dirty; None where that is not known.
+
+    SPARSEBENCH_COMMIT names the commit on a machine that was given the code without its history.
+    """
+    if "SPARSEBENCH_COMMIT" in os.environ:
+        return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
     root = Path(str(files("sparsebench.harness"))).parent
     return {
         "commit": _git(root, "rev-parse", "HEAD"),

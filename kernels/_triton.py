@@ -67,17 +67,26 @@ def box(matrix: Tensor, rows: int, columns: int, path: Path) -> Any:
 def fitting_depth(tokens: int, features: int, depth: int, warps: int, path: Path) -> int:
     """Return the depth at which the tile's registers suffice on this path; 0 if at none.
 
-    Pointers cost registers for addresses and masks: at most 64 sums a thread, and 32 of k beside
-    128 tokens, compile without a spill for compute capability 8.0 to 10.0.
+    Pointers cost registers for addresses and masks: at most 64 sums a thread, and 32 of k from 32
+    sums on, compile without a spill for compute capability 8.0 to 10.0.
     """
+    sums = tokens * features // (32 * warps)
     if path == "tma":
         return depth
-    if tokens * features > 64 * 32 * warps:
-        return 0
-    return min(depth, 32 if tokens >= 128 else 64)
+    return 0 if sums > 64 else min(depth, 32 if sums >= 32 else 64)
 
 
-def stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
+def stages(tokens: int, features: int, depth: int, itemsize: int, path: Path) -> int:
     """Return how many tiles of both operands to keep in flight."""
-    most = 8 if itemsize == 2 else 3  # fp32 arithmetic is slow enough to hide any load
+    # Each costs a pointer registers; fp32 arithmetic is slow enough to hide any load.
+    most = 3 if itemsize == 4 else 8 if path == "tma" else 4
     return min(most, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))
+
+
+def options(warps: int, path: Path) -> dict[str, int]:
+    """Return how to compile.
+
+    Left to itself, ptxas spills a register or two of some tiles to reach a rounder occupancy:
+    pointers are given all the registers that a thread can name.
+    """
+    return {"num_warps": warps} | ({} if path == "tma" else {"maxnreg": 255})

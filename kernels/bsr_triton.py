@@ -37,6 +37,7 @@ from sparsebench.kernels._triton import (
     fitting_depth,
     misaligned,
     odd_row,
+    options,
     stages,
     supports,
 )
@@ -68,7 +69,7 @@ SOME_TOKENS = (
     (64, 128, 64, 4, True),
     (128, 128, 64, 8, True),
 )
-FP32 = ((64, 64, 16, 4, True), (64, 32, 16, 4, True), (32, 32, 16, 4, True))  # no tensor cores
+FP32 = ((64, 64, 16, 8, True), (64, 32, 16, 4, True), (32, 32, 16, 4, True))  # no tensor cores
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def configurations(m: int, block: tuple[int, int], itemsize: int, path: Path) ->
             features=features,
             depth=deep,
             group=max(1, features // r),
-            stages=stages(tokens, features, deep, itemsize),
+            stages=stages(tokens, features, deep, itemsize, path),
             warps=warps,
             rows_first=rows_first,
             path=path,
@@ -153,10 +154,10 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> C
         *(packed.columns, packed.offsets, packed.order),
         *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
     )
-    constants = constants_of(config, height, width)
+    constants = constants_of(config, height, width) | options(config.warps, config.path)
 
     def run() -> Tensor:
-        _multiply[(row_tiles * token_tiles,)](*args, **constants, num_warps=config.warps)
+        _multiply[(row_tiles * token_tiles,)](*args, **constants)
         return y
 
     return run

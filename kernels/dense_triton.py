@@ -29,6 +29,7 @@ from sparsebench.kernels._triton import (
     fitting_depth,
     misaligned,
     odd_row,
+    options,
     stages,
     supports,
 )
@@ -50,7 +51,7 @@ SOME_TOKENS = (
     (128, 64, 64, 4),
     (128, 128, 64, 8),
 )
-FP32 = ((64, 64, 16, 4), (64, 32, 16, 4), (32, 32, 16, 4))  # no tensor cores
+FP32 = ((64, 64, 16, 8), (64, 32, 16, 4), (32, 32, 16, 4))  # no tensor cores
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
     else:
         shapes = SOME_TOKENS if m <= 1024 else MANY_TOKENS
     return [
-        Config(tokens, features, deep, stages(tokens, features, deep, itemsize), warps, path)
+        Config(tokens, features, deep, stages(tokens, features, deep, itemsize, path), warps, path)
         for tokens, features, depth, warps in shapes
         if (deep := fitting_depth(tokens, features, depth, warps, path))
     ]
@@ -95,10 +96,10 @@ def launch(x: Tensor, w: Tensor, config: Config) -> Callable[[], Tensor]:
         box(y, config.tokens, config.features, config.path),
         *(m, n, k, x.stride(0)),
     )
-    constants = constants_of(config)
+    constants = constants_of(config) | options(config.warps, config.path)
 
     def run() -> Tensor:
-        _multiply[grid](*args, **constants, num_warps=config.warps)
+        _multiply[grid](*args, **constants)
         return y
 
     return run

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebench.kernels import bsr_triton, dense_triton
+from sparsebench.kernels._triton import options
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
@@ -82,7 +83,8 @@ def source_of(this: Compile) -> ASTSource:
 def complaint_about(this: Compile) -> str | None:
     """Compile, and say what is wrong with the result."""
     target = GPUTarget("cuda", this.capability, 32)
-    compiled = triton.compile(source_of(this), target, {"num_warps": this.warps})
+    path = "tma" if dict(this.constants)["TMA"] else "pointers"
+    compiled = triton.compile(source_of(this), target, options(this.warps, path))
     if compiled.metadata.shared > SHARED_BYTES[this.capability]:
         return f"{compiled.metadata.shared} bytes of shared memory: {this}"
     with TemporaryDirectory() as folder:
