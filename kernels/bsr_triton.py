@@ -11,13 +11,14 @@ One program computes a tile of Y, `tokens` x `features`, from the stored blocks 
 A block smaller than a tile is padded to one, in the kernel's own packing; a larger one is walked
 in tiles. Small blocks make short rows of tiles that each load X anew, so neighbouring block rows
 may be multiplied as a `group`: the union of their blocks, `group` * r rows high, with zeros where
-one of them has no block. That trades arithmetic for traffic; the tuner decides.
+one of them has no block. That trades arithmetic for traffic; the tuner decides. Columns of X that
+no block of the group touches are not read, so that a NaN there stays out of Y.
 
 The next block column is loaded one step ahead, into a register: loaded in the same step, it would
 take every second pipeline stage. Long block rows start first, so that none is left over at the end.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,32 +45,78 @@ from sparsebench.kernels._triton import (
 from sparsebench.kernels._tune import fastest
 
 SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
+SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
 
+# What won a sweep on an H200, by height of a row tile: (tokens, features, stages, warps, order).
+# Order: what neighbouring programs take other ones of, block rows or tokens; S is swapped.
+# Few tiles in flight leave room for more programs on an SM, which wins where block rows are short.
+Shape = tuple[int, int, int, int, str]
+MANY_TOKENS: dict[int, tuple[Shape, ...]] = {
+    16: (
+        (256, 16, 8, 8, "rows"),
+        (256, 16, 5, 4, "rows"),
+        (256, 32, 4, 4, "rows"),
+        (256, 64, 4, 4, "rows"),
+        (256, 128, 8, 8, "rows"),
+    ),
+    32: (
+        (256, 32, 5, 4, "rows"),
+        (256, 32, 3, 4, "rows"),
+        (128, 32, 3, 4, "rows"),
+        (256, 64, 4, 4, "rows S"),
+        (128, 128, 6, 4, "rows"),
+    ),
+    64: (
+        (256, 64, 5, 4, "rows S"),
+        (256, 64, 2, 4, "rows S"),
+        (128, 64, 3, 4, "rows S"),
+        (128, 64, 2, 4, "rows S"),
+        (128, 64, 2, 4, "tokens"),
+    ),
+    128: (
+        (128, 128, 3, 4, "rows"),
+        (128, 128, 3, 4, "tokens"),
+        (128, 128, 2, 4, "rows S"),
+        (128, 128, 2, 4, "tokens S"),
+    ),
+}
+SOME_TOKENS: dict[int, tuple[Shape, ...]] = {
+    16: (
+        (256, 16, 5, 4, "tokens"),
+        (128, 16, 5, 4, "tokens"),
+        (256, 64, 4, 4, "rows"),
+        (128, 128, 4, 4, "rows"),
+    ),
+    32: (
+        (256, 32, 5, 4, "tokens"),
+        (128, 32, 5, 4, "tokens"),
+        (256, 64, 4, 4, "rows S"),
+    ),
+    64: (
+        (256, 64, 5, 4, "tokens S"),
+        (128, 64, 4, 4, "tokens S"),
+        (128, 64, 3, 4, "tokens S"),
+        (64, 64, 6, 4, "tokens"),
+    ),
+    128: (
+        (128, 128, 3, 4, "tokens"),
+        (128, 64, 4, 4, "tokens S"),
+        (64, 128, 4, 4, "tokens"),
+        (64, 64, 6, 4, "tokens"),
+    ),
+}
 
-# (tokens, features, depth, warps, rows first). Two programs an SM: 128x128 with 4 warps is the best
-# of large blocks on an H200, 256 tokens with 8 warps of small ones.
-MANY_TOKENS = (
-    (256, 16, 64, 8, True),
-    (256, 32, 64, 8, True),
-    (128, 64, 64, 4, True),
-    (128, 64, 64, 4, False),
-    (256, 64, 64, 8, True),
-    (128, 128, 64, 4, True),
-    (128, 128, 64, 4, False),
-    (128, 128, 64, 8, True),
-    (256, 128, 64, 8, True),
+# Without TMA: (tokens, features, warps).
+BY_POINTERS = (
+    (256, 16, 8),
+    (128, 16, 4),
+    (256, 32, 8),
+    (64, 32, 4),
+    (128, 64, 4),
+    (64, 64, 4),
+    (128, 128, 8),
 )
-SOME_TOKENS = (
-    (64, 16, 64, 4, True),
-    (128, 16, 64, 4, True),
-    (64, 32, 64, 4, True),
-    (128, 32, 64, 4, True),
-    (64, 64, 64, 4, True),
-    (128, 64, 64, 4, True),
-    (64, 128, 64, 4, True),
-    (128, 128, 64, 8, True),
-)
-FP32 = ((64, 64, 16, 8, True), (64, 32, 16, 4, True), (32, 32, 16, 4, True))  # no tensor cores
+FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4))  # no tensor cores
 
 
 @dataclass(frozen=True)
@@ -79,6 +126,7 @@ class Config:
     tokens, features, depth  tile of Y, and of k, that a program multiplies at a time
     group                    block rows multiplied together
     rows_first               neighbouring programs take other block rows, not other tokens
+    swapped                  the tensor cores multiply W X.T: features are the rows, 64 at a time
     """
 
     tokens: int
@@ -88,6 +136,7 @@ class Config:
     stages: int
     warps: int
     rows_first: bool
+    swapped: bool
     path: Path
 
 
@@ -105,23 +154,23 @@ class Packed:
 
 
 def configurations(m: int, block: tuple[int, int], itemsize: int, path: Path) -> list[Config]:
-    """Return what is worth trying for m tokens and r x c blocks, at most eight."""
+    """Return what is worth trying for m tokens and r x c blocks: at most eight."""
     r, c = block
     row_tile, width = min(128, _tile(r)), _tile(c)
-    shapes: Iterable[tuple[int, int, int, int, bool]]
     if itemsize == 4:
-        shapes = FP32
+        plain = [(*shape, 16) for shape in FP32]
     elif m <= 64:
-        shapes = [
-            (_tile(m), features, depth, 4, True)
+        plain = [
+            (_tile(m), features, 4, depth)
             for features in (16, 32, 64, 128)
             for depth in (64, 128)
             if depth == 64 or width >= 128
         ]
-    elif m <= 1024:
-        shapes = SOME_TOKENS
+    elif path == "tma":
+        shapes = (MANY_TOKENS if m > 1024 else SOME_TOKENS)[row_tile]
+        return [_swept(shape, r, width) for shape in shapes]
     else:
-        shapes = [s for s in MANY_TOKENS if s[1] == row_tile or s[1] >= max(64, row_tile)]
+        plain = [(*s, 64) for s in BY_POINTERS if s[1] == row_tile or s[1] >= max(64, row_tile)]
     configs = [
         Config(
             tokens=tokens,
@@ -130,13 +179,31 @@ def configurations(m: int, block: tuple[int, int], itemsize: int, path: Path) ->
             group=max(1, features // r),
             stages=stages(tokens, features, deep, itemsize, path),
             warps=warps,
-            rows_first=rows_first,
+            rows_first=True,
+            swapped=False,
             path=path,
         )
-        for tokens, features, depth, warps, rows_first in shapes
+        for tokens, features, warps, depth in plain
         if (deep := min(width, fitting_depth(tokens, features, depth, warps, path)))
     ]
     return list(dict.fromkeys(configs))
+
+
+def _swept(shape: Shape, r: int, width: int) -> Config:
+    """Return a configuration of the sweep, with as many stages as fit one SM."""
+    tokens, features, in_flight, warps, order = shape
+    depth = min(width, 64)
+    return Config(
+        tokens=tokens,
+        features=features,
+        depth=depth,
+        group=max(1, features // r),
+        stages=min(in_flight, SM_BYTES // (2 * (tokens + features) * depth)),
+        warps=warps,
+        rows_first=order.startswith("rows"),
+        swapped=order.endswith("S"),
+        path="tma",
+    )
 
 
 def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Callable[[], Tensor]:
@@ -173,6 +240,7 @@ def constants_of(config: Config, height: int, width: int) -> dict[str, int]:
         "COLUMN_TILES": width // config.depth,
         "STAGES": config.stages,
         "ROWS_FIRST": config.rows_first,
+        "SWAPPED": config.swapped,
         "TMA": config.path == "tma",
     }
 
@@ -250,6 +318,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     COLUMN_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
+    SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -268,7 +337,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     features = tl.arange(0, FEATURES)
     lanes = tl.arange(0, DEPTH)
     ahead = tl.load(columns + start // COLUMN_TILES)
-    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    total = tl.zeros((FEATURES, TOKENS) if SWAPPED else (TOKENS, FEATURES), tl.float32)
     for i in tl.range(start, end, num_stages=STAGES):
         column, depth = ahead * c, i % COLUMN_TILES * DEPTH
         w_row = i // COLUMN_TILES * (ROW_TILES * FEATURES) + row0
@@ -283,8 +352,13 @@ def _multiply(  # type: ignore[no-untyped-def]
             w_at = w + w_row.to(tl.int64) * (COLUMN_TILES * DEPTH) + depth
             w_tile = tl.load(w_at + features[:, None] * (COLUMN_TILES * DEPTH) + lanes[None, :])
         ahead = tl.load(columns + (i + 1) // COLUMN_TILES)
-        total = tl.dot(x_tile, w_tile.T, total, input_precision="ieee")
+        if SWAPPED:
+            total = tl.dot(w_tile, x_tile.T, total, input_precision="ieee")
+        else:
+            total = tl.dot(x_tile, w_tile.T, total, input_precision="ieee")
 
+    if SWAPPED:
+        total = total.T
     if TMA:
         y.store([token, row * r + row0], total.to(y.dtype))
     else:

@@ -105,7 +105,7 @@ def _asked(row: Row) -> dict[str, Any]:
         "case_id": row.case.id,
         "op": problem.op,
         "seed": problem.seed,
-        "source": problem.source.path if problem.source else None,
+        "source": problem.source.label if problem.source else None,
         "format": contender.format,
         "kernel": contender.kernel,
         "params": _text(contender.params),

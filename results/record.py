@@ -41,6 +41,11 @@ class Source:
     sha256: str
     tensor: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Name the file, and the tensor in it, for a reader."""
+        return f"{self.path}:{self.tensor}" if self.tensor else self.path
+
 
 @dataclass(frozen=True)
 class Problem:

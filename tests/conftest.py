@@ -9,7 +9,8 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
-os.environ["PYTHONPATH"] = str(HERE)  # for worker processes: `wrong.zeros`, `faulty.hangs`
+PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers: `wrong.zeros`, `faulty.hangs`
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
