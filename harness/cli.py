@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 BAD_INPUT, SOME_FAILED, INTERRUPTED = 2, 3, 130
+WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
 
 app = typer.Typer(
     help="Compare sparse matrix formats on a GPU, reproducibly.",
@@ -148,7 +149,7 @@ def run(
             {"run": str(path), "report": str(page), "cases": counts, **answer_json(measured)}
         )
     else:
-        out.print(answer(measured))
+        _wide().print(answer(measured))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if counts.keys() - {"ok", "unsupported"}:
@@ -190,7 +191,11 @@ def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
     if as_json:
         _print_json(json.loads(found.cases.to_json(orient="records")))
     else:
-        out.print(comparison(found))
+        _wide().print(comparison(found))
+
+
+def _wide() -> Console:
+    return Console(width=max(out.width, WIDE))
 
 
 @contextmanager
