@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
@@ -112,5 +113,6 @@ def _load(folder: str, name: str, constant: str) -> Any:
     return found
 
 
-def _entries(folder: str) -> list[EntryPoint]:
-    return list(entry_points(group=f"sparsebench.{folder}"))
+@cache  # reading the metadata of 250 installed packages takes 15 ms, and a suite asks for each case
+def _entries(folder: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=f"sparsebench.{folder}"))
