@@ -1,0 +1,40 @@
+"""What is published can be read, says where it comes from, and is about the bits we draw today."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebench.harness import operands
+from sparsebench.harness.catalog import load_op
+from sparsebench.results import store
+from sparsebench.results.record import Problem
+
+PUBLISHED = Path(__file__).parents[1] / "results" / "published"
+RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: str(p.relative_to(PUBLISHED)))
+def test_a_published_run_is_whole_and_names_its_commit(path: Path) -> None:
+    run = store.read(path)
+    assert run.state["status"] == "finished"
+    assert run.state["contests"]["done"] == run.state["contests"]["of"]
+    assert len(run.rows) == sum(run.state["cases"].values())
+    assert len(run.environment["commit"]) == 40
+    assert len({row.device for row in run.rows}) == 1
+    site = PUBLISHED.parents[1] / "reports" / "site" / path.relative_to(PUBLISHED)
+    assert site.with_suffix(".html").exists()
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in RUNS if p.name == "quick"], ids=lambda p: p.parent.name
+)
+def test_a_cpu_draws_the_bits_that_the_gpu_drew(path: Path) -> None:
+    digests: dict[str, tuple[Problem, str]] = {}
+    for row in store.read(path).rows:
+        if row.digest:
+            digests[row.case.problem.id] = row.case.problem, row.digest
+    assert len(digests) > 20
+    for problem, digest in digests.values():
+        drawn = operands.operands(problem, load_op(problem.op), torch.device("cpu"), None)
+        assert drawn.digest == digest
