@@ -8,16 +8,16 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from sparsebench.harness._errors import SuiteError
-from sparsebench.harness.runner import Measured, Runner
+from sparsebench.harness.runner import Runner
 from sparsebench.harness.suite import Contest, Suite
 from sparsebench.results import store
-from sparsebench.results.record import Case, Row
+from sparsebench.results.record import Case, Contender, Problem, Row
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -66,30 +66,31 @@ def measure(
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep what `field=value field=value` asks for; a contest's baselines stay with it."""
-    wanted = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
+    wanted = dict(part.partition("=")[::2] for part in condition.replace(",", " ").split())
     known = {"case", "format", "kernel", *(name for c in contests for name in c.problem.fields)}
-    for name, value in wanted:
+    for name, value in wanted.items():
         if name not in known or not value:
             expected = f"field=value with a field of {', '.join(sorted(known))}"
             raise SuiteError(f"--only: expected {expected}; found {f'{name}={value}'!r}")
     kept = []
     for contest in contests:
-        fields = {name: _text(value) for name, value in contest.problem.fields.items()}
-        if any(fields[name] != _text(value) for name, value in wanted if name in fields):
-            continue
-        names = [(n, v) for n, v in wanted if n not in fields]
-        own = [
-            c
-            for c in contest.contenders
-            if all(v in (c.format, c.kernel, Case(contest.problem, c).id)
-                   and v == {"format": c.format, "kernel": c.kernel}.get(n, v) for n, v in names)
-        ]  # fmt: skip
-        if own:
-            own += [c for c in contest.contenders if c.baseline and c not in own]
-            kept.append(Contest(contest.problem, tuple(sorted(own, key=contest.contenders.index))))
+        chosen = [c for c in contest.contenders if _meets(contest.problem, c, wanted)]
+        if chosen:
+            left = (c for c in contest.contenders if c.baseline or c in chosen)
+            kept.append(Contest(contest.problem, tuple(left)))
     if not kept:
         raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
     return kept
+
+
+def _meets(problem: Problem, contender: Contender, wanted: dict[str, str]) -> bool:
+    facts: dict[str, Any] = {
+        **problem.fields,
+        "format": contender.format,
+        "kernel": contender.kernel,
+        "case": Case(problem, contender).id,
+    }
+    return all(n in facts and _text(facts[n]) == _text(value) for n, value in wanted.items())
 
 
 def _text(value: Any) -> str:
@@ -138,18 +139,12 @@ def _rows(
                 random.Random(f"{suite.name} {replicate}").shuffle(order)
             left = [c for c in order if (replicate, c.problem.id) not in seen]
             progress(finished, total, _describe(left[0]) if left else "")
-            for number, measured in enumerate(_measured(runner, left, replicate), start=1):
+            for number, measured in enumerate(runner.run(left, replicate), start=1):
                 store.append(path, measured.rows)
                 finished += 1
                 counts.update(row.status.value for row in measured.rows)
                 spent_s.update(measured.spent_s)
                 progress(finished, total, _describe(left[number]) if number < len(left) else "")
-
-
-def _measured(runner: Runner, contests: list[Contest], replicate: int) -> Iterator[Measured]:
-    for measured in runner.run(contests, replicate):
-        rows = [replace(row, replicate=replicate) for row in measured.rows]
-        yield Measured(rows, measured.spent_s)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from sparsebench.harness import patterns, sources
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, digest, fill, scores
 from sparsebench.harness.ops._op import Op
-from sparsebench.harness.suite import located
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem, Source
 
@@ -109,7 +108,7 @@ def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: patterns
 
 def _verified(source: Source, data: Path | None) -> Path:
     """Return where the source is, if it still is what the problem was planned with."""
-    path = located(source, data)
+    path = sources.located(source, data)
     found = sources.sha256(path)
     if found != source.sha256:
         raise SuiteError(f"{path}: expected SHA-256 {source.sha256}, found {found}: it has changed")

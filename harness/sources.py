@@ -26,11 +26,19 @@ from torch import Tensor
 
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import did_you_mean
+from sparsebench.results.record import Source
 
 DTYPES = ("F16", "BF16", "F32")
 """Element types, as safetensors calls them, that weights may have."""
 
 Indices = NDArray[np.int64]
+
+
+def located(source: Source, data: Path | None) -> Path:
+    """Return where the source's file is."""
+    if data is None:
+        raise SuiteError(f"source {source.path}: expected --data DIR, found none")
+    return data / source.path
 
 
 def shape_and_level(path: Path, tensor: str | None = None) -> tuple[int, int, float | None]:

@@ -223,18 +223,11 @@ def _sizes(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
         return {}
     if len(op.weights) != 1:
         raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
-    path = located(source, data)
+    path = sources.located(source, data)
     rows, columns, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
     settled: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
     return settled if level is None else settled | {"sparsity": round(level, 6)}
-
-
-def located(source: Source, data: Path | None) -> Path:
-    """Return where the source's file is."""
-    if data is None:
-        raise SuiteError(f"source {source.path}: expected --data DIR, found none")
-    return data / source.path
 
 
 def _sources(where: str, written: Any, data: Path | None) -> Iterator[Source | None]:
