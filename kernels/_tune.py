@@ -58,6 +58,10 @@ def _warm(
         # Only a runtime call makes the device's context current in a new thread.
         with ThreadPoolExecutor(threads, "", partial(torch.cuda.synchronize, device)) as pool:
             reasons = list(pool.map(attempt, candidates))
+        # Whoever raised is called again, alone: CPython 3.11's parser, which compiling a Triton
+        # kernel calls, can fail in several threads at a time (cpython issue 106905).
+        pairs = zip(reasons, candidates, strict=True)
+        reasons = [reason and attempt(candidate) for reason, candidate in pairs]
     torch.cuda.synchronize(device)  # an illegal access surfaces here, and is nobody's reason
     running = [i for i, reason in enumerate(reasons) if reason is None]
     if not running:

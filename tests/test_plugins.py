@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run(["cp", "-r", PACKAGE, source], check=True)
     pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
     subprocess.run([*pip, "--no-build-isolation", source], check=True, stderr=subprocess.DEVNULL)
-    return {**os.environ, "PYTHONPATH": str(target)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), os.environ["PYTHONPATH"]])}
 
 
 def sparsebench(environment: dict[str, str], *arguments: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,7 +98,20 @@ def complaint_about(this: Compile) -> str | None:
     return f"{usage.split('REG')[1][:40]}: {this}" if any(map(int, spilled.groups())) else None
 
 
+@pytest.fixture
+def parses_take_turns(monkeypatch):
+    """CPython 3.11's parser shares a recursion counter between threads (cpython issue 106905)."""
+    parse, turn = triton.JITFunction.parse, Lock()
+
+    def parse_alone(function):
+        with turn:
+            return parse(function)
+
+    monkeypatch.setattr(triton.JITFunction, "parse", parse_alone)
+
+
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("parses_take_turns")
 def test_every_configuration_compiles_without_a_spill(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a compile, not a memory of one
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
