@@ -114,20 +114,21 @@ def _rows(
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
     seen = {(row.replicate, row.case.problem.id) for row in done}
-    counts = Counter(row.status.value for row in done)
     spent_s: Counter[str] = Counter()
     total, finished = len(contests) * flags.replicates, len(seen)
     started = _now()
 
     def state(status: str) -> dict[str, Any]:
+        rows = store.rows(path)  # a stop may fall between writing a contest and counting it
+        contests_done = {(row.replicate, row.case.problem.id) for row in rows}
         return {
             "suite": suite.name,
             "status": status,
             "started": started.isoformat(timespec="seconds"),
             "seconds": round((_now() - started).total_seconds(), 1),
             "flags": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(flags).items()},
-            "contests": {"done": finished, "of": total},
-            "cases": dict(counts),
+            "contests": {"done": len(contests_done), "of": total},
+            "cases": dict(Counter(row.status.value for row in rows)),
             "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
         }
 
@@ -142,7 +143,6 @@ def _rows(
             for number, measured in enumerate(runner.run(left, replicate), start=1):
                 store.append(path, measured.rows)
                 finished += 1
-                counts.update(row.status.value for row in measured.rows)
                 spent_s.update(measured.spent_s)
                 progress(finished, total, _describe(left[number]) if number < len(left) else "")
 

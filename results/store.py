@@ -86,11 +86,12 @@ def read(path: Path | str) -> Run:
         suite_text=suite_text,
         environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA),
         state=_read_json(path / "run.json", RUN_SCHEMA),
-        rows=_rows(path),
+        rows=rows(path),
     )
 
 
-def _rows(path: Path) -> list[Row]:
+def rows(path: Path) -> list[Row]:
+    """Return the rows that are on disk, whole ones only."""
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         with gzip.open(zipped, "rt") as file:
