@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format, FormatError
-from sparsebench.harness import operands as bits
+from sparsebench.harness import operands
 from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
 from sparsebench.harness.check import Expected, check
 from sparsebench.harness.device import identity
@@ -69,7 +69,7 @@ class Contest:
     problem: Problem
     op: Op
     device: torch.device
-    dense: bits.DenseOperands
+    dense: operands.DenseOperands
     entries: list[Entry]
     announce: Announce
     spent_s: dict[str, float] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def run(
     op = load_op(problem.op)
     announce("", "operands")
     try:
-        dense = bits.operands(problem, op, device, data)
+        dense = operands.operands(problem, op, device, data)
     except (torch.OutOfMemoryError, MemoryError) as error:
         blank = [
             Row(Case(problem, c), Status.OUT_OF_MEMORY, replicate, attempt) for c in contenders
@@ -150,7 +150,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _facts(
-    problem: Problem, op: Op, dense: bits.DenseOperands, device: torch.device
+    problem: Problem, op: Op, dense: operands.DenseOperands, device: torch.device
 ) -> dict[str, Any]:
     """Return what all rows of the problem share."""
     itemsize = DTYPES[problem["dtype"]].itemsize
@@ -233,7 +233,7 @@ def _check_all(contest: Contest, draw: int) -> None:
         return
     contest.announce("", "reference")
     with contest.stage("check"):
-        bits.redraw(contest.problem, contest.op, contest.dense.activations, draw)
+        operands.redraw(contest.problem, contest.op, contest.dense.activations, draw)
         expected = _expected(contest)
     for entry in running:
         with contest.at(entry, "check"):

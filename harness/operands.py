@@ -64,12 +64,8 @@ def redraw(problem: Problem, op: Op, activations: Mapping[str, Tensor], draw: in
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
     """Return a weight in which everything that the pattern leaves out is +0.0."""
-    source, pattern = problem.source, problem["pattern"]
-    if (pattern == patterns.FILE) != (source is not None and source.tensor is None):
-        found = f"{pattern!r} with {source.path if source else 'no source'}"
-        raise SuiteError(
-            f"pattern: expected 'file' just where a pattern is the source, found {found}"
-        )
+    source = problem.source
+    sources.agree(problem["pattern"], source)
     if source is None:
         weight = _drawn(problem, op, name, device)
         return _pruned(problem, op, name, weight, partial(_hashed, problem.seed, name, device))

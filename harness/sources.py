@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import did_you_mean
+from sparsebench.harness.patterns import FILE
 from sparsebench.results.record import Source
 
 DTYPES = ("F16", "BF16", "F32")
@@ -39,6 +40,15 @@ def located(source: Source, data: Path | None) -> Path:
     if data is None:
         raise SuiteError(f"source {source.path}: expected --data DIR, found none")
     return data / source.path
+
+
+def agree(pattern: str, source: Source | None) -> None:
+    """Raise SuiteError unless the pattern is `file` just where a pattern file is the source."""
+    if (pattern == FILE) != (source is not None and source.tensor is None):
+        found = f"{pattern!r} with {source.path if source else 'no source'}"
+        raise SuiteError(
+            f"pattern: expected 'file' just where a pattern is the source, found {found}"
+        )
 
 
 def shape_and_level(path: Path, tensor: str | None = None) -> tuple[int, int, float | None]:

@@ -200,21 +200,12 @@ def _fields(
         merged |= setting
     fields = _validate(where, op.fields, merged).model_dump()
     try:
-        _agree(fields, source)
+        sources.agree(fields["pattern"], source)
         for weight in op.weights:
             patterns.level(fields, op.operands[weight].shape)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
     return fields
-
-
-def _agree(fields: Mapping[str, Any], source: Source | None) -> None:
-    """Hold the pattern against the source: a pattern file has its own, everything else has not."""
-    own = source is not None and source.tensor is None
-    if own != (fields["pattern"] == patterns.FILE):
-        which = f"of {source.path}" if source else "without a source"
-        expected = "file" if own else "another than file"
-        raise SuiteError(f"pattern {which}: expected {expected}, found {fields['pattern']}")
 
 
 def _sizes(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
     def too_large(*_: object) -> None:
         raise MemoryError("no")
 
-    monkeypatch.setattr(contest.bits, "operands", too_large)
+    monkeypatch.setattr(contest.operands, "operands", too_large)
     assert [row.status for row in rows(BASELINE)] == [Status.OUT_OF_MEMORY]
 
 
