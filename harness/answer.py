@@ -1,7 +1,11 @@
-"""The answer of a run for a terminal: who wins each problem, and where each format breaks even."""
+"""The answer of a run for a terminal: who wins each problem, and where each format breaks even.
+
+An interval never stands alone: beside it is its outcome, and below the noise floor of the run and
+whether its A/A pairs make it reliable. Fewer than FEWEST processes give a look, and it says so.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,60 +15,61 @@ from rich.table import Table
 
 from sparsebench.results.compare import Comparison
 from sparsebench.results.frame import fields, frame
+from sparsebench.results.noise import Noise, noise
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import break_even, summary, winners
 
-WORDS = "fastest", "contender", "baseline", "pattern", "dtype", "source"
+WORDS = ["fastest", "contender", "baseline", "pattern", "dtype", "source"]
+WORDS += ["outcome", "outcome a", "outcome b"]
+VERDICT = 8  # processes for a verdict; FEWEST is the least that gives one
 
 
 def answer(run: Run) -> Group:
     """Return the tables that `sparsebench run` ends with."""
-    cases = summary(frame(run.rows))
+    cases, floor = _judged(run)
     if not (cases.status == "ok").any():
         return Group("nothing was measured: the report says why")
-    best, even = winners(cases), break_even(cases)
-    interval = " and ".join(sorted({str(i) for i in cases.interval.dropna()}))
-    columns, constant = _split(best, [*fields(best), "source"])
-    ranged = f"range: {interval}"
-    fastest = _table(
-        f"Fastest, by problem ({constant}; {ranged})",
-        [*columns, "fastest", "µs", "x baseline", "range"],
-    )
-    for line in best.to_dict("records"):
-        tied = f" ({line['runner_up']} within range)" if line["tied"] else ""
-        fastest.add_row(
-            *(_shown(line[name]) for name in columns),
-            escape(f"{line['label']}{tied}"),
-            _number(line["median_us"]),
-            _number(line["speedup"]),
-            f"{_number(line['speedup_low'])} to {_number(line['speedup_high'])}",
-        )
-    if even.empty:
-        return Group(fastest)
-    columns, _ = _split(even, [name for name in fields(cases) if name != "sparsity"])
-    title = "Break-even: faster than the baseline from this sparsity on"
-    crossings = _table(title, [*columns, "contender", "baseline", "level"])
-    for line in even.to_dict("records"):
-        level = line["note"] or f"{100 * line['break_even']:.0f} %"
-        names = escape(line["label"]), escape(line["baseline_label"])
-        crossings.add_row(*(_shown(line[name]) for name in columns), *names, level)
-    return Group(fastest, crossings)
+    even = break_even(cases)
+    tables = [_fastest(cases), *([] if even.empty else [_crossings(even)])]
+    return Group(*tables, *_trust(cases, floor))
+
+
+def counted(run: Run) -> dict[str, int]:
+    """Count the suite's cases by how they ended; an ok one was so in every process and measure."""
+    cases, _ = _judged(run)
+    worst_first = cases[~cases.twin.astype(bool)].sort_values("status", key=lambda s: s == "ok")
+    statuses = worst_first.drop_duplicates("case_id").status.value_counts()
+    return {str(status): int(count) for status, count in statuses.items()}
 
 
 def answer_json(run: Run) -> dict[str, Any]:
     """Return the same for a script."""
-    cases = summary(frame(run.rows))
+    cases, floor = _judged(run)
     tables = {"winners": winners(cases), "break_even": break_even(cases)}
-    return {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    found = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    word, why = floor.reliability
+    return found | {"noise_floor": floor.floors, "reliability": word, "reliability_why": why}
 
 
 def comparison(found: Comparison) -> Group:
-    """Return two runs side by side."""
+    """Return two runs side by side, and on how many cases they agree."""
     names = [name for name in found.cases.columns if name not in ("op", "level", "format")]
     columns, constant = _split(found.cases, names[names.index("cache") + 1 : names.index("kernel")])
     table = _table(
         f"a: {found.name_a}   b: {found.name_b}   ({constant})",
-        [*columns, "contender", "µs a", "µs b", "b / a", "x baseline a", "x baseline b"],
+        [
+            *columns,
+            "contender",
+            "µs a",
+            "µs b",
+            "b / a",
+            "x baseline a",
+            "x baseline b",
+            "outcome a",
+            "outcome b",
+            "agree",
+        ],
     )
     for line in found.cases.to_dict("records"):
         numbers = "median_us_a", "median_us_b", "time_b_over_a", "speedup_a", "speedup_b"
@@ -72,9 +77,84 @@ def comparison(found: Comparison) -> Group:
             *(_shown(line[name]) for name in columns),
             escape(line["label"]),
             *(_number(line[name]) for name in numbers),
+            *(_said(line[name]) for name in ("outcome_a", "outcome_b")),
+            "-" if pd.isna(line["agree"]) else "yes" if line["agree"] else "no",
         )
+    agree = f"{found.cases.agree.sum()} of {found.cases.agree.count()} comparable cases agree"
     only = f"only in a: {len(found.only_a)} cases; only in b: {len(found.only_b)} cases"
-    return Group(table, only)
+    return Group(table, agree, only)
+
+
+def _judged(run: Run) -> tuple[pd.DataFrame, Noise]:
+    """Return the cases by size, since a run draws their order, and the noise floor."""
+    rows = frame(run.rows)
+    floor = noise(run, rows)
+    cases = summary(rows, floor)
+    names = ["op", *fields(cases), "source"]
+    return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True), floor
+
+
+def _sizes(column: pd.Series) -> pd.Series:
+    """Return what to sort a column by: its numbers where it has any, else its text."""
+    numbers = pd.to_numeric(column, errors="coerce")
+    return numbers if numbers.notna().any() else column.astype(str)
+
+
+def _fastest(cases: pd.DataFrame) -> Table:
+    """Return the best of each problem, with the interval of its speed-up and what that says."""
+    best = winners(cases)
+    interval = " and ".join(sorted({str(i) for i in cases.interval.dropna()}))
+    columns, constant = _split(best, [*fields(best), "source", "scope", "cache"])
+    table = _table(
+        f"Fastest, by problem ({constant}; interval: {interval})",
+        [*columns, "fastest", "µs", "x baseline", "interval", "outcome"],
+    )
+    for line in best.to_dict("records"):
+        tied = f" (tied with {line['runner_up']})" if line["tied"] else ""
+        table.add_row(
+            *(_shown(line[name]) for name in columns),
+            escape(f"{line['label']}{tied}"),
+            _number(line["median_us"]),
+            _number(line["speedup"]),
+            f"{_number(line['speedup_low'])} to {_number(line['speedup_high'])}",
+            _outcome(line),
+        )
+    return table
+
+
+def _crossings(even: pd.DataFrame) -> Table:
+    names = list(even.columns)
+    columns, _ = _split(even, names[names.index("op") + 1 : names.index("format")])
+    title = "Break-even: faster than the baseline from this sparsity on"
+    table = _table(title, [*columns, "contender", "baseline", "level"])
+    for line in even.to_dict("records"):
+        level = line["note"] or f"{100 * line['break_even']:.0f} %"
+        raced = escape(line["label"]), escape(line["baseline_label"])
+        table.add_row(*(_shown(line[name]) for name in columns), *raced, level)
+    return table
+
+
+def _trust(cases: pd.DataFrame, floor: Noise) -> list[str]:
+    """Say how far the numbers can be trusted, in a line each."""
+    lines = [floor.sentence, floor.reliability[1]]
+    if (cases.processes < FEWEST).all():
+        few = f"Fewer than {FEWEST} processes give a look, not a verdict"
+        lines.append(f"{few}: --replicates {VERDICT} gives one.")
+    marks = cases.mark[cases.mark.fillna("") != ""].value_counts()
+    return [
+        *lines,
+        *(f"{n} cases are marked: {mark} when they were timed." for mark, n in marks.items()),
+    ]
+
+
+def _outcome(line: Mapping[Any, Any]) -> str:
+    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`; a dash for none."""
+    more, words = line["more_processes"], _said(line["outcome"])
+    return words if pd.isna(more) else f"{words} (+{more} more processes)"
+
+
+def _said(outcome: str) -> str:
+    return outcome.replace("_", " ") or "-"
 
 
 def _split(table: pd.DataFrame, names: Sequence[str]) -> tuple[list[str], str]:

@@ -5,17 +5,22 @@
 
 R is the reference, S the op's `spread` (for a dot product sqrt(sum (x w)²), what random signs leave
 of it), and eps = eps(dtype) + eps(fp32) sqrt(d): one rounding to the output's dtype, and fp32
-accumulation over d, the most non-zeros in a row of the weights. A kernel that accumulates in
-16 bits drifts by about 0.2 eps(dtype) sqrt(d) and fails the first; one wrong element fails the
-second. S is zero where a row of weights is empty: only an exact zero passes there.
+accumulation over d, the most non-zero terms of a sum. A kernel that accumulates in 16 bits drifts
+by about 0.2 eps(dtype) sqrt(d) and fails the first; one wrong element fails the second. S is zero
+where a row of weights is empty: only an exact zero passes there.
+
+A packed output (a weight's gradient) must have the pattern's own indices. R and S are then taken
+where it stores elements; the padding of a block that leaves the matrix must be zero.
 
 8: the largest of 10^8 normal deviates is 5.7 sd, and split-k partial sums are rounded once each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from sparsebench.formats._format import Format
 
 ELEMENT = 8.0
 
@@ -45,11 +50,28 @@ class Verdict:
     error_of_bound: float | None = None
 
 
-def check(out: object, expected: Expected) -> Verdict:
-    """Hold a launch's output against the right answer."""
+def check(out: object, expected: Expected, pattern: Format | None = None) -> Verdict:
+    """Hold a launch's output against the right answer, packed like `pattern` if there is one."""
+    return _dense(out, expected) if pattern is None else _packed(out, expected, pattern)
+
+
+def _packed(out: object, expected: Expected, pattern: Format) -> Verdict:
+    if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
+        wanted = f"{type(pattern).__name__} {list(pattern.shape)}"
+        return Verdict(f"expected {wanted}, packed like the weight, found {_name(out)}")
+    for name, array in pattern.arrays().items():
+        if name != "values" and not _same(out.arrays()[name], array):
+            return Verdict(f"expected the {name} of the weight's own pattern, found others")
+    reference = pattern.sample(expected.reference).arrays()["values"]
+    spread = pattern.sample(expected.spread).arrays()["values"]
+    stored = replace(expected, reference=reference, spread=spread)
+    return _dense(out.arrays()["values"], stored)
+
+
+def _dense(out: object, expected: Expected) -> Verdict:
     reference = expected.reference
     if not isinstance(out, Tensor):
-        return Verdict(f"expected a tensor, found {type(out).__name__}")
+        return Verdict(f"expected a tensor, found {_name(out)}")
     if out.shape != reference.shape:
         return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
@@ -60,7 +82,16 @@ def check(out: object, expected: Expected) -> Verdict:
     if not bool(out.isfinite().all()):
         bad = int((~out.isfinite()).sum())
         return Verdict(f"expected finite values, found {bad} of {out.numel()} that are not")
-    return _judge(out, expected)
+    return _judge(out, expected) if out.numel() else Verdict(None, 0.0, 0.0)
+
+
+def _name(out: object) -> str:
+    shape = f" {list(out.shape)}" if isinstance(out, Tensor | Format) else ""
+    return type(out).__name__ + shape
+
+
+def _same(array: Tensor, other: Tensor) -> bool:
+    return array.dtype == other.dtype and array.device == other.device and array.equal(other)
 
 
 def _judge(out: Tensor, expected: Expected) -> Verdict:
@@ -77,9 +108,8 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
         limit = eps * float(spread.norm()) / scale if scale else 0.0
         return Verdict(f"relative error {error:.2e} above {limit:.2e}{empty}", error, excess)
     if excess > 1:
-        row, column = divmod(int((distance / bound).nan_to_num(nan=0.0).argmax()), out.shape[1])
-        found = f"{float(out[row, column]):.6g} where {float(reference[row, column]):.6g} is right"
-        return Verdict(
-            f"element [{row}, {column}] is {found}, {excess:.1f} times its bound", error, excess
-        )
+        worst = (distance / bound).nan_to_num(nan=0.0).argmax()
+        at = [int(i) for i in torch.unravel_index(worst, out.shape)]
+        found = f"{float(out[*at]):.6g} where {float(reference[*at]):.6g} is right"
+        return Verdict(f"element {at} is {found}, {excess:.1f} times its bound", error, excess)
     return Verdict(None, error, excess)

@@ -1,15 +1,16 @@
 """The command line: each command is a few lines over the library.
 
-Exit codes: 0 all is well; 2 bad input, nothing written; 3 the run finished, but a case came out
-wrong, failed, timed out or ran out of memory; 130 interrupted, what was measured is kept.
+Exit codes: 0 all is well; 1 a gate failed: not reproduced, not confirmed; 2 bad input, nothing
+written; 3 the run finished, but a case came out wrong, failed, timed out or ran out of memory; 4
+this machine is unfit to measure; 130 interrupted, what was measured is kept.
 """
 
 import json
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-BAD_INPUT, SOME_FAILED, INTERRUPTED = 2, 3, 130
+GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
 WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
 
 app = typer.Typer(
@@ -35,12 +36,17 @@ out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 RunPath = Annotated[Path, typer.Argument(help="A run directory.")]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or cuda:N; default: the best there is.")
+    str | None,
+    typer.Option(help="cpu, cuda or cuda:N, default the best there is; run: sim or sim:FILE.yaml."),
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder that a suite's source files are in.")]
-Only = Annotated[str, typer.Option(help="Measure less: 'block=64 sparsity=0.9 kernel=bsr_triton'.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Run directory; default: runs/...")]
+Only = Annotated[str, typer.Option(help="Measure less: 'block=64 sparsity=0.8|0.9'.")]
 Timeout = Annotated[float, typer.Option(help="Seconds a contender may stay silent.", min=0.1)]
-Replicates = Annotated[int, typer.Option(help="Repeat the plan in fresh processes.", min=1)]
+Replicates = Annotated[
+    int, typer.Option(help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1)
+]
+Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a case.")]
 
 
 def main() -> int:
@@ -82,6 +88,7 @@ def check(
     device: Device = None,
     data: Data = None,
     only: Only = "",
+    replicates: Replicates = 3,
     as_json: Json = False,
 ) -> None:
     """Say how many cases, how long, and what is unsupported here and why; run nothing."""
@@ -89,7 +96,7 @@ def check(
     from sparsebench.harness.plan import plan
     from sparsebench.harness.suite import read
 
-    planned = plan(read(suite, data), pick(device), only)
+    planned = plan(read(suite, data), pick(device), only, replicates)
     if as_json:
         _print_json(planned)
         return
@@ -97,7 +104,7 @@ def check(
     counts = f"{planned['problems']} problems, {planned['cases']} cases"
     estimate = timedelta(seconds=planned["estimate_s"])
     out.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
-    out.print(f"about {estimate} (h:mm:ss) once compiled")
+    out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates, once compiled")
     for entry in planned["unsupported"]:
         line = f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}"
         out.print(escape(line), soft_wrap=True, highlight=False)
@@ -108,42 +115,39 @@ def run(
     suite: Annotated[str | None, typer.Argument(help="A suite's name, or a file.yaml.")] = None,
     device: Device = None,
     data: Data = None,
-    to: Annotated[
-        Path | None, typer.Option("--out", help="Run directory; default: runs/...")
-    ] = None,
+    to: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped.")] = None,
     only: Only = "",
     timeout: Timeout = 120.0,
-    replicates: Replicates = 1,
+    replicates: Replicates = 3,
+    energy: Energy = False,
     as_json: Json = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.answer import answer, answer_json
-    from sparsebench.harness.device import pick
+    from sparsebench.harness.answer import answer, answer_json, counted
+    from sparsebench.harness.device import named
     from sparsebench.harness.measure import Flags, measure
     from sparsebench.harness.suite import read
+    from sparsebench.harness.validate import own_suite
     from sparsebench.reports.build import build
     from sparsebench.results import store
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
     if resume:
-        before = store.read(resume).state["flags"]
-        suite, only, replicates = str(resume / "suite.yaml"), before["only"], before["replicates"]
+        stopped = store.read(resume)
+        before = stopped.state["flags"]
+        only, replicates, energy = before["only"], before["replicates"], before["energy"]
         data = data or (Path(before["data"]) if before["data"] else None)
         device = device or before["device"]
-    flags = Flags(str(pick(device)), data, timeout, replicates, only)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
-    try:
-        with _progress() as show:
-            path = measure(read(str(suite), data), flags, to, resume, show)
-    except KeyboardInterrupt as stop:
-        err.print("interrupted; what was measured is kept, and run --resume goes on")
-        raise typer.Exit(INTERRUPTED) from stop
+    asked = own_suite(stopped, data) if resume else read(str(suite), data)
+    flags = Flags(named(device), data, timeout, replicates, only, energy)
+    with _measuring() as show:
+        path = measure(asked, flags, to, resume, show)
     measured = store.read(path)
     page = path / "report.html"
     build(measured, page)
-    counts = Counter(row.status.value for row in measured.rows)
+    counts = counted(measured)
     if as_json:
         _print_json(
             {"run": str(path), "report": str(page), "cases": counts, **answer_json(measured)}
@@ -194,8 +198,105 @@ def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
         _wide().print(comparison(found))
 
 
+@app.command()
+def validate(path: RunPath, data: Data = None) -> None:
+    """Check a run: its files by their hashes, its rows, and that its suite's plan is complete."""
+    from sparsebench.harness.validate import validate as validated
+
+    for line in validated(path, data):
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+@app.command()
+def reproduce(
+    path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
+) -> None:
+    """Run a run's own suite again here, and say case by case whether it agreed."""
+    from sparsebench.harness.answer import comparison
+    from sparsebench.harness.device import named
+    from sparsebench.harness.reproduce import reproduce as reproduced
+    from sparsebench.reports.build import build
+    from sparsebench.results import store
+    from sparsebench.results.agreement import agreement
+
+    with _measuring() as show:
+        fresh = reproduced(path, named(device), data, to, show)
+    again = store.read(fresh)
+    build(again, fresh / "report.html")
+    found = agreement(store.read(path), again)
+    if as_json:
+        cases = json.loads(found.found.cases.to_json(orient="records"))
+        _print_json({"run": str(fresh), **found.counts, "cases": cases})
+    else:
+        _wide().print(comparison(found.found))
+        out.print("\n".join(found.sentences), soft_wrap=True, highlight=False, markup=False)
+    if not found.reproduced:
+        raise typer.Exit(GATE_FAILED)
+
+
+@app.command()
+def confirm(
+    path: RunPath,
+    cases: Annotated[int, typer.Option(help="How many cases, fastest first.", min=1)] = 1,
+    replicates: Annotated[int, typer.Option(help="Fresh processes.", min=6)] = 8,
+    device: Device = None,
+    data: Data = None,
+    to: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a run's largest speed-ups again, alone, and print the headline of the new run."""
+    from sparsebench.harness.confirm import confirm as confirmed
+    from sparsebench.harness.confirm import headlines
+    from sparsebench.harness.device import named
+    from sparsebench.reports.build import build
+    from sparsebench.results import store
+
+    with _measuring() as show:
+        fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
+    again = store.read(fresh)
+    build(again, fresh / "report.html")
+    found = headlines(again)
+    if as_json:
+        _print_json({"run": str(fresh), "headlines": [asdict(headline) for headline in found]})
+    else:
+        sentences = [headline.sentence for headline in found]
+        screened = f"Chosen among {again.state['confirms']['screened']} cells of a screening"
+        sentences.append(f"{screened}, of which no number is used.")
+        out.print("\n".join(sentences), soft_wrap=True, highlight=False, markup=False)
+    if not all(headline.confirmed for headline in found):
+        raise typer.Exit(GATE_FAILED)
+
+
+@app.command()
+def doctor(device: Device = None, as_json: Json = False) -> None:
+    """Say whether this machine is fit to measure, and what to do where not; changes nothing."""
+    from sparsebench.harness.device import pick
+    from sparsebench.harness.doctor import examine, table
+    from sparsebench.harness.findings import unfit
+
+    found = examine(pick(device))
+    if as_json:
+        _print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
+    else:
+        _wide().print(table(found))
+    if unfit(found):
+        raise typer.Exit(UNFIT)
+
+
 def _wide() -> Console:
     return Console(width=max(out.width, WIDE))
+
+
+@contextmanager
+def _measuring() -> Iterator[Callable[[int, int, str], None]]:
+    """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with _progress() as show:
+            yield show
+    except KeyboardInterrupt as stop:
+        err.print("interrupted; what was measured is kept, and run --resume goes on")
+        raise typer.Exit(INTERRUPTED) from stop
 
 
 @contextmanager

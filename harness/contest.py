@@ -3,18 +3,22 @@
     operands from the seed, on the device
     each contender: convert ─> prepare ─> activations redrawn in place ─> run on poisoned output
                     ─> held against the definition in fp64
-    the correct ones timed together (timing.py), then redrawn, poisoned, run and held again
+    the correct ones timed together, once for each scope and cache state (timing.py), held against
+    the device's ceilings (ceilings.py), then redrawn, poisoned, run and held again
 
-What cannot run is a row with its reason. After a CUDA error nothing more can be trusted: Fatal.
+A case is a row for each scope and cache state. What cannot run is a row with its reason. After a
+CUDA error nothing more can be trusted: Fatal.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +26,13 @@ from torch import Tensor
 from sparsebench.formats._format import Format, FormatError
 from sparsebench.harness import operands
 from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
+from sparsebench.harness.ceilings import LIGHT, Ceilings
 from sparsebench.harness.check import Expected, check
 from sparsebench.harness.device import identity
+from sparsebench.harness.energy import energy
 from sparsebench.harness.ops._op import Op
-from sparsebench.harness.timing import Timed, ready, time_together
-from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Unsupported
+from sparsebench.harness.timing import Measure, Samples, Timed, possible, ready, time_together
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Output, Unsupported
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 Announce = Callable[[str, str], None]
@@ -43,13 +49,46 @@ class Fatal(Exception):
         self.case, self.detail = case, detail
 
 
+@dataclass(frozen=True)
+class Order:
+    """How a contest is to be run.
+
+    measures  what is timed, each giving a row
+    settled   by case id, what an earlier process's kernel settled on: no second search
+    ceilings  of the device, where they are known
+    energy    also measure the energy of a call, which takes seconds
+    """
+
+    replicate: int = 0
+    attempt: int = 0
+    reference: bool = False
+    measures: tuple[Measure, ...] = (("kernel", "cold"),)
+    settled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    energy: bool = False
+
+    @property
+    def careful(self) -> bool:
+        """Wait for and announce every sample: an attempt before this one was lost."""
+        return self.attempt > 0
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what a runner sends."""
+        ceilings = data["ceilings"] and Ceilings.from_json(data["ceilings"])
+        measures = tuple((scope, cache) for scope, cache in data["measures"])
+        return cls(**{**data, "ceilings": ceilings, "measures": measures})
+
+
 @dataclass
 class Entry:
-    """A contender on its way through the contest; `row` ends up on disk."""
+    """A contender on its way through the contest; `row` ends up on disk, once a measure."""
 
     row: Row
+    pattern: Format | None = None  # what the output is to be packed like, where it is not dense
     launch: Launch | None = None
     timed: Timed | None = None
+    measured: dict[Measure, Row] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
@@ -58,8 +97,14 @@ class Entry:
 
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and let go of what it holds."""
-        self.row = replace(self.row, status=status, detail=detail, samples_us=())
+        self.row = replace(self.row, status=status, detail=detail)
         self.launch = self.timed = None
+        self.measured.clear()
+
+    def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
+        """Return a row for each measure; what was not measured says so by its status."""
+        blank = {(s, c): replace(self.row, scope=s, cache=c) for s, c in measures}
+        return [self.measured.get(measure, row) for measure, row in blank.items()]
 
 
 @dataclass
@@ -69,9 +114,11 @@ class Contest:
     problem: Problem
     op: Op
     device: torch.device
+    order: Order
     dense: operands.DenseOperands
     entries: list[Entry]
     announce: Announce
+    output_bytes: int = 0
     spent_s: dict[str, float] = field(default_factory=dict)
     packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
 
@@ -113,34 +160,58 @@ def run(
     contenders: list[Contender],
     device: torch.device,
     data: Path | None,
-    *,
-    replicate: int = 0,
-    attempt: int = 0,
+    order: Order | None = None,
     announce: Announce = lambda case, stage: None,
 ) -> tuple[list[Row], dict[str, float]]:
-    """Return a row for every contender, and the seconds spent by stage."""
-    start = time.perf_counter()
+    """Return the rows of every contender, and the seconds spent by stage."""
+    order = order or Order()
+    measures = possible(order.measures, device.type)
+    entries = [Entry(Row(Case(problem, c), Status.OK, **_asked(order, device))) for c in contenders]
+    try:
+        contest = start(problem, entries, device, data, order, announce)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        for entry in entries:
+            entry.end(Status.OUT_OF_MEMORY, f"operands: {_one_line(error)}")
+        return [row for entry in entries for row in entry.rows(measures)], {}
+    for measure in measures:
+        _time(contest, *measure)
+    if order.energy:
+        _energy(contest)
+    _check_all(contest, draw=2)
+    return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
+
+
+def start(
+    problem: Problem,
+    entries: list[Entry],
+    device: torch.device,
+    data: Path | None,
+    order: Order,
+    announce: Announce,
+) -> Contest:
+    """Build the operands, and prepare, check and capture every contender: ready to be timed."""
+    began = time.perf_counter()
     op = load_op(problem.op)
     announce("", "operands")
-    try:
-        dense = operands.operands(problem, op, device, data)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        blank = [
-            Row(Case(problem, c), Status.OUT_OF_MEMORY, replicate, attempt) for c in contenders
-        ]
-        return [replace(row, detail=f"operands: {_one_line(error)}") for row in blank], {}
-    shared = _facts(problem, op, dense, device) | {"replicate": replicate, "attempt": attempt}
-    entries = [Entry(Row(Case(problem, c), Status.OK, **shared)) for c in contenders]
-    contest = Contest(problem, op, device, dense, entries, announce)
-    synchronize(device)
-    contest.spent_s["operands"] = time.perf_counter() - start
+    dense = operands.operands(problem, op, device, data)
+    facts = _facts(problem, op, dense)
     for entry in entries:
+        entry.row = replace(entry.row, **facts)
+    contest = Contest(problem, op, device, order, dense, entries, announce)
+    synchronize(device)
+    contest.spent_s["operands"] = time.perf_counter() - began
+    seed = f"{problem.id} {order.replicate} {order.attempt} prepare"
+    shuffled = random.Random(seed).sample(entries, len(entries))
+    for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
         _prepare(contest, entry)
     contest.packed.clear()
     _check_all(contest, draw=1)
-    _time(contest)
-    _check_all(contest, draw=2)
-    return [entry.row for entry in entries], contest.spent_s
+    for entry in entries:
+        if entry.running:
+            with contest.at(entry, "capture"):
+                assert entry.launch is not None
+                entry.timed = ready(entry.launch, device)
+    return contest
 
 
 def synchronize(device: torch.device) -> None:
@@ -149,15 +220,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _facts(
-    problem: Problem, op: Op, dense: operands.DenseOperands, device: torch.device
-) -> dict[str, Any]:
+def _asked(order: Order, device: torch.device) -> dict[str, Any]:
+    """Return what all rows of a contest share before anything is built."""
+    same = {name: getattr(order, name) for name in ("replicate", "attempt", "reference")}
+    return same | {"device": identity(device)}
+
+
+def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str, Any]:
     """Return what all rows of the problem share."""
     itemsize = DTYPES[problem["dtype"]].itemsize
     full = {name: weight.numel() for name, weight in dense.weights.items()}
     return {
-        "device": identity(device),
-        "cache": "cold" if device.type == "cuda" else "hot",
         "sparsity": dense.sparsity,
         "nnz": sum(dense.nnz.values()),
         "digest": dense.digest,
@@ -177,17 +250,63 @@ def _prepare(contest: Contest, entry: Entry) -> None:
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
+        weights, entry.pattern = _split(contest, contender, weights)
     if not entry.running:
         return
-    with contest.at(entry, "prepare"):
-        start = time.perf_counter()
+    with contest.at(entry, "prepare"), _memory(contest.device) as memory:
+        began = time.perf_counter()
         definition = _bound(contest.op.definition, contest.problem)
-        given = Operands(contest.problem, weights, contest.dense.activations, definition)
+        settled = _settled(contest, entry)
+        activations, pattern = contest.dense.activations, entry.pattern
+        given = Operands(contest.problem, weights, activations, definition, settled, pattern)
         entry.launch = kernel.prepare(given, **contender.options)
         entry.launch()
         synchronize(contest.device)
-        spent = time.perf_counter() - start
-        entry.row = replace(entry.row, prepare_s=spent, choice=dict(entry.launch.choice))
+        spent = time.perf_counter() - began
+        choice, code = dict(entry.launch.choice), entry.launch.code
+        entry.row = replace(entry.row, prepare_s=spent, choice=choice, code=code)
+    held, peak = memory.held_bytes, memory.peak_bytes
+    entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
+
+
+def _split(
+    contest: Contest, contender: Contender, packed: Mapping[str, Format]
+) -> tuple[dict[str, Format], Format | None]:
+    """Return the weights, and apart from them what a sparse output is to be packed like."""
+    weights = {name: w for name, w in packed.items() if name != contest.op.pattern}
+    pattern = packed[contest.op.pattern] if contest.op.pattern else None
+    return weights, None if contender.format == "dense" else pattern
+
+
+def _settled(contest: Contest, entry: Entry) -> Mapping[str, Any] | None:
+    """Return what an earlier process settled on; a twin does what its original does."""
+    case = entry.row.case
+    originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
+    original = Case(case.problem, replace(case.contender, twin=False)).id
+    known = contest.order.settled.get(case.id)
+    return known or (originals.get(original) if case.contender.twin else None)
+
+
+@dataclass
+class Memory:
+    """Device memory beyond what was there before: after a block of code, and at most in it."""
+
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+@contextmanager
+def _memory(device: torch.device) -> Iterator[Memory]:
+    """Measure by torch's allocator; what a library allocates past it is not seen."""
+    found = Memory()
+    if device.type != "cuda":
+        yield found
+        return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    found.held_bytes = torch.cuda.memory_allocated(device) - before
+    found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
 
 
 def _refuse(contest: Contest, contender: Contender) -> None:
@@ -235,11 +354,14 @@ def _check_all(contest: Contest, draw: int) -> None:
     with contest.stage("check"):
         operands.redraw(contest.problem, contest.op, contest.dense.activations, draw)
         expected = _expected(contest)
+        pattern = contest.op.pattern
+        size = contest.dense.nnz[pattern] if pattern else expected.reference.numel()
+        contest.output_bytes = size * expected.dtype.itemsize
     for entry in running:
         with contest.at(entry, "check"):
             call = entry.timed.call if entry.timed else entry.launch
             assert call is not None
-            verdict = check(_run_poisoned(call), expected)
+            verdict = check(_run_poisoned(call), expected, entry.pattern)
             error, excess = verdict.error, verdict.error_of_bound
             entry.row = replace(entry.row, error=error, error_of_bound=excess)
             if verdict.reason:
@@ -248,11 +370,9 @@ def _check_all(contest: Contest, draw: int) -> None:
 
 
 def _expected(contest: Contest) -> Expected:
-    arguments: Mapping[str, Tensor] = {
-        name: tensor.double()
-        for name, tensor in [*contest.dense.weights.items(), *contest.dense.activations.items()]
-    }
-    depth = max(int((w != 0).sum(1).max()) for w in contest.dense.weights.values())
+    dense = {**contest.dense.weights, **contest.dense.activations}
+    arguments = {name: dense[name].double() for name in contest.op.arguments}
+    depth = contest.op.depth(**arguments)
     reference = _bound(contest.op.definition, contest.problem)(**arguments)
     spread = _bound(contest.op.spread, contest.problem)(**arguments)
     return Expected(reference, spread, DTYPES[contest.problem["dtype"]], depth)
@@ -263,43 +383,76 @@ def _bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., T
     return partial(function, **{name: problem[name] for name in keywords(function)})
 
 
-def _run_poisoned(call: Callable[[], Tensor]) -> Tensor:
+def _run_poisoned(call: Callable[[], Output]) -> Output:
     """Run once, fill the output with NaN and let go of it, run again: every element must be new.
 
     A launch with an output of its own writes over the NaN. One that allocates is likely to be
     given the same memory again.
     """
     out = call()
-    if isinstance(out, Tensor):
-        out.fill_(float("nan"))
-    del out
+    elements = out.arrays().get("values") if isinstance(out, Format) else out
+    if isinstance(elements, Tensor):
+        elements.fill_(float("nan"))
+    del out, elements
     return call()
 
 
-def _time(contest: Contest) -> None:
-    """Time the correct contenders together; their samples go into their rows."""
-    for entry in contest.entries:
-        if entry.running:
-            with contest.at(entry, "capture"):
-                assert entry.launch is not None
-                entry.timed = ready(entry.launch, contest.device)
+def _time(contest: Contest, scope: str, cache: str) -> None:
+    """Time the correct contenders together; each gets a row for this scope and cache state."""
     timed = [(entry, entry.timed) for entry in contest.entries if entry.timed]
     if not timed:
         return
+    clocks = [_as_called(entry, ready) if scope == "op" else ready for entry, ready in timed]
     cases = [entry.row.case.id for entry, _ in timed]
-    attempt, replicate = timed[0][0].row.attempt, timed[0][0].row.replicate
     contest.announce("", "timing")
-    careful = (lambda i: contest.announce(cases[i], "timing")) if attempt else None
-    seed = f"{contest.problem.id} {replicate} {attempt}"
+    careful = contest.order.careful
+    announce = (lambda i: contest.announce(cases[i], "timing")) if careful else None
+    seed = f"{contest.problem.id} {contest.order.replicate} {contest.order.attempt}"
     with contest.stage("timing"):
         try:
-            samples = time_together([t for _, t in timed], contest.device, seed, careful)
+            samples = time_together(
+                clocks, contest.device, seed, announce, scope=scope, cache=cache
+            )
         except Exception as error:
             raise Fatal("", f"timing: {_one_line(error)}") from error
-    for (entry, launch), taken in zip(timed, samples, strict=True):
-        times, per_block = taken.times_us, taken.per_block
-        clock = launch.clock
-        entry.row = replace(entry.row, clock=clock, samples_us=times, samples_per_block=per_block)
+    for (entry, _), clock, taken in zip(timed, clocks, samples, strict=True):
+        row = replace(entry.row, scope=scope, cache=cache, clock=clock.clock)
+        entry.measured[scope, cache] = _held_to_light(contest, row, taken)
+
+
+def _as_called(entry: Entry, timed: Timed) -> Timed:
+    """Return the launch itself, as Python calls it, where a captured graph was to be timed."""
+    assert entry.launch is not None
+    return timed if timed.clock == "host" else Timed(entry.launch, "events")
+
+
+def _held_to_light(contest: Contest, row: Row, taken: Samples) -> Row:
+    """Put the samples into the row, unless they are faster than the device's ceilings allow.
+
+    On a CPU the ceilings are told but no judge: its cores are shared with everything else.
+    """
+    ceilings = contest.order.ceilings
+    if ceilings is not None:
+        dtype, size = contest.problem["dtype"], contest.output_bytes
+        flops, fewest_bytes = row.flops or 0.0, row.fewest_bytes or 0
+        bound_us, by = ceilings.bound(dtype, flops, fewest_bytes, size, row.cache)
+        row = replace(row, bound_us=bound_us, bound_by=by)
+        if contest.device.type == "cuda" and median(taken.times_us) < LIGHT * bound_us:
+            found = f"{median(taken.times_us):.2f} µs where {by} allows {bound_us:.2f} µs"
+            return replace(row, status=Status.FASTER_THAN_LIGHT, detail=found)
+    return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)
+
+
+def _energy(contest: Contest) -> None:
+    """Measure the energy of a call of each correct contender, one after the other."""
+    for entry in contest.entries:
+        if entry.timed:
+            with contest.at(entry, "energy"):
+                used = energy(entry.timed.call, contest.device)
+                joule, window_s = used.j_per_call, used.window_s
+                for measure, row in entry.measured.items():
+                    known = replace(row, energy_j=joule, energy_window_s=window_s)
+                    entry.measured[measure] = known
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.sim_clock import simulated
 
 LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "numpy", "scipy", "pandas"
 FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
@@ -33,6 +34,11 @@ def pick(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= found:
         raise SuiteError(f"--device: expected an NVIDIA GPU for {name!r}, found {found} here")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def named(name: str | None) -> str:
+    """Return the name of the device that `pick` finds; that of a simulated one is its own."""
+    return name if name and simulated(name) else str(pick(name))
 
 
 def identity(device: torch.device) -> str:

@@ -6,21 +6,28 @@ rows are on disk before the next contest starts, and run.json says whether it fi
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from sparsebench.harness._errors import SuiteError
-from sparsebench.harness.runner import Runner
+from sparsebench.harness.energy import require_meter
+from sparsebench.harness.references import references, with_twins
+from sparsebench.harness.runner import Runner, Settled, Wanted
+from sparsebench.harness.sim_clock import faults
 from sparsebench.harness.suite import Contest, Suite
-from sparsebench.results import store
+from sparsebench.harness.telemetry import telemetry
+from sparsebench.harness.timing import possible
+from sparsebench.results import bundle, store
 from sparsebench.results.record import Case, Contender, Problem, Row
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
+
+ORIGINS = "reproduces", "confirms"  # what run.json may say of another bundle, and keeps on resuming
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,9 @@ class Flags:
     device: str
     data: Path | None = None
     timeout_s: float = 120.0
-    replicates: int = 1
+    replicates: int = 3
     only: str = ""
+    energy: bool = False
 
 
 def measure(
@@ -40,38 +48,67 @@ def measure(
     out: Path | None,
     resume: Path | None,
     progress: Progress = lambda done, total, problem: None,
+    settled: Settled | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Run the suite and return the run directory."""
-    contests = only(suite.contests, flags.only)
+    """Run the suite and return the run directory, sealed (results/bundle.py).
+
+    `settled` is what kernels settled on in another run, to be taken again without a search;
+    `origin` goes into run.json: the bundle that this run reproduces or confirms.
+    """
+    contests = planned(suite, flags.device, flags.only)
+    _strike(flags.device, planned(suite, flags.device))
     path = resume or out
     if path and not resume and path.exists():
         raise SuiteError(
             f"--out {path}: expected a new directory, found one; --resume continues a run"
         )
     done = _finished(resume, suite, flags, contests) if resume else []
-    runner = Runner(flags.device, flags.data, flags.timeout_s)
+    runner = Runner(flags.device, flags.data, flags.timeout_s, settled)
+    runner.settle(done)
     try:
+        if flags.energy:
+            require_meter(runner.about["identity"])
         path = path or Path("runs") / f"{_now():%Y%m%d-%H%M%S}-{suite.name}-{runner.about['slug']}"
         if resume:
             _same_place(resume, runner.about["environment"])
+            before = store.read(resume).state
+            origin = {name: before[name] for name in ORIGINS if name in before}
+            bundle.unseal(resume)
             store.keep(resume, done)
+            ceilings = store.read(resume).environment["ceilings"]
         else:
-            store.create(path, suite.text, runner.about["environment"])
+            ceilings = runner.ceilings()
+            environment = runner.about["environment"] | {"ceilings": ceilings}
+            store.create(path, suite.text, environment)
         runner.log.file = path / "worker.log"
-        _rows(runner, path, suite, flags, contests, done, progress)
+        measures = possible(suite.measures, flags.device)
+        wanted = Wanted(measures, ceilings, flags.energy)
+        _rows(runner, path, suite, flags, contests, wanted, done, progress, origin or {})
     finally:
         runner.kill()
     return path
 
 
+def planned(suite: Suite, device: str, condition: str = "") -> list[Contest]:
+    """Return the contests of a run: A/A references, then the suite's, some with twins."""
+    return references(device) + with_twins(only(suite.contests, condition), suite.name)
+
+
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
-    """Keep what `field=value field=value` asks for; a contest's baselines stay with it."""
-    wanted = dict(part.partition("=")[::2] for part in condition.replace(",", " ").split())
+    """Keep what `field=value field=this|that` asks for; a contest's baselines stay with it."""
+    wanted = _wanted(condition)
     known = {"case", "format", "kernel", *(name for c in contests for name in c.problem.fields)}
-    for name, value in wanted.items():
-        if name not in known or not value:
+    for name, values in wanted.items():
+        if name not in known or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(known))}"
-            raise SuiteError(f"--only: expected {expected}; found {f'{name}={value}'!r}")
+            found = f"{name}={'|'.join(values)}"
+            raise SuiteError(f"--only: expected {expected}; found {found!r}")
+    for name, value in [(name, value) for name, values in wanted.items() for value in values]:
+        one = {name: [value]}
+        if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
+            expected = f"at least one case of {name}={value}"
+            raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
     kept = []
     for contest in contests:
         chosen = [c for c in contest.contenders if _meets(contest.problem, c, wanted)]
@@ -83,14 +120,35 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     return kept
 
 
-def _meets(problem: Problem, contender: Contender, wanted: dict[str, str]) -> bool:
+def meets(problem: Problem, contender: Contender, condition: str) -> bool:
+    """Say whether a case is one of those that a condition, written as for `only`, asks for."""
+    return _meets(problem, contender, _wanted(condition))
+
+
+def _wanted(condition: str) -> dict[str, list[str]]:
+    parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
+    return {name: value.split("|") for name, value in parts}
+
+
+def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence[str]]) -> bool:
     facts: dict[str, Any] = {
         **problem.fields,
         "format": contender.format,
         "kernel": contender.kernel,
         "case": Case(problem, contender).id,
     }
-    return all(n in facts and _text(facts[n]) == _text(value) for n, value in wanted.items())
+    return all(
+        name in facts and _text(facts[name]) in map(_text, values)
+        for name, values in wanted.items()
+    )
+
+
+def _strike(device: str, contests: Sequence[Contest]) -> None:
+    """Refuse a simulated device with a fault that would strike nothing."""
+    for fault in faults(device):
+        if not any(meets(c.problem, k, fault.when) for c in contests for k in c.contenders):
+            what = f"{fault.fault} when {fault.when!r}"
+            raise SuiteError(f"--device {device}: {what}: expected at least one case, found none")
 
 
 def _text(value: Any) -> str:
@@ -109,8 +167,10 @@ def _rows(
     suite: Suite,
     flags: Flags,
     contests: list[Contest],
+    wanted: Wanted,
     done: list[Row],
     progress: Progress,
+    origin: Mapping[str, Any],
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
     seen = {(row.replicate, row.case.problem.id) for row in done}
@@ -123,25 +183,30 @@ def _rows(
         contests_done = {(row.replicate, row.case.problem.id) for row in rows}
         return {
             "suite": suite.name,
+            **origin,
             "status": status,
             "started": started.isoformat(timespec="seconds"),
             "seconds": round((_now() - started).total_seconds(), 1),
             "flags": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(flags).items()},
             "contests": {"done": len(contests_done), "of": total},
-            "cases": dict(Counter(row.status.value for row in rows)),
+            "cases": dict(Counter(row.status.value for row in rows if not row.reference)),
             "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
         }
 
-    with _truthful(path, state):
+    with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(flags.replicates):
-            order = list(contests)
+            order = random.Random(f"{suite.name} {replicate}").sample(contests, len(contests))
             if replicate:
                 runner.fresh()
-                random.Random(f"{suite.name} {replicate}").shuffle(order)
             left = [c for c in order if (replicate, c.problem.id) not in seen]
+            window()  # what was before the first contest is no contest's
             progress(finished, total, _describe(left[0]) if left else "")
-            for number, measured in enumerate(runner.run(left, replicate), start=1):
-                store.append(path, measured.rows)
+            for number, measured in enumerate(runner.run(left, replicate, wanted), start=1):
+                seen_meanwhile = window()
+                store.append(
+                    path,
+                    [replace(r, telemetry=r.telemetry or seen_meanwhile) for r in measured.rows],
+                )
                 finished += 1
                 spent_s.update(measured.spent_s)
                 progress(finished, total, _describe(left[number]) if number < len(left) else "")
@@ -149,7 +214,7 @@ def _rows(
 
 @contextmanager
 def _truthful(path: Path, state: Callable[[str], dict[str, Any]]) -> Iterator[None]:
-    """Keep run.json's status true: running, then finished or interrupted."""
+    """Keep run.json's status true: running, then finished or interrupted, and sealed."""
     store.set_state(path, state("running"))
     status = "interrupted"
     try:
@@ -157,6 +222,7 @@ def _truthful(path: Path, state: Callable[[str], dict[str, Any]]) -> Iterator[No
         status = "finished"
     finally:
         store.set_state(path, state(status))
+        bundle.seal(path)
 
 
 def _describe(contest: Contest) -> str:
@@ -173,22 +239,31 @@ def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -
     for name, now in (("only", flags.only), ("replicates", flags.replicates)):
         if before[name] != now:
             raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {now!r}")
-    expected = {c.problem.id: {Case(c.problem, k).id for k in c.contenders} for c in contests}
+    measures = possible(suite.measures, flags.device)
+    expected = {
+        contest.problem.id: {
+            (Case(contest.problem, contender).id, *measure)
+            for contender in contest.contenders
+            for measure in measures
+        }
+        for contest in contests
+    }
     contested: dict[tuple[int, str], list[Row]] = {}
-    for row in run.rows:
+    for row in store.rows(path):
         contested.setdefault((row.replicate, row.case.problem.id), []).append(row)
     return [
         row
         for (_, problem), rows in contested.items()
-        if {row.case.id for row in rows} == expected.get(problem)
+        if {(row.case.id, row.scope, row.cache) for row in rows} == expected.get(problem)
         for row in rows
     ]
 
 
 def _same_place(path: Path, here: dict[str, Any]) -> None:
-    """Refuse to go on with other code or on another device."""
+    """Refuse to go on with other code, on another device or with other libraries."""
     there = store.read(path).environment
-    for what in ("code_sha256", "gpu.uuid", "cpu.name"):
+    device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
+    for what in ("code_sha256", *device, *(f"versions.{name}" for name in here["versions"])):
         outer, _, inner = what.partition(".")
         before, now = there.get(outer), here.get(outer)
         if inner:

@@ -6,35 +6,52 @@ from typing import Any
 import torch
 
 from sparsebench.harness.contest import why_not
-from sparsebench.harness.measure import only
+from sparsebench.harness.measure import only, planned
 from sparsebench.harness.suite import Suite
+from sparsebench.harness.timing import possible
 
 CASE_S = {"cuda": 0.25, "cpu": 0.4}  # measured over the packaged suites, once compiled
 START_S = {"cuda": 25.0, "cpu": 5.0}  # torch, CUDA, and compiling a first time
 
 
-def plan(suite: Suite, device: torch.device, condition: str = "") -> dict[str, Any]:
-    """Return counts, an estimate in seconds, and who is unsupported here and why."""
+def plan(
+    suite: Suite, device: torch.device, condition: str = "", replicates: int = 3
+) -> dict[str, Any]:
+    """Return counts, an estimate in seconds, and who is unsupported here and why.
+
+    Counted are the suite's own cases; the estimate has the A/A pairs in it too.
+    """
     contests = only(suite.contests, condition)
     reasons: Counter[tuple[str, str]] = Counter()
-    supported = 0
     for contest in contests:
         for contender in contest.contenders:
             reason = why_not(contest.problem, contender, device)
             if reason:
                 reasons[contender.label, reason] += 1
-            else:
-                supported += 1
+    cases = sum(len(contest.contenders) for contest in contests)
     return {
         "suite": suite.name,
         "title": suite.title,
         "device": str(device),
         "problems": len(contests),
-        "cases": sum(len(contest.contenders) for contest in contests),
-        "supported": supported,
-        "estimate_s": round(START_S[device.type] + supported * CASE_S[device.type]),
+        "cases": cases,
+        "supported": cases - reasons.total(),
+        "replicates": replicates,
+        "estimate_s": _estimate_s(suite, device, condition, replicates),
         "unsupported": [
             {"contender": label, "reason": reason, "cases": count}
             for (label, reason), count in sorted(reasons.items())
         ],
     }
+
+
+def _estimate_s(suite: Suite, device: torch.device, condition: str, replicates: int) -> int:
+    running = [
+        contender
+        for contest in planned(suite, str(device), condition)
+        for contender in contest.contenders
+        if not why_not(contest.problem, contender, device)
+    ]
+    measured = len(running) * len(possible(suite.measures, device.type))
+    kind = device.type
+    return round(replicates * (START_S[kind] + measured * CASE_S[kind]))

@@ -13,19 +13,21 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
+from sparsebench.harness.sim_clock import simulated
 from sparsebench.harness.suite import Contest
 from sparsebench.results.record import Case, Contender, Row, Status
 
 # -P: the repository's own folders must not shadow installed packages of the same name.
 COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.worker")
+SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim")
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
 WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
@@ -33,6 +35,10 @@ WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
 
 class WorkerError(RuntimeError):
     """No worker process could be started; the message holds its last words."""
+
+
+Settled = Mapping[str, Mapping[str, Any]]
+"""By case id, what a kernel settled on (Row.choice)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Worker:
         arguments = [device, *([str(data)] if data else [])]
         pipe = subprocess.PIPE
         self._child = subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*(SIMULATED if simulated(device) else COMMAND), *arguments],
             stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C is for the parent, which ends the child
         )  # fmt: skip
@@ -91,18 +97,23 @@ class Worker:
             raise WorkerError(f"the worker did not start: {about.detail}")
         self.about: dict[str, Any] = about
 
+    def ceilings(self) -> dict[str, Any]:
+        """Return what the device can do at most, measured now; a WorkerError where it cannot."""
+        lost = self._ask({"ceilings": True})
+        answer = lost or self._next(START_TIMEOUT_S)
+        if isinstance(answer, Lost):
+            raise WorkerError(f"the ceilings were not measured: {answer.detail}")
+        found: dict[str, Any] = answer["ceilings"]
+        return found
+
     def measure(
-        self, contest: Contest, replicate: int, attempt: int, timeout_s: float
+        self, contest: Contest, order: Mapping[str, Any], timeout_s: float
     ) -> Measured | Lost:
         """Return the contest's rows, or how the worker was lost over it; then it is dead."""
-        asked = {"problem": asdict(contest.problem), "replicate": replicate, "attempt": attempt}
-        asked["contenders"] = [asdict(contender) for contender in contest.contenders]
-        assert self._child.stdin
-        try:
-            self._child.stdin.write(json.dumps(asked) + "\n")
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            return Lost("", Status.FAILED, self._last_words(self.close()))
+        contenders = [asdict(contender) for contender in contest.contenders]
+        asked = {"problem": asdict(contest.problem), "contenders": contenders, **order}
+        if lost := self._ask(asked):
+            return lost
         case = ""
         while True:
             answer = self._next(timeout_s)
@@ -134,6 +145,15 @@ class Worker:
         """End the child at once."""
         self._child.kill()
         self.close()
+
+    def _ask(self, message: Mapping[str, Any]) -> Lost | None:
+        assert self._child.stdin
+        try:
+            self._child.stdin.write(json.dumps(message) + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            return Lost("", Status.FAILED, self._last_words(self.close()))
+        return None
 
     def _next(self, timeout_s: float) -> dict[str, Any] | Lost:
         try:
@@ -174,27 +194,59 @@ def _reader(
     return thread
 
 
-class Runner:
-    """Runs contests one after the other, in one worker after the other."""
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of every contest of a run; contest.py's Order says what each means."""
 
-    def __init__(self, device: str, data: Path | None, timeout_s: float) -> None:
+    measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)
+    ceilings: Mapping[str, Any] | None = None
+    energy: bool = False
+
+
+class Runner:
+    """Runs contests one after the other, in one worker after the other.
+
+    What a kernel settled on in an `ok` row is handed to every later process: `settled`, by case id.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        data: Path | None,
+        timeout_s: float,
+        settled: Settled | None = None,
+    ) -> None:
         """Start the first worker: `about` tells the device."""
         self.log = Log()
+        self.settled = dict(settled or {})
         self._start: Callable[[], Worker] = partial(Worker, device, data, self.log)
         self._timeout_s = timeout_s
         self._worker: Worker | None = self._start()
         self.about = self._worker.about
 
-    def run(self, contests: Sequence[Contest], replicate: int = 0) -> Iterator[Measured]:
+    def ceilings(self) -> dict[str, Any]:
+        """Return what the device can do at most, measured now."""
+        self._worker = self._worker or self._start()
+        return self._worker.ceilings()
+
+    def run(
+        self, contests: Sequence[Contest], replicate: int = 0, wanted: Wanted | None = None
+    ) -> Iterator[Measured]:
         """Yield every contest's rows, complete, in order."""
         for contest in contests:
-            yield self._complete(contest, replicate)
+            measured = self._complete(contest, replicate, wanted or Wanted())
+            self.settle(measured.rows)
+            yield measured
+
+    def settle(self, rows: Iterable[Row]) -> None:
+        """Remember what kernels settled on."""
+        self.settled |= {r.case.id: r.choice for r in rows if r.status is Status.OK and r.choice}
 
     def fresh(self) -> None:
-        """Give the next contest a worker of its own: the process is the unit of replication."""
+        """Start a worker for the next contests: the process is the unit of replication."""
         if self._worker:
             self._worker.close()
-        self._worker = None
+        self._worker = self._start()
 
     def kill(self) -> None:
         """Stop whatever runs."""
@@ -202,15 +254,21 @@ class Runner:
             self._worker.kill()
         self._worker = None
 
-    def _complete(self, contest: Contest, replicate: int) -> Measured:
-        """Run a contest until every contender has a row."""
+    def _complete(self, contest: Contest, replicate: int, wanted: Wanted) -> Measured:
+        """Run a contest until every contender has its rows."""
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0
         while left:
             self._worker = self._worker or self._start()
             part = Contest(contest.problem, tuple(left))
-            answer = self._worker.measure(part, replicate, attempt, self._timeout_s)
+            order = asdict(wanted) | {
+                "replicate": replicate,
+                "attempt": attempt,
+                "reference": contest.reference,
+                "settled": self._settled(part),
+            }
+            answer = self._worker.measure(part, order, self._timeout_s)
             if isinstance(answer, Measured):
                 return Measured(_in_order(contest, lost_rows + answer.rows), answer.spent_s)
             self._worker = None
@@ -220,9 +278,19 @@ class Runner:
             if blameless == BLAMELESS_ATTEMPTS:
                 offenders = list(left)
             for offender in offenders:
-                lost_rows.append(self._lost(contest, offender, answer, replicate, attempt))
+                blank = self._lost(contest, offender, answer, replicate, attempt)
+                lost_rows += [replace(blank, scope=s, cache=c) for s, c in wanted.measures]
                 left.remove(offender)
         return Measured(_in_order(contest, lost_rows), {})
+
+    def _settled(self, contest: Contest) -> Settled:
+        """Return what is known of these contenders; a twin takes what its original took."""
+        known = {}
+        for contender in contest.contenders:
+            original = Case(contest.problem, replace(contender, twin=False)).id
+            if original in self.settled:
+                known[Case(contest.problem, contender).id] = self.settled[original]
+        return known
 
     def _lost(
         self, contest: Contest, offender: Contender, lost: Lost, replicate: int, attempt: int
@@ -232,6 +300,7 @@ class Runner:
             lost.status,
             replicate=replicate,
             attempt=attempt - 1,
+            reference=contest.reference,
             device=self.about["identity"],
             detail=lost.detail,
         )

@@ -12,8 +12,11 @@
         sparsity: [0.5, 0.9]
     contenders:
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem
+      - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
+    scopes: [kernel, op]             # device time; as called from Python. Default: [kernel]
+    caches: [cold, hot]              # default: [cold]
 
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
 """
@@ -53,6 +56,7 @@ class ContenderEntry(_Model):
 
     format: str
     kernel: str
+    op: str | None = None
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
 
@@ -66,14 +70,20 @@ class SuiteFile(_Model):
     problems: list[dict[str, Any]] = Field(min_length=1)
     contenders: list[ContenderEntry] = Field(min_length=1)
     baselines: list[ContenderEntry] = []
+    scopes: list[Literal["kernel", "op"]] = Field(default=["kernel"], min_length=1)
+    caches: list[Literal["cold", "hot"]] = Field(default=["cold"], min_length=1)
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One problem and all who compete at it, baselines first."""
+    """One problem and all who compete at it, baselines first.
+
+    A `reference` contest is not the suite's: it tells the noise floor (references.py).
+    """
 
     problem: Problem
     contenders: tuple[Contender, ...]
+    reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,18 +94,20 @@ class Suite:
     title: str
     text: str
     contests: tuple[Contest, ...]
+    measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)  # (scope, cache)
 
 
 def read(name: str, data: Path | None = None) -> Suite:
     """Read a suite by path, or one of the package's by name; SuiteError says what is wrong."""
     where, text = _text(name)
-    written = _parse(where, text)
+    written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
-    return Suite(Path(where).stem, written.title, text, contests)
+    measures = tuple(dict.fromkeys(product(written.scopes, written.caches)))
+    return Suite(Path(where).stem, written.title, text, contests, measures)
 
 
 def _text(name: str) -> tuple[str, str]:
@@ -124,14 +136,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse(where: str, text: str) -> SuiteFile:
+def parse(where: str, text: str, model: type[Model]) -> Model:
+    """Read YAML into a model; SuiteError says where and what is wrong."""
     try:
         data = yaml.load(text, _Loader)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
     except yaml.YAMLError as error:
         raise SuiteError(f"{where}: expected YAML, found {' '.join(str(error).split())}") from error
-    return _validate(where, SuiteFile, data)
+    return _validate(where, model, data)
 
 
 def _validate(where: str, model: type[Model], data: Any) -> Model:

@@ -4,34 +4,44 @@
     block 2    B B B B  C C C C  A A A A        in an order drawn anew; what drifts moves all alike
     ...
 
-GPU: a sample is two CUDA events around one replay of the launch's CUDA graph (or around the launch,
-where it cannot be captured), after a write of twice the L2 cache: cold, and no launch gap inside.
-CPU: the host clock around one call, hot.
+    scope    kernel  device time: two CUDA events around one replay of the launch's CUDA graph (or
+                     around the launch, where it cannot be captured), queued behind other work, so
+                     that no launch gap is inside
+             op      as called from Python: events around the call on an idle stream; what the host
+                     needs to launch is inside
+    cache    cold    the L2 cache is flushed before each sample (kernels/_flush.py)
+             hot     the call itself runs before each sample
+
+CPU: the host clock around one call, for which scope and cache make no difference.
 
 A slow contender gets fewer samples: BUDGET_MS of its own time, at least MIN_SAMPLES.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from sparsebench.kernels._kernel import Launch
+from sparsebench.kernels._flush import flusher
+from sparsebench.kernels._kernel import Launch, Output
 
-BLOCKS = 12
-SAMPLES_PER_BLOCK = 4
+BLOCKS = 48
+SAMPLES_PER_BLOCK = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
+
+
+Measure = tuple[str, str]
+"""A scope (kernel, op) and a state of the cache (cold, hot)."""
 
 
 @dataclass(frozen=True)
 class Timed:
     """A launch made ready: `call` does the work once, `output` is where its product is."""
 
-    call: Callable[[], Tensor]
+    call: Callable[[], Output]
     clock: str  # host, events or graph
 
 
@@ -55,7 +65,7 @@ def ready(launch: Launch, device: torch.device) -> Timed:
         torch.cuda.synchronize(device)
         return Timed(launch, "events")
 
-    def replay() -> Tensor:
+    def replay() -> Output:
         graph.replay()
         return output
 
@@ -67,13 +77,19 @@ def time_together(
     device: torch.device,
     seed: str,
     announce: Callable[[int], None] | None = None,
+    *,
+    scope: str = "kernel",
+    cache: str = "cold",
 ) -> list[Samples]:
     """Return each contender's samples. With `announce`, each sample is named and waited for."""
-    take = _gpu_clock(device, announce) if device.type == "cuda" else _host_clock(announce)
+    if device.type == "cuda":
+        take = _gpu_clock(device, announce, idle=scope == "op", cold=cache == "cold")
+    else:
+        take = _host_clock(announce)
     numbered = list(enumerate(contenders))
     trials = [take(numbered) for _ in range(2)]  # a first call may still warm something up
     plans = [_plan(min(t for _, t in own)) for own in zip(*trials, strict=True)]
-    draw = random.Random(seed)
+    draw = random.Random(f"{seed} {scope} {cache}")
     samples: list[list[float]] = [[] for _ in contenders]
     for block in range(BLOCKS):
         turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
@@ -89,6 +105,11 @@ def _plan(time_us: float) -> tuple[int, int]:
     affordable = int(1e3 * BUDGET_MS / max(time_us, 1e-3))
     per_block = min(SAMPLES_PER_BLOCK, max(1, affordable // BLOCKS))
     return min(BLOCKS, max(MIN_SAMPLES, affordable // per_block)), per_block
+
+
+def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
+    """Return the measures that a device tells apart: on the CPU there is one."""
+    return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 
 
 Order = list[tuple[int, Timed]]
@@ -109,10 +130,15 @@ def _host_clock(announce: Callable[[int], None] | None) -> Clock:
     return take
 
 
-def _gpu_clock(device: torch.device, announce: Callable[[int], None] | None) -> Clock:
-    """Enqueue a whole block, then read its events: the GPU never waits for the host inside it."""
-    l2_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
-    flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device)
+def _gpu_clock(
+    device: torch.device, announce: Callable[[int], None] | None, *, idle: bool, cold: bool
+) -> Clock:
+    """Enqueue a whole block, then read its events: the GPU never waits for the host inside it.
+
+    On an `idle` stream it does, and is meant to: what the host does to launch is in the sample.
+    """
+    flush = flusher(device)
+    wait = idle or announce is not None
 
     def take(order: Order) -> list[tuple[int, float]]:
         marks = []
@@ -120,12 +146,17 @@ def _gpu_clock(device: torch.device, announce: Callable[[int], None] | None) -> 
             if announce:
                 announce(i)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
+            if cold:
+                flush()
+            else:
+                contender.call()
+            if idle:
+                torch.cuda.synchronize(device)
             begin.record()
             contender.call()
             end.record()
             marks.append((i, begin, end))
-            if announce:
+            if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
         return [(i, 1e3 * begin.elapsed_time(end)) for i, begin, end in marks]

@@ -1,6 +1,8 @@
 """The child process that measures: a contest a line in, JSON lines out, until stdin closes.
 
-    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0}
+    > {"ceilings": true}
+    < {"ceilings": {...}}              what the device can do at most
+    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}   (contest.Order)
     < {"at": [case id, stage]}         before anything of a case runs
     < {"rows": [...], "spent_s": {}}   or {"fatal": [case id, reason]}, and the process ends
 
@@ -17,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from sparsebench.harness import contest
+from sparsebench.harness import ceilings, contest
 from sparsebench.harness.device import environment, identity, slug
 from sparsebench.results.record import Contender, Problem
 
@@ -34,6 +36,9 @@ def main() -> None:
     _say(answers, about)
     for line in sys.stdin:
         asked = json.loads(line)
+        if "problem" not in asked:
+            _say(answers, {"ceilings": asdict(ceilings.measure(device))})
+            continue
         try:
             _say(answers, _measure(asked, device, data, answers))
         except contest.Fatal as end:
@@ -45,12 +50,11 @@ def _measure(
     asked: dict[str, Any], device: torch.device, data: Path | None, answers: IO[str]
 ) -> dict[str, Any]:
     rows, spent_s = contest.run(
-        Problem.from_json(asked["problem"]),
-        [Contender(**contender) for contender in asked["contenders"]],
+        Problem.from_json(asked.pop("problem")),
+        [Contender(**contender) for contender in asked.pop("contenders")],
         device,
         data,
-        replicate=asked["replicate"],
-        attempt=asked["attempt"],
+        contest.Order.from_json(asked),
         announce=lambda case, stage: _say(answers, {"at": [case, stage]}),
     )
     if device.type == "cuda":

@@ -33,6 +33,7 @@ from sparsebench.results.record import Problem
 CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # library_types.h
 X_LAYOUTS = "columns", "transposed", "rows"
 Y_LAYOUTS = "columns", "rows"
+SETTING = "algorithm", "x_layout", "y_layout"
 FEW_TOKENS = 128
 HOPELESS = 3.0  # times the fastest on few tokens
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -68,7 +69,9 @@ def prepare(w: Weight, operands: Operands) -> Launch:
     from nvmath.bindings import cusparse
 
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
-    plans = [plan(w, x, n, *setting) for setting in _screen(w, x, n)]
+    settled = operands.settled
+    settings = [tuple(settled[name] for name in SETTING)] if settled else _screen(w, x, n)
+    plans = [plan(w, x, n, *setting) for setting in settings]
     choice, call = plans[fastest([call for _, call in plans], x.device)]
     return Launch(call, {**choice, "cusparse": cusparse.get_version(_handle())})
 
@@ -108,7 +111,7 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
         cusparse.sp_mm(*arguments, workspace.data_ptr())
         return y[:, :n].contiguous()
 
-    choice = {"algorithm": algorithm, "x_layout": x_layout, "y_layout": y_layout}
+    choice = dict(zip(SETTING, (algorithm, x_layout, y_layout), strict=True))
     return {**choice, "workspace_bytes": size}, run
 
 

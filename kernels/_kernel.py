@@ -27,12 +27,19 @@ class Operands:
     activations  dense and token-major, by operand name; rewritten in place between preparing and
                  timing, so that nothing computed from their values in `prepare` can be right
     definition   the op as a plain torch function of its dense operands, in their dtype
+    settled      the choice that `prepare` made for this case in an earlier process of the run (its
+                 Launch.choice), to be taken again without a search; None where there is none
+    pattern      of an op whose output is sparse (a weight's gradient): what the output must be
+                 packed like; its values mean nothing. None where the output is dense, as it is for
+                 whoever competes with format dense
     """
 
     problem: Problem
     weights: Mapping[str, Format]
     activations: Mapping[str, Tensor]
     definition: Callable[..., Tensor]
+    settled: Mapping[str, Any] | None = None
+    pattern: Format | None = None
 
     @property
     def device(self) -> torch.device:
@@ -40,18 +47,24 @@ class Operands:
         return next(iter(self.activations.values())).device
 
 
+Output = Tensor | Format
+"""What a launch returns: a dense token-major tensor, or a matrix packed like operands.pattern."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """The timed work and nothing else: call it for the product, on the operands' device.
 
-    `choice` records what `prepare` settled on (tile, layout, algorithm), and goes into the row.
+    `choice` records what `prepare` settled on (tile, layout, algorithm), `code` is a digest of the
+    machine code, where it is ours; both go into the row.
     """
 
-    run: Callable[[], Tensor]
+    run: Callable[[], Output]
     choice: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = None
 
-    def __call__(self) -> Tensor:
-        """Enqueue the work on the current stream and return the output tensor."""
+    def __call__(self) -> Output:
+        """Enqueue the work on the current stream and return the output."""
         return self.run()
 
 

@@ -4,6 +4,9 @@ Two paths read the operands: TMA (box copies, compute capability 9 and newer), a
 masks (any shape, any alignment). The choice is made in `prepare` and recorded.
 """
 
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,6 +22,30 @@ Path = Literal["tma", "pointers"]
 SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of an A100 or H100
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    out: Tensor
+
+    def __call__(self) -> Tensor:
+        """Enqueue the kernel on the current stream."""
+        self.kernel[self.grid](*self.args, **self.constants)
+        return self.out
+
+    @property
+    def code(self) -> str | None:
+        """Return the SHA-256 of the machine code, the first 16 digits; None when interpreted."""
+        if self.out.device.type != "cuda":
+            return None
+        compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.constants)
+        return hashlib.sha256(compiled.asm["cubin"]).hexdigest()[:16]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:

@@ -14,8 +14,8 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
 
+from sparsebench.kernels._flush import flusher
 from sparsebench.kernels._kernel import Unsupported
 
 ROUNDS = 7
@@ -34,13 +34,13 @@ def fastest(
     if len(candidates) == 1 or device.type != "cuda":
         return 0
     running = _warm(candidates, device, threads)
-    flush = torch.empty(2 * _l2_bytes(device), dtype=torch.uint8, device=device)
+    flush = flusher(device)
     samples: dict[int, list[float]] = {i: [] for i in running}
     best = SHORT_US
     for number in range(SHORT_ROUNDS):
         if number >= ROUNDS and best >= SHORT_US:
             break
-        for i, time_us in _round([(i, candidates[i]) for i in running], flush):
+        for i, time_us in _round([(i, candidates[i]) for i in running], flush, device):
             samples[i].append(time_us)
         best = min(samples[i][0] for i in running)
         running = [i for i in running if samples[i][0] <= DROP * best]
@@ -82,26 +82,24 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
 
 
 def _round(
-    candidates: Sequence[tuple[int, Callable[[], object]]], flush: Tensor
+    candidates: Sequence[tuple[int, Callable[[], object]]],
+    flush: Callable[[], None],
+    device: torch.device,
 ) -> list[tuple[int, float]]:
     """Time each candidate once and return (index, µs)."""
     marks = []
     for _ in range(2 * len(candidates)):  # about 30 µs each at 4 TB/s; a launch takes 10 to 60
-        flush.zero_()
+        flush()
     for i, candidate in candidates:
         begin, end = _event(), _event()
-        flush.zero_()
+        flush()
         begin.record()
         candidate()
         end.record()
         marks.append((i, begin, end))
-    torch.cuda.synchronize(flush.device)
+    torch.cuda.synchronize(device)
     return [(i, 1e3 * begin.elapsed_time(end)) for i, begin, end in marks]
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
-
-
-def _l2_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)

@@ -18,7 +18,6 @@ The next block column is loaded one step ahead, into a register: loaded in the s
 take every second pipeline stage. Long block rows start first, so that none is left over at the end.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._triton import (
     COMPILE_THREADS,
     Path,
+    Program,
     box,
     choose_path,
     fitting_depth,
@@ -206,8 +206,8 @@ def _swept(shape: Shape, r: int, width: int) -> Config:
     )
 
 
-def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Callable[[], Tensor]:
-    """Return a function without arguments that computes Y [m, n] into one buffer of its own."""
+def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Program:
+    """Return the program that computes Y [m, n]."""
     packed = packed or pack(w, config)
     (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
     y = x.new_empty(m, n)
@@ -222,12 +222,7 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> C
         *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
     )
     constants = constants_of(config, height, width) | options(config.warps, config.path)
-
-    def run() -> Tensor:
-        _multiply[(row_tiles * token_tiles,)](*args, **constants)
-        return y
-
-    return run
+    return Program(_multiply, (row_tiles * token_tiles,), args, constants, y)
 
 
 def constants_of(config: Config, height: int, width: int) -> dict[str, int]:
@@ -281,7 +276,10 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Bsr)
     path = choose_path(path, _obstacle(x, w), x.device)
-    configs = configurations(len(x), w.block, x.element_size(), path)
+    if operands.settled:
+        configs = [Config(**operands.settled)]
+    else:
+        configs = configurations(len(x), w.block, x.element_size(), path)
     packings: dict[Any, Packed] = {}
     candidates = []
     for config in configs:
@@ -290,7 +288,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
             packings[layout] = pack(w, config)
         candidates.append(launch(x, w, config, packings[layout]))
     best = fastest(candidates, x.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]))
+    return Launch(candidates[best], asdict(configs[best]), candidates[best].code)
 
 
 KERNEL = Kernel(op="linear", consumes="bsr", device="cuda", supports=supports, prepare=prepare)

@@ -41,12 +41,13 @@ def prepare(operands: Operands) -> Launch:
 
         return run
 
-    calls = [call(library) for library in LIBRARIES]
+    libraries = [operands.settled["library"]] if operands.settled else LIBRARIES
+    calls = [call(library) for library in libraries]
     with warnings.catch_warnings():
         # torch says once in a process that choosing the library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
         best = fastest(calls, operands.device)
-    return Launch(calls[best], {"library": LIBRARIES[best]})
+    return Launch(calls[best], {"library": libraries[best]})
 
 
 @contextmanager

@@ -12,7 +12,7 @@ that run at one time stay in L2:
             3  7  11
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import triton
@@ -24,6 +24,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._triton import (
     COMPILE_THREADS,
     Path,
+    Program,
     box,
     choose_path,
     fitting_depth,
@@ -85,8 +86,8 @@ def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
     ]
 
 
-def launch(x: Tensor, w: Tensor, config: Config) -> Callable[[], Tensor]:
-    """Return a function without arguments that computes Y [m, n] into one buffer of its own."""
+def launch(x: Tensor, w: Tensor, config: Config) -> Program:
+    """Return the program that computes Y [m, n]."""
     (m, k), n = x.shape, len(w)
     y = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
@@ -97,12 +98,7 @@ def launch(x: Tensor, w: Tensor, config: Config) -> Callable[[], Tensor]:
         *(m, n, k, x.stride(0)),
     )
     constants = constants_of(config) | options(config.warps, config.path)
-
-    def run() -> Tensor:
-        _multiply[grid](*args, **constants)
-        return y
-
-    return run
+    return Program(_multiply, grid, args, constants, y)
 
 
 def constants_of(config: Config) -> dict[str, int]:
@@ -122,10 +118,11 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Dense)
     path = choose_path(path, _obstacle(x, w.values), x.device)
-    configs = configurations(len(x), x.element_size(), path)
+    settled = operands.settled
+    configs = [Config(**settled)] if settled else configurations(len(x), x.element_size(), path)
     candidates = [launch(x, w.values, config) for config in configs]
     best = fastest(candidates, x.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]))
+    return Launch(candidates[best], asdict(configs[best]), candidates[best].code)
 
 
 KERNEL = Kernel(op="linear", consumes="dense", device="cuda", supports=supports, prepare=prepare)

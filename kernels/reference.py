@@ -4,14 +4,20 @@ Any op, any format, any device, the problem's dtype. It decodes in `prepare` and
 zero, so it tells whether a format stores the right matrix, not what the format is worth.
 """
 
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 
 def prepare(operands: Operands) -> Launch:
     """Decode the weights once; the launch runs the definition on them."""
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
-    return Launch(lambda: operands.definition(**arguments))
+    pattern = operands.pattern
+
+    def run() -> Output:
+        dense = operands.definition(**arguments)
+        return pattern.sample(dense) if pattern else dense
+
+    return Launch(run)
 
 
 KERNEL = Kernel(op="any", consumes="any", device="any", prepare=prepare)

@@ -56,7 +56,9 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
             w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
         )
         if tuned:
-            choice, run = _tuned(bsr, x, w.block)
+            settled = dict(operands.settled or {})
+            copied = settled.pop("x_copied", False)
+            choice, run = _plan(bsr, x, settled, copied) if settled else _tuned(bsr, x, w.block)
             return Launch(run, choice)
         launch = Launch(lambda: torch.nn.functional.linear(x, bsr).contiguous())
         launch()

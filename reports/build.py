@@ -19,6 +19,8 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.frame import frame
+from sparsebench.results.noise import noise
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import summary
 
@@ -39,7 +41,8 @@ class Figure:
 def build(run: Run, out_path: Path | None = None) -> str:
     """Return the report, and write it where a path is given; a figure that fails is named."""
     rows = frame(run.rows)
-    frames = Frames(run, rows, summary(rows))
+    floor = noise(run, rows)
+    frames = Frames(run, rows, summary(rows, floor), floor)
     drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
     templates = files("sparsebench.reports") / "templates"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -49,6 +52,7 @@ def build(run: Run, out_path: Path | None = None) -> str:
         sections=[(figure, body) for figure, body in drawn if body],
         links=_links(run.path, out_path),
         facts=_facts(frames),
+        trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
         device=device_name(run.environment),
@@ -84,15 +88,32 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {known[key]}" for name, key in names.items() if key in known]
     dirty = " with uncommitted changes" if known.get("dirty") == "True" else ""
-    ok = int((cases.status == "ok").sum())
+    ok = (cases.status == "ok").groupby(cases.case_id).all()
     facts = {
         "started": str(run.state.get("started", "")),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
-        "cases": f"{ok} ok, {len(cases) - ok} not, of {cases.problem_id.nunique()} problems",
+        "cases": f"{ok.sum()} ok, {(~ok).sum()} not, of {cases.problem_id.nunique()} problems",
         "processes": str(frames.rows.replicate.nunique()),
     }
     return [(name, value) for name, value in facts.items() if value]
+
+
+def _trust(frames: Frames) -> list[tuple[str, str]]:
+    """Say how far the numbers can be trusted, and how loudly: a stamp, or quiet lines."""
+    cases, (word, why) = frames.cases, frames.noise.reliability
+    found = [("stamp" if word == "unreliable" else "quiet", why)]
+    if len(cases) and (cases.processes < FEWEST).all():
+        count = cases.processes.max()
+        runs = f"{count} process{'es' if count > 1 else ''}"
+        found.append(("quiet", f"A look, no verdict: {runs}; a verdict takes {FEWEST} or more."))
+    once = cases.drop_duplicates("case_id").mark.fillna("")
+    marks = once[once != ""]
+    if len(marks):
+        named = ", ".join(f"{count} {mark}" for mark, count in marks.value_counts().items())
+        slowed = f"the GPU was slowed down while {len(marks)} of {len(once)} cases were timed"
+        found.append(("quiet", f"Marked, not dropped: {slowed} ({named})."))
+    return found
 
 
 def _links(run: Path, out: Path | None) -> list[tuple[str, str]]:

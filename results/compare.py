@@ -2,6 +2,8 @@
 
 time_b_over_a      how the machines differ
 speedup_b_over_a   how the contenders differ, each against the baseline of its own machine
+agree              the same outcome in both; where one has none (too few processes, or no noise
+                   floor), that the intervals of the speed-ups overlap
 """
 
 from dataclasses import dataclass
@@ -10,13 +12,16 @@ import pandas as pd
 
 from sparsebench.results._errors import ResultError
 from sparsebench.results.environment import device_name
-from sparsebench.results.frame import fields, frame
+from sparsebench.results.frame import fields
+from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summary
+from sparsebench.results.summary import summarised
+from sparsebench.results.verdict import compared
 
 KEYS = ["case_id", "scope", "cache"]
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
 SIDES += ["speedup", "speedup_low", "speedup_high", "baseline_label"]
+SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Comparison:
 
 def compare(a: Run, b: Run) -> Comparison:
     """Join two runs; a ResultError where they share no case, or a case with other operands."""
-    ours, theirs = summary(frame(a.rows)), summary(frame(b.rows))
+    ours, theirs = (c[~c.twin.astype(bool)] for c in (summarised(a), summarised(b)))
     shared = ours[KEYS].merge(theirs[KEYS])
     if shared.empty:
         found = f"{len(ours)} and {len(theirs)} with none in common"
@@ -50,8 +55,27 @@ def compare(a: Run, b: Run) -> Comparison:
     cases["speedup_b_over_a"] = cases.speedup_b / cases.speedup_a
     other = cases.baseline_label_a != cases.baseline_label_b
     cases.loc[other, "speedup_b_over_a"] = float("nan")
+    cases["agree"] = _agree(cases)
     names = device_name(a.environment), device_name(b.environment)
     return Comparison(*names, cases, _without(ours, shared), _without(theirs, shared))
+
+
+def _agree(cases: pd.DataFrame) -> pd.Series:
+    """Say of each line whether the runs agree; NA where there is nothing to agree on.
+
+    That is a baseline itself, a twin, a line without a speed-up in either run, over different
+    baselines, or unsupported in one. A line with a speed-up in one run only is no agreement.
+    """
+    judged = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
+    low = cases[["speedup_low_a", "speedup_low_b"]].max(axis=1, skipna=False)
+    high = cases[["speedup_high_a", "speedup_high_b"]].min(axis=1, skipna=False)
+    agree = (low <= high).mask(judged, cases.outcome_a == cases.outcome_b).astype("boolean")
+    base = cases.baseline_label_a.fillna(cases.baseline_label_b)
+    there = compared(cases.assign(baseline_label=base))
+    there &= base == cases.baseline_label_b.fillna(base)
+    there &= cases.speedup_a.notna() | cases.speedup_b.notna()
+    there &= (cases.status_a != "unsupported") & (cases.status_b != "unsupported")
+    return agree.where(there, pd.NA)
 
 
 def _require_equal_operands(a: Run, b: Run) -> None:

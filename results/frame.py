@@ -6,6 +6,7 @@ of block i of the baseline and of a contender, taken within moments of each othe
     speedup = exp(median over i of log(B_i / T_i))
 
 so a clock that drifts moves both. A slow contender has fewer blocks: the first ones are paired.
+A row of a contest that was throttled or power-limited is marked, never dropped.
 """
 
 import json
@@ -15,45 +16,40 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from sparsebench.results._errors import ResultError
+from sparsebench.results.pairing import logs_over, opponents
 from sparsebench.results.record import Contender, Row, Status, Value
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
 FIELDS = ["m", "n", "k", "dtype", "pattern", "sparsity", "block"]  # an op may have others
 CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin"]
-PLACE = ["replicate", "attempt", "device", "scope", "cache", "clock"]
-OUTCOME = ["status", "detail", "choice", "digest"]
-COUNTS = ["nnz", "stored_bytes", "dense_bytes", "samples"]
+PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
+OUTCOME = ["status", "detail", "choice", "digest", "code", "bound_by", "mark"]
+COUNTS = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes", "samples"]
 CHECKS = ["error", "error_of_bound", "sparsity_achieved", "bytes_of_dense"]
-TIMES = ["median_us", "q1_us", "q3_us", "min_us", "convert_us", "prepare_s"]
-RATES = ["tflops", "dense_tflops", "gb_per_s"]
+TIMES = ["median_us", "q1_us", "q3_us", "min_us", "convert_us", "prepare_s", "bound_us"]
+RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
+SENSORS = ["energy_j", "sm_mhz", "power_w", "temperature_c"]
 SPEEDUP = ["speedup", "speedup_q1", "speedup_q3"]
-NUMBERS = [*CHECKS, *TIMES, *RATES, *SPEEDUP]
+NUMBERS = [*CHECKS, *TIMES, *RATES, *SENSORS, *SPEEDUP, "aa_log"]
 MEASURED = [*CONTENDER, *PLACE, *OUTCOME, *COUNTS, *NUMBERS, "baseline_label"]
+
+POWER_LIMITED = 0.2  # of the contest's time: less is a short peak
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a line a row, in order. Units stand in column names; what is unknown is NaN or NA."""
     rows = list(rows)
     problems = [row.case.problem.id for row in rows]
-    contests = [
-        (problem, row.replicate, row.attempt, row.scope, row.cache)
-        for problem, row in zip(problems, rows, strict=True)
-    ]
-    baselines: dict[tuple[Any, ...], Row] = {}
-    for contest, row in zip(contests, rows, strict=True):
-        if row.case.contender.baseline and row.status is Status.OK:
-            baselines.setdefault(contest, row)
     label = _labels(problems, rows)
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
         | _asked(row)
         | _measured(row)
-        | _against(baselines.get(contest), row, label)
-        for problem, contest, row in zip(problems, contests, rows, strict=True)
+        | _against(row, *others, label)
+        for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
     table = pd.DataFrame(lines, columns=[*NAMES, *names, *MEASURED])
@@ -118,10 +114,12 @@ def _asked(row: Row) -> dict[str, Any]:
 def _measured(row: Row) -> dict[str, Any]:
     samples = np.asarray(row.samples_us or [np.nan])
     q1, median, q3 = np.quantile(samples, [0.25, 0.5, 0.75])
-    same = [*PLACE, *OUTCOME, *COUNTS[:3], "error", "error_of_bound", "convert_us", "prepare_s"]
+    same = [*PLACE, *OUTCOME[:-1], *COUNTS[:-1], "error", "error_of_bound", "convert_us"]
+    same += ["prepare_s", "bound_us", "energy_j"]
     return {name: getattr(row, name) for name in same} | {
         "status": str(row.status),
         "choice": json.dumps(row.choice),
+        "mark": _mark(row.telemetry),
         "samples": len(row.samples_us),
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
@@ -132,28 +130,35 @@ def _measured(row: Row) -> dict[str, Any]:
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
+        "of_bound": _ratio(row.bound_us, median),
+        **{name: row.telemetry.get(name) for name in SENSORS[1:]},
     }
 
 
-def _against(base: Row | None, row: Row, label: Callable[[Contender], str]) -> dict[str, Any]:
-    """Return the speed-up over the baseline of the same contest; nothing where there is none."""
-    if base is None:
-        return {}
-    named = {"baseline_label": label(base.case.contender)}
-    if row.status is not Status.OK:
-        return named
-    ours, theirs = _block_medians(row), _block_medians(base)
-    pairs = min(len(ours), len(theirs))
-    quartiles = np.quantile(np.log(theirs[:pairs] / ours[:pairs]), [0.5, 0.25, 0.75])
-    return named | dict(zip(SPEEDUP, np.exp(quartiles).tolist(), strict=True))
+def _mark(telemetry: Mapping[str, float]) -> str:
+    """Say what slowed the GPU down while the contest ran, by NVML's counters; "" if nothing did."""
+    window_us = 1e6 * telemetry.get("seconds", np.nan)
+    marks = {
+        "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
+        "thermal": telemetry.get("thermal_us", 0) > 0,
+        "hardware slowdown": telemetry.get("hardware_us", 0) > 0,
+    }
+    return ", ".join(name for name, found in marks.items() if found)
 
 
-def _block_medians(row: Row) -> NDArray[np.float64]:
-    """Return the median of each block; samples after the last whole block belong to none."""
-    size = min(row.samples_per_block, len(row.samples_us))
-    whole = len(row.samples_us) // size * size
-    medians: NDArray[np.float64] = np.median(np.reshape(row.samples_us[:whole], (-1, size)), axis=1)
-    return medians
+def _against(
+    row: Row, base: Row | None, original: Row | None, label: Callable[[Contender], str]
+) -> dict[str, Any]:
+    """Return the speed-up over the baseline, and a twin's log-ratio to its original."""
+    found: dict[str, Any] = {}
+    if base is not None:
+        found["baseline_label"] = label(base.case.contender)
+    if base is not None and row.status is Status.OK:
+        quartiles = np.quantile(logs_over(row, base), [0.5, 0.25, 0.75])
+        found |= zip(SPEEDUP, np.exp(quartiles).tolist(), strict=True)
+    if original is not None and row.status is Status.OK:
+        found["aa_log"] = np.median(logs_over(row, original))
+    return found
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@1"
+ROWS_SCHEMA = "sparsebench/rows@2"
+OLDER_ROWS = ("sparsebench/rows@1",)  # what they lack has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold (a list is a block's r x c)."""
@@ -135,12 +136,14 @@ class Row:
     status: Status
     replicate: int = 0
     attempt: int = 0
+    reference: bool = False  # of a noise-floor contest that every run has, not of the suite
     device: str = "cpu"  # GPU UUID, or the name of the CPU
-    scope: str = "kernel"
-    cache: str = "cold"
+    scope: str = "kernel"  # kernel: device time; op: as called from Python, host cost included
+    cache: str = "cold"  # the L2 cache before each sample: cold (flushed) or hot
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""
     choice: Mapping[str, Any] = field(default_factory=dict)  # what the kernel settled on
+    code: str | None = None  # digest of the compiled kernel, where it is ours
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
     sparsity: float | None = None  # achieved, over all elements of the weights
@@ -149,10 +152,17 @@ class Row:
     flops: float | None = None  # of the non-zeros: what a kernel that wastes nothing does
     dense_flops: float | None = None
     fewest_bytes: int | None = None
+    bound_us: float | None = None  # the least time that this device's ceilings allow (ceilings.py)
+    bound_by: str | None = None  # memory or compute
     stored_bytes: int | None = None
     dense_bytes: int | None = None
+    held_bytes: int | None = None  # device memory kept between calls: packing, output, workspace
+    peak_bytes: int | None = None  # the most while preparing and at the first call, held included
     convert_us: float | None = None
     prepare_s: float | None = None
+    energy_j: float | None = None  # of a call, hot and back to back, from the board's sensor
+    energy_window_s: float | None = None
+    telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
 

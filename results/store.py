@@ -6,21 +6,22 @@
     rows.jsonl        a schema line, then a row a line, appended contest by contest and synced
     worker.log        whatever kernels and compilers printed
 
-Published runs hold rows.jsonl.gz. Every file says its schema and version.
+Published runs hold rows.jsonl.gz. Every file says its schema and version. A row holds every field
+of Row, no more and no less; rows of an older schema have the defaults of the fields they lack.
 """
 
 import gzip
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from sparsebench.results._errors import ResultError
-from sparsebench.results.record import ROWS_SCHEMA, Row
+from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
@@ -28,7 +29,10 @@ RUN_SCHEMA = "sparsebench/run@1"
 
 @dataclass(frozen=True)
 class Run:
-    """A run as read from disk."""
+    """A run as read from disk.
+
+    `rows` are the suite's; `reference` those of the noise-floor contests that every run has.
+    """
 
     path: Path
     suite: dict[str, Any]
@@ -36,6 +40,7 @@ class Run:
     environment: dict[str, Any]
     state: dict[str, Any]
     rows: list[Row]
+    reference: list[Row] = field(default_factory=list)
 
 
 def create(path: Path, suite_text: str, environment: Mapping[str, Any]) -> None:
@@ -80,18 +85,20 @@ def read(path: Path | str) -> Run:
     if not path.is_dir():
         raise ResultError(f"{path}: expected the directory of a run, found none")
     suite_text = _text(path / "suite.yaml")
+    found = rows(path)
     return Run(
         path=path,
         suite=yaml.safe_load(suite_text),
         suite_text=suite_text,
         environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA),
         state=_read_json(path / "run.json", RUN_SCHEMA),
-        rows=rows(path),
+        rows=[row for row in found if not row.reference],
+        reference=[row for row in found if row.reference],
     )
 
 
 def rows(path: Path) -> list[Row]:
-    """Return the rows that are on disk, whole ones only."""
+    """Return all the rows that are on disk, reference ones included; whole ones only."""
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         with gzip.open(zipped, "rt") as file:
@@ -99,20 +106,29 @@ def rows(path: Path) -> list[Row]:
         plain = zipped
     else:
         text = _text(plain)
-    complete = text[: text.rfind("\n") + 1].splitlines()
-    if not complete or json.loads(complete[0]).get("schema") != ROWS_SCHEMA:
-        found = complete[0][:80] if complete else "an empty file"
-        raise ResultError(
-            f'{plain}: expected a first line {{"schema": "{ROWS_SCHEMA}"}}, found {found}'
-        )
-    return [_row(plain, number, line) for number, line in enumerate(complete[1:], start=2)]
+    first, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
+    current = json.dumps({"schema": ROWS_SCHEMA})
+    if first not in (current, *(json.dumps({"schema": older}) for older in OLDER_ROWS)):
+        found = first[:80] or "an empty file"
+        raise ResultError(f"{plain}: expected a first line {current}, found {found}")
+    whole = first == current
+    return [_row(plain, number, line, whole) for number, line in enumerate(lines, start=2)]
 
 
-def _row(file: Path, number: int, line: str) -> Row:
+def _row(file: Path, number: int, line: str, whole: bool) -> Row:
     try:
-        return Row.from_json(json.loads(line))
+        data = json.loads(line)
+        missing = [f.name for f in fields(Row) if f.name not in data] if whole else []
+        unknown = sorted(data.keys() - {f.name for f in fields(Row)})
+        if not missing and not unknown:
+            return Row.from_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultError(f"{file}: line {number}: expected a row, found {error}") from error
+        found = f"{type(error).__name__}: {error}"
+        raise ResultError(f"{file}: line {number}: expected a row, found {found}") from error
+    found = f"no {missing[0]}" if missing else f"an unknown field {unknown[0]}"
+    raise ResultError(
+        f"{file}: line {number}: expected a row with the fields of Row, found {found}"
+    )
 
 
 def _text(file: Path) -> str:

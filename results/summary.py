@@ -1,54 +1,79 @@
 """A frame as answers: one line a case over its processes, then who wins and from where on.
 
 A process is the unit of replication: allocation, tuning and clocks differ between processes, and
-more samples in one of them cannot show it.
+more samples in one of them cannot show it. From FEWEST processes on a speed-up has an interval and
+an outcome (statistics.py); with fewer it has a range: a look, not a verdict.
 """
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.frame import RATES, SPEEDUP, TIMES, fields
+from sparsebench.results.frame import RATES, SENSORS, SPEEDUP, TIMES, fields, frame
+from sparsebench.results.noise import Noise, noise
+from sparsebench.results.statistics import FEWEST, hodges_lehmann, student
+from sparsebench.results.store import Run
+from sparsebench.results.verdict import judged
 
 CONTEST = ["problem_id", "scope", "cache"]
-SUMMED = ["level", "processes", "low_us", "high_us", "speedup_low", "speedup_high", "interval"]
+FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
+SUMMED = ["processes", *FLOATS, "interval", "speedups"]
 
 
-def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a line a case: medians over its processes, geometric mean of their speed-ups.
+def summarised(run: Run, rows: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return a run's cases with their verdicts; `rows` is frame(run.rows), where it is at hand."""
+    rows = frame(run.rows) if rows is None else rows
+    return summary(rows, noise(run, rows))
 
-    `low` and `high` are the range over processes where there are several, else the quartiles in the
-    one; `interval` says which. A case is ok when it was in every process; else it has the status
-    and detail of the first where it was not, and no numbers. `level` is the sparsity asked for, or
-    the achieved one where none was asked for: weights from a file.
+
+def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
+    """Return a line a case: medians over its processes, and its speed-up over the baseline.
+
+    The speed-up is the Hodges-Lehmann estimate, `speedup_low` and `speedup_high` its 95 % interval,
+    `t_low` and `t_high` Student's. Below FEWEST processes it is the geometric mean, with the range
+    over processes where there are several, else the quartiles in the one; `interval` says which.
+    `speedups` holds each process's own; `low_us` and `high_us` are the range or quartiles of times.
+
+    A case is ok when it was in every process; else it has the status and detail of the first where
+    it was not, and no numbers. `level` is the sparsity asked for, or the achieved one where none
+    was asked for: weights from a file. Verdicts (verdict.py) need the run's noise floor.
     """
     cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in table.to_dict("records"):
         processes = cases.setdefault((line["case_id"], line["scope"], line["cache"]), {})
         processes[line["replicate"]] = {str(name): value for name, value in line.items()}
-    kept = [n for n in table.columns if n not in ("replicate", "attempt", *SPEEDUP[1:])]
+    dropped = "replicate", "attempt", "reference", "aa_log", *SPEEDUP[1:]
+    kept = [name for name in table.columns if name not in dropped]
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}
-    floats = dict.fromkeys([n for n in SUMMED if n not in ("processes", "interval")], "float64")
-    return pd.DataFrame(lines, columns=[*kept, *SUMMED]).astype({**types, **floats})
+    summed = pd.DataFrame(lines, columns=[*kept, *SUMMED])
+    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), floor)
 
 
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest case of each problem, baselines included, and its lead.
 
-    `lead` is the runner-up's time over the winner's; `tied` says that their intervals overlap.
+    The fastest has the largest speed-up, and `lead` is its ratio to the runner-up, process by
+    process; `tied` says that the 95 % interval of that ratio does not lie above 1. Below FEWEST
+    processes and without a baseline it has the least median time, `lead` is the runner-up's time
+    over its own, and `tied` says that the ranges of their times overlap.
     """
-    raced = cases[(cases.status == "ok") & ~cases.twin.astype(bool)].sort_values("median_us")
+    raced = cases[(cases.status == "ok") & ~cases.twin.astype(bool)]
+    raced = raced.assign(ratio=raced.speedup.where(raced.t_low.notna()))
+    raced = raced.sort_values(["ratio", "median_us"], ascending=[False, True], kind="stable")
     ranks = raced.groupby(CONTEST, sort=False).cumcount()
-    best = raced[ranks == 0].sort_index()
-    second = raced[ranks == 1].set_index(CONTEST)[["label", "median_us", "low_us"]]
+    best = raced[ranks == 0].sort_index().drop(columns="ratio")
+    second = raced[ranks == 1].set_index(CONTEST)[["label", "median_us", "low_us", "speedups"]]
     second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
-    return best.assign(
-        runner_up=second.label,
-        lead=second.median_us / best.median_us,
-        tied=second.low_us <= best.high_us,
-    )
+    lead = (second.median_us / best.median_us).to_numpy(copy=True)
+    tied = (second.low_us <= best.high_us).to_numpy(copy=True)
+    for i, pair in enumerate(zip(best.speedups, second.speedups, strict=True)):
+        if _judged_together(*pair):
+            ratio = hodges_lehmann(np.subtract(*np.log(pair)))
+            lead[i], tied[i] = np.exp(ratio.estimate), not ratio.low > 0
+    return best.assign(runner_up=second.label, lead=lead, tied=tied)
 
 
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
@@ -70,35 +95,52 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
 
 
+def _judged_together(first: Any, second: Any) -> bool:
+    """Say whether two speed-ups by process are over one baseline in the same FEWEST processes."""
+    known = isinstance(first, tuple) and isinstance(second, tuple)
+    return known and len(first) == len(second) >= FEWEST and not np.isnan([first, second]).any()
+
+
 def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != "ok"]
-    paired = [process for process in processes if not np.isnan(process["speedup"])]
-    used = bad or paired or processes
+    used = bad or _paired(processes) or processes
     case = used[0] | {"processes": len(processes), "level": used[0]["sparsity"]}
     if not case["level"] > 0:
         case["level"] = used[0]["sparsity_achieved"]
     if bad:
         return case
-    case |= {name: _median([process[name] for process in used]) for name in [*TIMES, *RATES]}
+    measured = [*TIMES, *RATES, *SENSORS]
+    case |= {name: _median([process[name] for process in used]) for name in measured}
     case["samples"] = sum(process["samples"] for process in used)
+    marks = {mark for process in used for mark in process["mark"].split(", ")}
+    case["mark"] = ", ".join(sorted(marks - {""}))
     return case | _interval(used)
 
 
+def _paired(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the processes that have a speed-up over the same baseline: the most common one."""
+    paired = [process for process in processes if not np.isnan(process["speedup"])]
+    bases = Counter(process["baseline_label"] for process in paired).most_common(1)
+    return [process for process in paired if process["baseline_label"] == bases[0][0]]
+
+
 def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
-    times = [process["median_us"] for process in used]
-    logs = np.log([process["speedup"] for process in used])
-    if len(used) == 1:
-        names = ["low_us", "high_us", "speedup", "speedup_low", "speedup_high"]
-        values = [used[0][name] for name in ["q1_us", "q3_us", *SPEEDUP]]
-        return dict(zip(names, values, strict=True)) | {"interval": "quartiles in one process"}
-    return {
-        "low_us": min(times),
-        "high_us": max(times),
-        "speedup": np.exp(logs.mean()),
-        "speedup_low": np.exp(logs.min()),
-        "speedup_high": np.exp(logs.max()),
-        "interval": f"over {len(used)} processes",
-    }
+    """Return the speed-up and the times of a case with their intervals, and what those are."""
+    count, times = len(used), [process["median_us"] for process in used]
+    speedups = tuple(process["speedup"] for process in used)
+    logs = np.log(speedups)
+    low_us, high_us, kind = min(times), max(times), f"over {count} processes"
+    ratios = np.exp([logs.mean(), logs.min(), logs.max(), np.nan, np.nan]).tolist()
+    if count == 1:
+        low_us, high_us, kind = used[0]["q1_us"], used[0]["q3_us"], "quartiles in one process"
+        ratios[1:3] = used[0]["speedup_q1"], used[0]["speedup_q3"]
+    elif count >= FEWEST and not np.isnan(logs).any():
+        exact, check = hodges_lehmann(logs), student(logs)
+        kind = f"95 % over {count} processes"
+        ratios = np.exp([exact.estimate, exact.low, exact.high, check.low, check.high]).tolist()
+    names = ["speedup", "speedup_low", "speedup_high", "t_low", "t_high"]
+    facts = {"low_us": low_us, "high_us": high_us, "interval": kind, "speedups": speedups}
+    return facts | dict(zip(names, ratios, strict=True))
 
 
 def _median(values: list[float]) -> float:

@@ -99,7 +99,7 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
-    assert len(lines) == 8
+    assert len(lines) == 3 * (8 + 4)  # three processes, and twins in one problem
 
 
 @pytest.mark.parametrize(

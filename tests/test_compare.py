@@ -23,6 +23,14 @@ def rows(sparsity: float, dense_us: float, bsr_us: float, digest: str = "d1") ->
     ]
 
 
+def processes(count: int, bsr_us: float) -> list[Row]:
+    """Return rows of so many processes, and of an A/A pair that tells the noise floor."""
+    twin = replace(DENSE, baseline=False, twin=True)
+    pair = [replace(r, case=Case(r.case.problem, twin)) for r in rows(0.9, 10, 10)[:1]]
+    every = [*rows(0.9, 10, bsr_us), *pair]
+    return [replace(row, replicate=i) for i in range(count) for row in every]
+
+
 def run(gpu: str, rows: list[Row]) -> Run:
     return Run(Path(gpu), {}, "", {"gpu": {"name": gpu}}, {"status": "finished"}, rows)
 
@@ -70,3 +78,39 @@ def test_a_case_that_failed_in_one_run_keeps_its_line() -> None:
     found = compare(run("A", rows(0.9, 10, 5)), run("B", b))
     assert (found.cases.status_a[1], found.cases.status_b[1]) == ("ok", "timeout")
     assert np.isnan(found.cases.time_b_over_a[1])
+
+
+@pytest.mark.parametrize(
+    ("a_us", "b_us", "outcomes", "agree"),
+    [
+        (5.0, 8.0, ("faster", "faster"), True),  # by how much is another question
+        (5.0, 20.0, ("faster", "slower"), False),
+        (10.0, 10.01, ("no_difference", "no_difference"), True),
+    ],
+)
+def test_verdicts_agree_when_their_outcomes_are_the_same(
+    a_us: float, b_us: float, outcomes: tuple[str, str], agree: bool
+) -> None:
+    cases = compare(run("A", processes(8, a_us)), run("B", processes(8, b_us))).cases
+    line = cases[cases.label == "bsr/bsr_triton"].iloc[0]
+    assert (line.outcome_a, line.outcome_b) == outcomes
+    assert line.agree == agree
+
+
+def test_looks_agree_when_their_intervals_overlap() -> None:
+    a, b = rows(0.9, 10, 5), rows(0.9, 10, 4)
+    spread = (4.0, 5.0, 6.0)
+    wide = [a[0], replace(a[1], samples_us=spread)]
+    wide[0] = replace(wide[0], samples_us=(10.0, 10.0, 10.0))
+    assert not compare(run("A", a), run("B", b)).cases.agree[1]
+    assert compare(run("A", a), run("B", wide)).cases.agree[1]
+
+
+def test_there_is_nothing_to_agree_on_without_a_common_comparison() -> None:
+    cases = compare(run("A", processes(8, 5)), run("B", processes(8, 5))).cases
+    assert list(cases.agree.isna()) == [True, False]  # baseline, contender; no twins
+    b = rows(0.9, 10, 5)
+    b[1] = replace(b[1], status=Status.UNSUPPORTED, samples_us=())
+    assert compare(run("A", rows(0.9, 10, 5)), run("B", b)).cases.agree.isna().all()
+    b[1] = replace(b[1], status=Status.WRONG)
+    assert list(compare(run("A", rows(0.9, 10, 5)), run("B", b)).cases.agree[1:]) == [False]

@@ -6,7 +6,13 @@ import torch
 import wrong
 
 from sparsebench.harness import contest
-from sparsebench.harness.timing import MIN_SAMPLES, Timed, time_together
+from sparsebench.harness.timing import (
+    BLOCKS,
+    MIN_SAMPLES,
+    SAMPLES_PER_BLOCK,
+    Timed,
+    time_together,
+)
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -96,8 +102,8 @@ def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
         return Timed(call, "host")
 
     fast, slow = time_together([contender("f", 10), contender("s", 400_000)], CPU, seed="x")
-    assert len(fast.times_us) == 48
-    assert MIN_SAMPLES <= len(slow.times_us) < 48
+    assert len(fast.times_us) == BLOCKS * SAMPLES_PER_BLOCK
+    assert MIN_SAMPLES <= len(slow.times_us) < BLOCKS
     first_half = log[: len(log) // 2]
     assert {"f", "s"} <= set(first_half)
 
@@ -106,7 +112,10 @@ def test_the_order_within_a_block_is_drawn_anew() -> None:
     log: list[int] = []
     contenders = [Timed(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
     time_together(contenders, CPU, seed="y")
-    blocks = [tuple(log[8 + 16 * b : 24 + 16 * b : 4]) for b in range(12)]
+    turn, first = SAMPLES_PER_BLOCK, 2 * len(contenders)
+    starts = range(first, len(log), 4 * turn)
+    blocks = [tuple(log[start : start + 4 * turn : turn]) for start in starts]
+    assert len(blocks) == BLOCKS
     assert all(sorted(block) == [0, 1, 2, 3] for block in blocks)
     assert len(set(blocks)) > 4
 

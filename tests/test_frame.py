@@ -106,6 +106,39 @@ def test_parameters_join_a_label_only_where_the_label_is_shared() -> None:
     assert labels == ["bsr/bsr_triton block=16", "bsr/bsr_triton block=64", "dense/cublas"]
 
 
+SLOWED: dict[str, tuple[dict[str, float], str]] = {
+    "nothing": ({"seconds": 2.0, "power_capped_us": 3e5, "thermal_us": 0.0}, ""),
+    "power": ({"seconds": 2.0, "power_capped_us": 5e5}, "power-limited"),
+    "heat": ({"seconds": 2.0, "thermal_us": 1.0, "hardware_us": 1.0}, "thermal, hardware slowdown"),
+    "no window": ({"power_capped_us": 5e5}, ""),
+    "no sensor": ({}, ""),
+}
+
+
+@pytest.mark.parametrize("what", SLOWED)
+def test_a_row_of_a_slowed_contest_is_marked_and_kept(what: str) -> None:
+    telemetry, mark = SLOWED[what]
+    line = frame([row(BSR, (2.0,), telemetry=telemetry)]).iloc[0]
+    assert (line.mark, line.median_us) == (mark, 2)
+
+
+def test_a_case_has_the_marks_of_all_its_processes() -> None:
+    hot = {"seconds": 1.0, "thermal_us": 9.0}
+    capped = hot | {"power_capped_us": 5e5}
+    rows = [row(BSR, (2.0,), replicate=i, telemetry=t) for i, t in enumerate([hot, {}, capped])]
+    assert summary(frame(rows)).mark[0] == "power-limited, thermal"
+
+
+def test_sensors_bounds_and_bytes_come_through() -> None:
+    sensors = {"sm_mhz": 1980.0, "power_w": 500.0, "temperature_c": 45.0}
+    held: dict[str, Any] = {"held_bytes": 10, "peak_bytes": 30, "code": "c0de", "energy_j": 0.5}
+    bound: dict[str, Any] = {"bound_us": 1.5, "bound_by": "memory"}
+    line = frame([row(BSR, (2.0,), telemetry=sensors, **held, **bound)]).iloc[0]
+    assert (line.of_bound, line.bound_by) == (0.75, "memory")
+    assert (line.held_bytes, line.peak_bytes, line.code, line.energy_j) == (10, 30, "c0de", 0.5)
+    assert (line.sm_mhz, line.power_w, line.temperature_c) == (1980, 500, 45)
+
+
 def test_a_run_without_rows_has_the_same_columns() -> None:
     table = frame([])
     assert list(table.columns) == list(frame([row()]).columns)
@@ -123,6 +156,30 @@ def test_several_processes_give_a_geometric_mean_and_a_range() -> None:
     assert (line.speedup_low, line.speedup_high) == pytest.approx((2, 8))
     assert (line.median_us, line.low_us, line.high_us) == (2.5, 1.25, 5.0)
     assert (line.interval, line.processes, line.samples) == ("over 3 processes", 3, 3)
+
+
+def test_eight_processes_give_an_interval_beside_students() -> None:
+    rows = []
+    for replicate in range(8):
+        us = 10 / np.exp(replicate)
+        rows += [row(DENSE, (10.0,), replicate=replicate), row(BSR, (us,), replicate=replicate)]
+    line = summary(frame(rows)).iloc[1]
+    found = line.speedup, line.speedup_low, line.speedup_high
+    assert found == pytest.approx((np.exp(3.5), np.e, np.exp(6)))
+    assert 1 < line.t_low < line.speedup < line.t_high
+    assert line.speedups == pytest.approx(tuple(np.exp(range(8))))
+    assert (line.interval, line.processes) == ("95 % over 8 processes", 8)
+
+
+def test_processes_with_another_baseline_are_not_mixed_in() -> None:
+    other = Contender("dense", "reference", baseline=True)
+    rows = [row(other, (99.0,)), row(BSR, (5.0,))]
+    for replicate in (1, 2):
+        rows += [row(DENSE, (10.0,), replicate=replicate), row(BSR, (5.0,), replicate=replicate)]
+    line = summary(frame(rows)).iloc[1]
+    assert line.label == "bsr/bsr_triton"
+    assert (line.speedup, line.baseline_label) == (pytest.approx(2), "dense/cublas")
+    assert line.interval == "over 2 processes"
 
 
 def test_one_process_gives_quartiles() -> None:

@@ -98,24 +98,28 @@ def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
     path = measure(suite, Flags("cpu", replicates=2), tmp_path / "run", None)
     run = store.read(path)
     assert run.state["status"] == "finished"
-    assert run.state["contests"] == {"done": 6, "of": 6}
+    assert run.state["contests"] == {"done": 12, "of": 12}  # three are A/A references
     assert run.suite_text == SUITE
-    assert len(run.rows) == 12
+    twins = [row for row in run.rows if row.case.contender.twin]
+    assert (len(run.rows), len(twins), len(run.reference)) == (2 * (6 + 2), 2 * 2, 2 * 6)
     assert {row.replicate for row in run.rows} == {0, 1}
     assert run.environment["versions"]["torch"]
     assert {"operands", "convert", "check", "timing"} <= run.state["spent_s"].keys()
 
 
 def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) -> None:
-    path = measure(suite, Flags("cpu"), tmp_path / "run", None)
-    whole = (path / "rows.jsonl").read_text().splitlines(keepends=True)
-    (path / "rows.jsonl").write_text("".join(whole[:4]) + whole[4][:50])  # 1.5 contests, torn
-    first = store.read(path).rows[:2]
-    assert measure(suite, Flags("cpu"), None, path) == path
-    run = store.read(path)
-    assert run.rows[:2] == first
-    assert [r.case.problem["m"] for r in run.rows] == [4, 4, 8, 8, 16, 16]
-    assert run.state["contests"] == {"done": 3, "of": 3}
+    flags = Flags("cpu", replicates=1)
+    path = measure(suite, flags, tmp_path / "run", None)
+    rows = store.rows(path)
+    asked = [(row.case.id, row.reference) for row in rows]
+    problems = [row.case.problem.id for row in rows]
+    done = problems.index(problems[-1])  # the last contest is cut within its first row
+    lines = (path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (path / "rows.jsonl").write_text("".join(lines[: done + 1]) + lines[done + 1][:50])
+    assert measure(suite, flags, None, path) == path
+    assert store.rows(path)[:done] == rows[:done]
+    assert [(row.case.id, row.reference) for row in store.rows(path)] == asked
+    assert store.read(path).state["contests"] == {"done": 6, "of": 6}
 
 
 def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Path) -> None:
@@ -123,8 +127,8 @@ def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Pat
     other = Suite(suite.name, suite.title, suite.text + "\n", suite.contests)
     with pytest.raises(SuiteError, match="found another suite"):
         measure(other, Flags("cpu"), None, path)
-    with pytest.raises(SuiteError, match="expected replicates 1, found 3"):
-        measure(suite, Flags("cpu", replicates=3), None, path)
+    with pytest.raises(SuiteError, match="expected replicates 3, found 8"):
+        measure(suite, Flags("cpu", replicates=8), None, path)
     environment = json.loads((path / "environment.json").read_text())
     environment["code_sha256"] = "0" * 64
     (path / "environment.json").write_text(json.dumps(environment))

@@ -1,6 +1,9 @@
 import gzip
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +63,40 @@ def test_a_broken_line_in_the_middle_is_said(run: Path) -> None:
     (run / "rows.jsonl").write_text("\n".join(text) + "\n")
     with pytest.raises(ResultError, match=r"rows\.jsonl: line 2: expected a row"):
         store.read(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda row: row.pop("code"), "found no code"),
+        (lambda row: row.update(colour=1), "found an unknown field colour"),
+        (lambda row: row["case"].pop("problem"), "found KeyError: 'problem'"),
+    ],
+)
+def test_a_row_has_every_field_and_no_other(
+    run: Path, change: Callable[[dict[str, Any]], Any], found: str
+) -> None:
+    lines = (run / "rows.jsonl").read_text().splitlines()
+    row = json.loads(lines[2])
+    change(row)
+    (run / "rows.jsonl").write_text("\n".join([*lines[:2], json.dumps(row)]) + "\n")
+    with pytest.raises(ResultError, match=rf"rows\.jsonl: line 3: expected a row.*{found}"):
+        store.read(run)
+
+
+def test_rows_of_an_older_schema_have_defaults(run: Path) -> None:
+    text = (run / "rows.jsonl").read_text().replace("rows@2", "rows@1")
+    assert '"reference":false,' in text
+    (run / "rows.jsonl").write_text(text.replace('"reference":false,', ""))
+    assert store.read(run).rows == ROWS
+
+
+def test_reference_rows_are_kept_apart(run: Path) -> None:
+    reference = replace(ROWS[0], reference=True)
+    store.append(run, [reference])
+    assert store.read(run).rows == ROWS
+    assert store.read(run).reference == [reference]
+    assert store.rows(run) == [*ROWS, reference]
 
 
 def test_another_schema_is_said(run: Path) -> None:

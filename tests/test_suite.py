@@ -139,7 +139,10 @@ def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
     assert contest.problem["m"] == 16
     assert [c.kernel for c in contest.contenders] == ["torch_dense", "scipy_csr"]
     assert len(only(found.contests, "sparsity=0.50")) == 2
+    assert len(only(found.contests, "m=16|8 sparsity=0.5")) == 2
+    with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
+        only(found.contests, "m=16|17")
     with pytest.raises(SuiteError, match="expected field=value with a field of"):
         only(found.contests, "tokens=16")
-    with pytest.raises(SuiteError, match="expected at least one case, found none"):
+    with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
         only(found.contests, "m=17")

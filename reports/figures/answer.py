@@ -1,7 +1,7 @@
 """The answer in sentences, and the best contender of every shape and level.
 
-A speed-up is written with its interval, its baseline, its shape and dtype, and the device: without
-them it says nothing.
+A speed-up is written with its interval, its outcome, its baseline, its shape and dtype, and the
+device: without them it says nothing. Where there are verdicts, no other case makes a headline.
 """
 
 from typing import Any
@@ -11,9 +11,17 @@ import pandas as pd
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, named, panels, swept
+from sparsebench.reports.figures._figure import (
+    NOTHING,
+    Frames,
+    each_measure,
+    named,
+    panels,
+    swept,
+)
 from sparsebench.reports.figures._html import (
     folded,
+    known,
     note,
     percent,
     plain,
@@ -21,18 +29,20 @@ from sparsebench.reports.figures._html import (
     table,
     times,
 )
+from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
 from sparsebench.results.summary import winners
 
 TITLE = "Which format wins"
 ORDER = 10
 
-HEADS = ["problem", "at", "fastest", "weights", ">speed-up", ">interval", ">time, µs", "runner-up"]
-HEADS += [">leads by"]
+HEADS = ["problem", "at", "fastest", "weights", ">speed-up", ">interval", "outcome"]
+HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
 WEIGHTS = ["pattern", "block"]
-OPEN = 8  # sentences, and lines of the table, shown at once
+OPEN = 8  # lines of the table shown at once
 READ = (
-    "Clearly faster: the whole interval is above 1. A best is chosen on the numbers it is shown "
-    "with: confirm it in a run of its own."
+    "Above launch: the ratio of what both times have above that of an op that does almost nothing, "
+    "for ops below 20 µs. A best is chosen on the numbers it is shown with: confirm it in a run of "
+    "its own (sparsebench confirm)."
 )
 
 
@@ -41,55 +51,72 @@ def draw(frames: Frames) -> Markup:
     raced = frames.raced
     if raced.empty:
         return Markup("<p>No case of this run is ok: there is no answer.</p>")
-    x = swept(raced)
-    same, groups = panels(winners(raced), x, together=WEIGHTS)
-    best = [(title, _best(group, x)) for title, group in groups]
-    sentences = [_sentence(title, group, x) for title, group in best]
-    items = Markup("").join(Markup("<li>{}</li>").format(sentence) for sentence in sentences)
-    lines = [_line(title or same, line, x) for title, group in best for _, line in group.iterrows()]
-    listed = table(HEADS, lines)
     return (
-        note(Markup("{} · <b>{}</b>. {}").format(same, frames.device, _intervals(raced)))
-        + Markup('<ul class="answers">{}</ul>').format(items)
-        + (listed if len(lines) <= OPEN else folded(f"All {len(lines)} shapes and levels", listed))
-        + note(f"{READ}{_noise(frames.cases)}")
+        note(Markup("<b>{}</b>. {}").format(frames.device, intervals(raced)))
+        + each_measure(raced, _answers)
+        + note(f"Clearly faster: {meaning(raced)[0]}. {READ}")
+        + note(frames.noise.sentence)
     )
+
+
+def _answers(cases: pd.DataFrame) -> Markup:
+    x = swept(cases)
+    same, groups = panels(cases, x, together=WEIGHTS)
+    sentences = [_sentence(title, group, x) for title, group in groups]
+    items = Markup("").join(Markup("<li>{}</li>").format(sentence) for sentence in sentences)
+    best = [(title or same, _best(winners(group), x)) for title, group in groups]
+    lines = [_line(title, line, x) for title, group in best for _, line in group.iterrows()]
+    listed = table(*known(HEADS, lines))
+    shown = listed if len(lines) <= OPEN else folded(f"All {len(lines)} shapes and levels", listed)
+    return note(same) + Markup('<ul class="answers">{}</ul>').format(items) + shown
 
 
 def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
     """Keep, at each x, the block that gains most: blocks are different matrices, not contenders."""
-    gain = cells.speedup.fillna(0)
-    order = cells.assign(gain=gain, at=cells[x].round(4)).sort_values(["at", "gain"])
-    return order.drop_duplicates("at", keep="last")
+    order = cells.assign(gain=cells.speedup.fillna(0), at=cells[x].round(4))
+    return order.sort_values(["at", "clear", "gain"]).drop_duplicates("at", keep="last")
 
 
-def _sentence(title: str, best: pd.DataFrame, x: str) -> Markup:
+def _sentence(title: str, cases: pd.DataFrame, x: str) -> Markup:
     where = Markup('<span class="where">{}</span> ').format(title) if title else NOTHING
-    ahead = best[best.label != best.baseline_label]
-    if ahead.empty:
-        base = ", ".join(best.label.unique())
-        if best.runner_up.isna().all():
-            return where + f"only {base} ran."
-        return where + f"nothing beats {base} at any of {len(best)} measured points."
-    top = ahead.iloc[ahead.speedup.fillna(0).argmax()]
-    name = Markup("<b>{}</b>").format(top.label)
-    measured = f"({significant(top.median_us)} µs, {top.samples} samples)"
-    at = f"at {', '.join(filter(None, [_at(top, x), named(top, WEIGHTS)]))}"
-    if np.isnan(top.speedup):
-        return where + name + f" {at} {measured}, without an ok baseline to compare with."
-    words = Markup("{}<b>{}</b> {} over {} with ").format(
-        where, times(top.speedup), _interval(top), top.baseline_label
+    ours = cases[cases.label != cases.baseline_label]
+    if ours.empty:
+        return where + f"only {', '.join(cases.label.unique())} ran."
+    best = _best(winners(ours), x)
+    if best.speedup.isna().all():
+        words = Markup("<b>{}</b> {}, without an ok baseline to compare with.")
+        return where + words.format(best.label.iloc[0], _measured(best.iloc[0], x))
+    if not best.clear.any():
+        bases = ", ".join(best.baseline_label.dropna().unique())
+        return where + f"No contender is clearly faster than {bases} at {_others(best, x)}."
+    top = best.loc[best.speedup.where(best.clear).idxmax()]
+    words = Markup("{}<b>{}</b> {} over {} with <b>{}</b> {}. ").format(
+        where, times(top.speedup), _interval(top), top.baseline_label, top.label, _measured(top, x)
     )
-    words += name + f" {at} {measured}. "
-    lost = ~(best.speedup_low > 1).to_numpy()
-    if not lost.any():
+    if best.clear.all():
         return words + "At every measured point a contender is clearly faster."
-    points = _points(best, lost, x)
-    return words + f"No contender is clearly faster at {points}."
+    return words + f"No contender is clearly faster at {_others(best, x)}."
+
+
+def _measured(line: "pd.Series[Any]", x: str) -> str:
+    at = ", ".join(filter(None, [_at(line, x), named(line, WEIGHTS)]))
+    return f"at {at} ({significant(line.median_us)} µs, {line.samples} samples)"
+
+
+def _others(best: pd.DataFrame, x: str) -> str:
+    """Name the points where nothing is clearly faster, and the outcome of the best contender."""
+    words = best.outcome.str.replace("_", " ").mask(best.clear)
+    said = []
+    for word in words.dropna().unique():
+        chosen = (words == word).to_numpy(dtype=bool)
+        more = best.more_processes[chosen].dropna()
+        ends = " to +".join(dict.fromkeys([str(more.min()), str(more.max())])) if len(more) else ""
+        would = f"; +{ends} processes would decide" if ends else ""
+        said.append(_points(best, chosen, x) + (f" ({word}{would})" if word else ""))
+    return ", ".join(said)
 
 
 def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
-    lead = "tie" if line.tied else times(line.lead)
     return [
         title,
         _at(line, x),
@@ -97,9 +124,11 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
         named(line, WEIGHTS) or "–",
         times(line.speedup),
         _interval(line),
+        outcome(line),
+        above_floor(line),
         significant(line.median_us),
         "–" if pd.isna(line.runner_up) else line.runner_up,
-        lead,
+        "tie" if line.tied else times(line.lead),
     ]
 
 
@@ -119,20 +148,3 @@ def _points(best: pd.DataFrame, chosen: NDArray[np.bool_], x: str) -> str:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen, [0]])))
     spans = [dict.fromkeys([points[a], points[b - 1]]) for a, b in edges.reshape(-1, 2)]
     return ", ".join(" to ".join(span) for span in spans)
-
-
-def _intervals(cases: pd.DataFrame) -> str:
-    kinds = " or ".join(sorted(cases.interval.unique()))
-    range_of = kinds.replace("over", "the range over", 1)
-    return f"Intervals are {range_of}; they are not confidence intervals."
-
-
-def _noise(cases: pd.DataFrame) -> str:
-    """Say how far the two halves of an A/A pair are apart: no smaller gap means anything."""
-    keys = ["problem_id", "scope", "cache", "format", "kernel", "params", "options"]
-    twins = cases[cases.twin.astype(bool)].merge(cases[~cases.twin.astype(bool)], on=keys)
-    gaps = pd.Series(np.log(twins.speedup_x / twins.speedup_y)).abs().dropna()
-    if gaps.empty:
-        return " The run has no A/A pair, so its noise floor is unknown."
-    worst = f"{100 * np.expm1(gaps.max()):.2g} %"
-    return f" Its A/A pairs ({len(gaps)}) differ by up to {worst}: smaller gaps are noise."

@@ -1,0 +1,126 @@
+"""What this device can do at most, measured on it: bandwidth, matrix rates, launch cost, L2 size.
+
+    bound = max( bytes that must move / read bandwidth,  FLOPs of the non-zeros / matrix rate )
+
+    bytes, cold   every operand once; of the output what the L2 cache cannot hold, since the rest
+                  may be written back after the sample
+    bytes, hot    what does not fit the L2 cache
+    rate, fp32    TF32's: a product of fp32 takes at least one pass of it, whatever the method
+
+Each ceiling is the best of several short bursts, not an average: a kernel that runs for 50 µs meets
+no power limit. A time below LIGHT x bound is no record but an error: `faster_than_light`.
+Datasheets are no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsebench.harness.timing import ready
+from sparsebench.kernels._kernel import DTYPES, Launch
+
+LIGHT = 0.95  # of the bound: ceilings are measured too
+BURSTS = 8
+COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}
+MATRIX_SIDE = {"cuda": 8192, "cpu": 512}
+TF32 = "tf32"
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """One device's: GB/s read and copied (read + written), TFLOP/s by dtype, µs, bytes."""
+
+    read_gb_per_s: float
+    copy_gb_per_s: float
+    matrix_tflops: Mapping[str, float]
+    launch_us: float
+    l2_bytes: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what asdict wrote."""
+        return cls(**data)
+
+    def bound(
+        self, dtype: str, flops: float, fewest_bytes: int, output_bytes: int, cache: str
+    ) -> tuple[float, str]:
+        """Return the least µs that the op can take here, and whether memory or compute says so."""
+        cached = self.l2_bytes if cache == "hot" else min(output_bytes, self.l2_bytes)
+        bandwidth = max(self.read_gb_per_s, self.copy_gb_per_s)
+        memory_us = max(0, fewest_bytes - cached) / bandwidth / 1e3
+        rate = self.matrix_tflops[TF32 if dtype == "fp32" else dtype]
+        compute_us = flops / rate / 1e6
+        return max(memory_us, compute_us), "memory" if memory_us >= compute_us else "compute"
+
+
+def measure(device: torch.device) -> Ceilings:
+    """Measure a device's ceilings; about a second."""
+    best = _best_us(device)
+    size = COPY_BYTES[device.type]
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    total = torch.empty((), device=device)
+    read_us = best(lambda: torch.sum(source, 0, out=total))
+    copy_us = best(lambda: target.copy_(source))
+    small = torch.zeros(32, device=device)
+    return Ceilings(
+        read_gb_per_s=round(size / read_us / 1e3, 1),
+        copy_gb_per_s=round(2 * size / copy_us / 1e3, 1),
+        matrix_tflops={name: round(_matrix(name, device, best), 2) for name in [*DTYPES, TF32]},
+        launch_us=round(best(ready(Launch(lambda: small.add_(1)), device).call), 2),
+        l2_bytes=_l2_bytes(device),
+    )
+
+
+def _matrix(name: str, device: torch.device, best: Callable[[Callable[[], Any]], float]) -> float:
+    """Return the TFLOP/s of a large product of random matrices; zeros would draw less power."""
+    side = MATRIX_SIDE[device.type]
+    dtype = DTYPES.get(name, torch.float32)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    with _tf32(name == TF32):
+        return 2 * side**3 / best(lambda: torch.matmul(a, b.t(), out=out)) / 1e6
+
+
+@contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if wanted else before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _best_us(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:
+    def host(call: Callable[[], Tensor]) -> float:
+        start = perf_counter()
+        call()
+        return 1e6 * (perf_counter() - start)
+
+    def events(call: Callable[[], Tensor]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(1e3 * begin.elapsed_time(end))
+
+    clock = events if device.type == "cuda" else host
+
+    def best(call: Callable[[], Tensor]) -> float:
+        return min(clock(call) for _ in range(BURSTS))
+
+    return best
+
+
+def _l2_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)

@@ -1,0 +1,140 @@
+"""Equal things timed, and one thing timed by several clocks: how far apart do they come out?
+
+    A/A          the same call twice, timed together: |log ratio| would be 0
+    clocks       graph     events around the replay of a captured call
+                 events    events around the call as torch launches it
+                 CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
+    nothing      events around the replay of almost no work: in every sample of a GPU
+
+Readings are taken by functions that begin with `read_`; the rest is judgement, and takes them. A/A
+pairs are cold, as in a run; clocks are compared hot, since the profiler would time the flush too.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import expm1
+from statistics import median
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity
+
+from sparsebench.harness import references
+from sparsebench.harness.findings import Finding, Level, ok
+from sparsebench.harness.timing import Samples, Timed, ready, time_together
+from sparsebench.kernels._kernel import DTYPES, Launch
+from sparsebench.results.statistics import Floats, block_logs
+
+PAIRS = 3
+KINDS = "launch", "memory", "compute"  # of references.py's sizes
+# A/A: a note, a warning. Ten processes on an H200 had 0.8 % at most, and 4.8 % where launch-bound.
+APART = {"launch": (0.05, 0.10), "memory": (0.01, 0.03), "compute": (0.01, 0.03)}
+
+# m, n, k, and the µs it takes on an H200.
+LADDER = (16, 512, 512, 5), (64, 4096, 4096, 20), (4096, 4096, 4096, 200)
+DISAGREE = 0.03
+LONG_US = 100.0  # below, an event pair and launch gaps are more than DISAGREE
+PROFILED = 50
+
+
+def read_pairs(device: torch.device) -> dict[str, list[float]]:
+    """Return, for each kind of op, the log-ratio of each of PAIRS A/A pairs."""
+    sizes, _ = references.CPU if device.type == "cpu" else references.GPU
+    return {
+        kind: [_pair(_call(*size, device), device, f"{kind} {i}") for i in range(PAIRS)]
+        for kind, size in zip(KINDS, sizes, strict=True)
+    }
+
+
+def read_clocks(device: torch.device) -> list[dict[str, float]]:
+    """Return µs by clock for each op of the LADDER; without CUPTI where it tells nothing."""
+    calls = [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
+    found = [_by_events(call, device) for call in calls]
+    for times_us, call in zip(found, calls, strict=True):
+        times_us |= _by_cupti(call, device)  # last: what is profiled once launches slower
+    return found
+
+
+def read_nothing(device: torch.device) -> float:
+    """Return the µs of a sample of almost nothing."""
+    small = torch.zeros(32, device=device)
+    (taken,) = time_together([_captured(Launch(lambda: small.add_(1)), device)], device, "nothing")
+    return median(taken.times_us)
+
+
+def floor(kind: str, logs: Sequence[float]) -> Finding:
+    """Judge A/A pairs of one kind: nothing below the largest difference can be told apart."""
+    largest = max(expm1(abs(log)) for log in logs)
+    note, warning = APART[kind]
+    check, found = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
+    if largest <= note:
+        return ok(check, found)
+    means = "The same call twice differs by so much: smaller differences say nothing."
+    do = "Look for other work, heat and changing clocks above; take more processes."
+    return Finding(Level.WARNING if largest > warning else Level.NOTE, check, found, means, do)
+
+
+def nothing(time_us: float) -> Finding:
+    """Tell the cost of a sample: it compresses ratios of short ops."""
+    return ok("a sample of nothing", f"{time_us:.2g} µs: ratios of ops that short say nothing")
+
+
+def agreement(times_us: Mapping[str, float]) -> Finding:
+    """Judge one op's time by several clocks against the replay of its graph."""
+    graph_us = times_us["graph"]
+    check = f"clocks, {graph_us:.3g} µs op"
+    apart = {name: t / graph_us - 1 for name, t in times_us.items() if name != "graph"}
+    found = f"graph {graph_us:.4g} µs; " + ", ".join(
+        f"{name} {times_us[name]:.4g} µs ({100 * part:+.1f} %)" for name, part in apart.items()
+    )
+    if "CUPTI" not in apart:
+        found += "; CUPTI tells nothing here"
+    if graph_us < LONG_US or all(abs(part) <= DISAGREE for part in apart.values()):
+        return ok(check, found)
+    means = "One of the clocks is wrong, or the call waits for its host."
+    return Finding(Level.WARNING, check, found, means, "Believe no time before it is known which.")
+
+
+def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
+    x, w = (torch.randn(rows, k, device=device).to(DTYPES[dtype]) for rows in (m, n))
+    return Launch(lambda: linear(x, w))
+
+
+def _captured(call: Launch, device: torch.device) -> Timed:
+    for _ in range(2):  # the first starts libraries, which a capture forbids
+        call()
+    return ready(call, device)
+
+
+def _pair(call: Launch, device: torch.device, seed: str) -> float:
+    """Return log(second / first), the median over blocks, of a call and its twin."""
+    both = [_captured(call, device) for _ in range(2)]
+    first, second = time_together(both, device, seed)
+    return float(np.median(block_logs(_blocks(second), _blocks(first))))
+
+
+def _blocks(samples: Samples) -> Floats:
+    whole = len(samples.times_us) // samples.per_block * samples.per_block
+    return np.reshape(samples.times_us[:whole], (-1, samples.per_block))
+
+
+def _by_events(call: Launch, device: torch.device) -> dict[str, float]:
+    clocks = {"graph": _captured(call, device), "events": Timed(call, "events")}
+    taken = time_together(list(clocks.values()), device, "clocks", cache="hot")
+    return {name: median(own.times_us) for name, own in zip(clocks, taken, strict=True)}
+
+
+def _by_cupti(call: Launch, device: torch.device) -> dict[str, float]:
+    """Return the median over calls of their kernels' durations; {} where they are not told."""
+    for _ in range(2):  # the first starts CUPTI
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+            for _ in range(PROFILED):
+                call()
+            torch.cuda.synchronize(device)
+    kernels = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    spans = sorted((kernel.time_range.start, kernel.time_range.elapsed_us()) for kernel in kernels)
+    each, rest = divmod(len(spans), PROFILED)
+    if rest or not each:
+        return {}
+    by_call = np.reshape([took_us for _, took_us in spans], (PROFILED, each))
+    return {"CUPTI": float(np.median(by_call.sum(1)))}

@@ -1,0 +1,126 @@
+"""Do two runs of one plan agree? Cell by cell, and what that shows depends on where the second ran.
+
+a cell    a case against its baseline, in one scope and cache state
+agreed    the same outcome in both; where one has too few processes for an outcome, that the
+          intervals of the speed-up overlap, or that the speed-ups are no further apart than
+          the larger of the two noise floors
+
+the same machine   by the GPU's UUID: the machine repeats itself
+the same kind      by the device's name: what was found is true of more than one unit
+another device     it carries over; times are not compared, only ratios to the local baseline
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from sparsebench.results._errors import ResultError
+from sparsebench.results.compare import Comparison, compare
+from sparsebench.results.environment import device_name, flat
+from sparsebench.results.statistics import FEWEST, Outcome
+from sparsebench.results.store import Run
+
+ENOUGH = 0.95  # of the cells: of intervals that hold with 95 %, one in twenty misses
+
+
+class Place(StrEnum):
+    """Where a run was measured again. A CPU has no UUID: it is of the same kind at most."""
+
+    SAME_MACHINE = "the same machine"
+    SAME_KIND = "the same kind of device"
+    ANOTHER = "another device"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two runs compared; `found.cases.agree` says it of each cell, and is NA where there is none.
+
+    cells         how many both runs can be held to
+    agreed        how many of them agree
+    looks         how many have no outcome in one of the runs, so that intervals were compared
+    one_sided     how many cases are unsupported in one of the runs
+    same_code     of how many kernels the compiled code is the same, and of how many it is known
+    """
+
+    place: Place
+    found: Comparison
+    cells: int
+    agreed: int
+    looks: int
+    one_sided: int
+    same_code: tuple[int, int]
+
+    @property
+    def reproduced(self) -> bool:
+        """Say whether enough of the cells agree."""
+        return self.agreed >= ENOUGH * self.cells
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Return the same for a script."""
+        named = {"place": str(self.place), "reproduced": self.reproduced, "cells": self.cells}
+        return named | {"agreed": self.agreed, "looks": self.looks, "one_sided": self.one_sided}
+
+    @property
+    def sentences(self) -> list[str]:
+        """Say what was shown and where, and what was not compared."""
+        word = "Reproduced" if self.reproduced else "Not reproduced"
+        a, b = self.found.name_a, self.found.name_b
+        where = f"{self.place}, {b}"
+        if self.place is Place.ANOTHER:
+            where += f" after {a}: ratios to the local baseline alone"
+        counted = f"{self.agreed} of {self.cells} cells agree"
+        lines = [f"{word}: {counted} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
+        if self.looks:
+            few = f"below {FEWEST} processes there is no outcome to compare"
+            lines.append(f"A look, no verdict: {few}, in {self.looks} cells only intervals.")
+        if self.one_sided:
+            lines.append(f"Unsupported in one of the runs, and not compared: {self.one_sided}.")
+        same, known = self.same_code
+        if known:
+            lines.append(f"Compiled to the same machine code: {same} of {known} kernels.")
+        return lines
+
+
+def agreement(first: Run, second: Run) -> Agreement:
+    """Hold two runs against each other; ResultError where no cell is in both."""
+    found = compare(first, second)
+    cases = found.cases.copy()
+    judged = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
+    floor = np.log1p(cases[["floor_a", "floor_b"]].max(axis=1))
+    close = np.log(cases.speedup_b_over_a).abs() <= floor
+    cases["agree"] = cases.agree.mask(cases.agree.notna() & ~judged & close, True)
+    cells = int(cases.agree.notna().sum())
+    if not cells:
+        expected = "a case with a speed-up in either and supported in both"
+        raise ResultError(f"{first.path} and {second.path}: expected {expected}, found none")
+    where = _place(first, second)
+    if where is Place.ANOTHER:
+        cases["time_b_over_a"] = np.nan
+    one_sided = (cases.status_a == "unsupported") != (cases.status_b == "unsupported")
+    return Agreement(
+        where,
+        replace(found, cases=cases),
+        cells,
+        int(cases.agree.sum()),
+        int((cases.agree.notna() & ~judged).sum()),
+        int(one_sided.sum()),
+        _same_code(first, second),
+    )
+
+
+def _place(first: Run, second: Run) -> Place:
+    before, now = flat(first.environment), flat(second.environment)
+    if "gpu.uuid" in before and before["gpu.uuid"] == now.get("gpu.uuid"):
+        return Place.SAME_MACHINE
+    same = device_name(first.environment) == device_name(second.environment)
+    return Place.SAME_KIND if same else Place.ANOTHER
+
+
+def _same_code(first: Run, second: Run) -> tuple[int, int]:
+    """Count the cases whose kernels are compiled to the same code, and those where it is known."""
+    before, now = ({r.case.id: r.code for r in run.rows if r.code} for run in (first, second))
+    known = before.keys() & now.keys()
+    return sum(before[case] == now[case] for case in known), len(known)

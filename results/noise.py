@@ -1,0 +1,139 @@
+"""The noise floor of a run: how far apart equal things came out in it.
+
+    A/A pair   one kernel twice in one contest, prepared twice
+    d_p        its log-ratio in process p: the median over blocks of log(A_i / a_i)
+    floor      of a class of ops: the larger of 0.5 % and the 95th percentile of |d_p|
+
+The class is what a time is made of: `launch` below 20 µs, else `memory` or `compute` by the bound,
+`other` where none is known, and `op` for times as called from Python. Of every sample on an H200
+4.5 µs are the cost of two events around the replay of an almost empty graph: ratios of short ops
+are compressed by it, and are also given above it.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from sparsebench.results.frame import fields, frame
+from sparsebench.results.statistics import FEWEST, hodges_lehmann
+from sparsebench.results.store import Run
+
+LAUNCH_US = 20.0
+NOTHING_BYTES = 2**16  # weights that any device reads within its launch cost
+LEAST = 0.005  # no floor is below it: a run has few pairs
+PERCENTILE = 0.95  # of single processes, not of their mean: a floor errs upwards
+CHANCE = 0.05  # of a pair to differ, and of so many pairs to differ, where nothing is wrong
+TOO_MANY = 0.1  # of the pairs
+
+PAIR = ["class", "label", "problem", "reference", "scope", "cache", "median_us", "bound_by"]
+PAIR += ["logs", "ratio", "low", "high", "different"]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What a run's A/A pairs say.
+
+    pairs      a line a pair: its class, d_p of each process, and from FEWEST processes on the
+               interval of its ratio, and whether that excludes 1 (`different`)
+    floors     by class, a fraction (0.005 is 0.5 %); empty where the run has no pair
+    launch_us  by scope and cache, the time of almost nothing
+    """
+
+    pairs: pd.DataFrame
+    floors: dict[str, float]
+    launch_us: dict[Hashable, float]
+
+    def floor(self, table: pd.DataFrame) -> pd.Series:
+        """Return the floor of each line of a frame or a summary; NaN where the run has none.
+
+        A class without a pair takes the largest floor of the others.
+        """
+        largest = max(self.floors.values(), default=np.nan)
+        return classes(table).map(self.floors).astype("float64").fillna(largest)
+
+    @property
+    def sentence(self) -> str:
+        """Name the floors for a reader."""
+        if not self.floors:
+            return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
+        named = [f"{name} {100 * floor:.2g} %" for name, floor in sorted(self.floors.items())]
+        return f"Noise floor: {', '.join(named)}; any other op takes the largest."
+
+    @property
+    def reliability(self) -> tuple[str, str]:
+        """Return `reliable`, `unreliable` or `unknown`, and why in a sentence.
+
+        Unreliable: more than 10 % of the pairs differ, and by chance alone (5 % each) so many would
+        in fewer than 1 of 20 runs.
+        """
+        judged = self.pairs.different.dropna()
+        count, found = len(judged), int(judged.sum())
+        if not count:
+            why = f"expected A/A pairs in {FEWEST} or more processes, found none."
+            return "unknown", f"Whether this run is reliable is unknown: {why}"
+        differ = f"{found} of {count} A/A pairs (the same kernel twice) came out different"
+        differ += f", where chance alone gives {100 * CHANCE:g} %"
+        if found > TOO_MANY * count and stats.binom.sf(found - 1, count, CHANCE) < CHANCE:
+            return "unreliable", f"This run is unreliable: {differ}. Small differences say nothing."
+        return "reliable", f"This run is reliable: {differ}."
+
+
+def noise(run: Run, rows: pd.DataFrame | None = None) -> Noise:
+    """Judge a run by its A/A pairs; `rows` is frame(run.rows), where it is at hand."""
+    rows = frame(run.rows) if rows is None else rows
+    reference = frame(run.reference)
+    found = pairs(rows, reference)
+    return Noise(found, floors(found), _launch_us(reference))
+
+
+def classes(table: pd.DataFrame) -> pd.Series:
+    """Return the class of each line of a frame or a summary: what its time is made of."""
+    bound = table.bound_by.fillna("other").mask(table.median_us < LAUNCH_US, "launch")
+    return bound.where(table.scope == "kernel", table.scope)
+
+
+def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Return a line for each A/A pair of these frames; see Noise."""
+    found: dict[Hashable, dict[int, dict[str, Any]]] = {}
+    for table in tables:
+        for line in table[table.aa_log.notna()].to_dict("records"):
+            pair = line["reference"], line["case_id"], line["scope"], line["cache"]
+            named = {str(name): value for name, value in line.items()}
+            problem = {"problem": _problem(named, fields(table))}
+            found.setdefault(pair, {})[line["replicate"]] = named | problem
+    lines = pd.DataFrame([_pair(list(p.values())) for p in found.values()], columns=PAIR)
+    lines = lines.astype({"median_us": "float64", "different": "boolean"})
+    return lines.assign(**{"class": classes(lines)})
+
+
+def floors(found: pd.DataFrame) -> dict[str, float]:
+    """Return the floor of each class that has a pair: a fraction."""
+    sizes = found.set_index("class").logs.explode().astype("float64").abs()
+    highest = sizes.groupby(level=0).quantile(PERCENTILE)
+    return {str(name): max(LEAST, float(np.expm1(log))) for name, log in highest.items()}
+
+
+def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:
+    logs = [process["aa_log"] for process in processes]
+    median_us = float(np.median([process["median_us"] for process in processes]))
+    line = processes[0] | {"logs": tuple(logs), "median_us": median_us}
+    if len(logs) < FEWEST:
+        return line | {"ratio": np.exp(np.median(logs))}
+    found = hodges_lehmann(logs)
+    line |= {"ratio": np.exp(found.estimate), "low": np.exp(found.low), "high": np.exp(found.high)}
+    return line | {"different": bool(found.low > 0 or found.high < 0)}
+
+
+def _problem(line: dict[str, Any], names: list[str]) -> str:
+    known = [name for name in names if not pd.isna(line[name]) and line[name] != ""]
+    return " ".join([line["op"], *(f"{name}={line[name]}" for name in known)])
+
+
+def _launch_us(reference: pd.DataFrame) -> dict[Hashable, float]:
+    """Return the median time of the reference op that does almost nothing."""
+    nothing = reference[(reference.dense_bytes <= NOTHING_BYTES).fillna(False)]
+    return nothing.groupby(["scope", "cache"]).median_us.median().to_dict()

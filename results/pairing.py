@@ -1,0 +1,63 @@
+"""Who is compared with whom: rows of one contest, block by block.
+
+    A  baseline      speed-up of B = exp(median over blocks of log(A_i / B_i))
+    B  contender
+    b  its twin      A/A log       =     median over blocks of log(B_i / b_i)
+
+A contest is one problem in one process, scope and cache state; a later attempt is another contest.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from sparsebench.results.record import Contender, Row, Status
+from sparsebench.results.statistics import Floats, block_logs
+
+
+def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
+    """Return, for each row, its baseline and (where it is a twin) its original.
+
+    `problems` are the ids of the rows' problems. The baseline is the first that is ok; None where
+    no such row is in the contest.
+    """
+    baselines: dict[Hashable, Row] = {}
+    originals: dict[Hashable, Row] = {}
+    contests = [
+        (problem, row.reference, row.replicate, row.attempt, row.scope, row.cache)
+        for problem, row in zip(problems, rows, strict=True)
+    ]
+    for contest, row in zip(contests, rows, strict=True):
+        contender = row.case.contender
+        if row.status is Status.OK and contender.baseline:
+            baselines.setdefault(contest, row)
+        if row.status is Status.OK and not contender.twin:
+            originals.setdefault((contest, _recipe(contender)), row)
+    return [
+        (baselines.get(contest), _original(originals, contest, row.case.contender))
+        for contest, row in zip(contests, rows, strict=True)
+    ]
+
+
+def logs_over(ours: Row, theirs: Row) -> Floats:
+    """Return log(theirs / ours) of each block that both have: above 0 where ours is faster."""
+    return block_logs(_blocks(theirs), _blocks(ours))
+
+
+def _original(
+    originals: dict[Hashable, Row], contest: Hashable, contender: Contender
+) -> Row | None:
+    return originals.get((contest, _recipe(contender))) if contender.twin else None
+
+
+def _recipe(contender: Contender) -> Hashable:
+    """Return what the two halves of an A/A pair have in common."""
+    given = contender.params, contender.options
+    return contender.format, contender.kernel, *(str(sorted(g.items())) for g in given)
+
+
+def _blocks(row: Row) -> Floats:
+    """Return the samples by block; those after the last whole block belong to none."""
+    size = min(row.samples_per_block, len(row.samples_us))
+    whole = len(row.samples_us) // size * size
+    return np.reshape(row.samples_us[:whole], (-1, size))

@@ -1,0 +1,105 @@
+"""A made-up NVML with one GPU, `GPU-fake`, that draws 300 W and is power-capped half of the time.
+
+FAKE_NVML changes it, as JSON: {"driver": "580.65.06"}, {"untold": [a field id, or the end of a
+function's name]}, {"tell": {the end of a function's name: what it returns}}, {"init": why it
+fails}, {"dies_after": readings}.
+"""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+NVML_SUCCESS, NOT_SUPPORTED = 0, 3
+NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
+NVML_TEMPERATURE_THRESHOLD_GPU_MAX = 3
+nvmlClocksEventReasonGpuIdle = 1
+
+WATT = 300.0
+OLD_DRIVERS = "575.51.03", "580.65.06"
+CLOCKS = {NVML_CLOCK_SM: 1980, NVML_CLOCK_MEM: 3201}
+TOLD = {
+    "Temperature": 45,
+    "CurrentClocksEventReasons": 0,
+    "ComputeRunningProcesses_v3": [],
+    "GraphicsRunningProcesses_v3": [],
+    "UtilizationRates": SimpleNamespace(gpu=0, memory=0),
+    "TotalEccErrors": 0,
+    "EccMode": [1, 1],
+    "MigMode": [0, 0],
+    "PersistenceMode": 1,
+    "TemperatureThreshold": 87,
+    "PowerManagementLimit": 700_000,
+    "PowerManagementDefaultLimit": 700_000,
+}
+POWER, SINCE_580_82, BEFORE = 186, (269, 270, 271), (251, 252, 253)
+started, readings = time.perf_counter(), []
+
+
+class NVMLError(Exception):
+    """As NVML's own: whatever goes wrong."""
+
+
+def asked(name: str, default: Any) -> Any:
+    return json.loads(os.environ.get("FAKE_NVML", "{}")).get(name, default)
+
+
+def nvmlInit() -> None:
+    if why := asked("init", ""):
+        raise NVMLError(why)
+
+
+def nvmlShutdown() -> None:
+    pass
+
+
+def nvmlSystemGetDriverVersion() -> str:
+    return str(asked("driver", "580.159.04"))
+
+
+def nvmlSystemGetCudaDriverVersion() -> int:
+    return 13000
+
+
+def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
+    if uuid != "GPU-fake":
+        raise NVMLError("Not Found")
+    return uuid
+
+
+def nvmlDeviceGetFieldValues(handle: str, ids: tuple[int, ...]) -> list[SimpleNamespace]:
+    readings.append(ids)
+    if len(readings) > asked("dies_after", 10**9):
+        os._exit(7)
+    ran_ns = int(1e9 * (time.perf_counter() - started))
+    old = nvmlSystemGetDriverVersion() in OLD_DRIVERS
+    slowdowns = dict.fromkeys(BEFORE if old else SINCE_580_82, ran_ns // 10)
+    return [_field(id, {74: ran_ns // 2, 76: 0, **slowdowns}) for id in ids]
+
+
+def _field(id: int, counters: dict[int, int]) -> SimpleNamespace:
+    known = id in {POWER, *counters} and id not in asked("untold", [])
+    value = SimpleNamespace(uiVal=int(1e3 * WATT), ullVal=counters.get(id, 77))
+    kind, told = (1 if id == POWER else 3), (NVML_SUCCESS if known else NOT_SUPPORTED)
+    return SimpleNamespace(fieldId=id, valueType=kind, nvmlReturn=told, value=value)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the function that answers an nvmlDeviceGet..., unless it is untold."""
+    what = name.removeprefix("nvmlDeviceGet")
+    if what == name:
+        raise AttributeError(name)
+
+    def answer(handle: str, *arguments: Any) -> Any:
+        tell = {**TOLD, **asked("tell", {})}
+        if what == "TotalEnergyConsumption" and what not in asked("untold", []):
+            return int(1e3 * WATT * (time.perf_counter() - started))
+        if what.endswith("ClockInfo") and what not in asked("untold", []):
+            return CLOCKS[arguments[0]]
+        if what in asked("untold", []) or what not in tell:
+            raise NVMLError("Not Supported")
+        return tell[what]
+
+    return answer

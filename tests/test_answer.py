@@ -1,0 +1,75 @@
+"""harness/answer.py: what a run ends with on a terminal."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console, Group
+
+from sparsebench.harness.answer import answer, answer_json, comparison
+from sparsebench.results.compare import compare
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.store import Run
+
+DENSE = Contender("dense", "cublas", baseline=True)
+TWIN = replace(DENSE, baseline=False, twin=True)
+BSR = Contender("bsr", "bsr_triton")
+NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
+
+
+def run(processes: int, bsr_us: float) -> Run:
+    """Return a run of one problem, with an A/A pair whose halves differ by the noise alone."""
+    problem = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "sparsity": 0.9})
+    rows = [
+        Row(Case(problem, c), Status.OK, p, bound_by="memory", samples_us=(us * np.exp(d),))
+        for p, d in enumerate(NOISE[:processes])
+        for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, d)]
+    ]
+    return Run(Path("one"), {}, "", {}, {"status": "finished"}, rows)
+
+
+def said(shown: Run | Group) -> str:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(answer(shown) if isinstance(shown, Run) else shown)
+    return " ".join(capture.get().split())  # a narrow table wraps its title
+
+
+@pytest.mark.parametrize(
+    ("bsr_us", "outcome"),
+    [
+        (50.0, "1.994 to 2.006 faster"),
+        (99.4, "inconclusive (+26 more processes)"),
+        (99.9, "no difference"),
+    ],
+)
+def test_an_outcome_stands_beside_its_interval(bsr_us: float, outcome: str) -> None:
+    text = said(run(8, bsr_us))
+    assert "interval: 95 % over 8 processes" in text
+    assert outcome in text
+    assert "Noise floor: memory 0.5 %" in text
+    assert "This run is reliable: 0 of 1 A/A pairs" in text
+    assert "a look" not in text
+
+
+def test_three_processes_give_a_look_and_it_is_said_once() -> None:
+    text = said(run(3, 50.0))
+    assert "interval: over 3 processes" in text
+    assert text.count("a look, not a verdict: --replicates 8 gives one") == 1
+    assert "1.996 to 2.002 - Break-even" in text
+
+
+def test_a_script_is_told_the_same() -> None:
+    found = answer_json(run(8, 50.0))
+    assert found["noise_floor"] == {"memory": 0.005}
+    assert found["reliability"] == "reliable"
+    assert [(line["label"], line["outcome"]) for line in found["winners"]] == [
+        ("bsr/bsr_triton", "faster")
+    ]
+
+
+def test_two_runs_are_set_side_by_side_with_their_outcomes() -> None:
+    text = said(comparison(compare(run(8, 50.0), run(8, 200.0))))
+    assert "faster slower" in text
+    assert "0 of 1 comparable cases agree" in text

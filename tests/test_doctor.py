@@ -1,0 +1,191 @@
+"""The doctor: made-up readings and what they mean, and a look at this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from math import log
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_nvml import pynvml
+
+from sparsebench.harness import crosscheck, doctor, findings, host
+from sparsebench.harness._nvml import board
+from sparsebench.harness.findings import Finding, Level, unfit
+
+OK, NOTE, WARNING = Level.OK, Level.NOTE, Level.WARNING
+LOAD = {"seconds": 1.0, "sm_mhz": 1980.0, "temperature_c": 60.0}
+LOAD |= {"power_capped_us": 0.0, "thermal_us": 0.0, "hardware_us": 0.0}
+
+READINGS: list[tuple[Finding, Level]] = [
+    (findings.others([], 0), OK),
+    (findings.others([4711], 0), WARNING),
+    (findings.others([], 40), WARNING),
+    (findings.others(None, 40), WARNING),
+    (findings.others(None, None), NOTE),
+    (findings.reasons(0), OK),
+    (findings.reasons(0x1), OK),  # idle
+    (findings.reasons(0x4), NOTE),  # power limit
+    (findings.reasons(0x4 | 0x40), WARNING),  # and heat
+    (findings.reasons(None), NOTE),
+    (findings.slowed_down(LOAD), OK),
+    (findings.slowed_down(LOAD | {"power_capped_us": 1e5}), OK),
+    (findings.slowed_down(LOAD | {"power_capped_us": 9e5}), NOTE),
+    (findings.slowed_down(LOAD | {"thermal_us": 1.0}), WARNING),
+    (findings.slowed_down(LOAD | {"hardware_us": 1.0}), WARNING),
+    (findings.slowed_down({"seconds": 1.0}), NOTE),
+    (findings.clock(LOAD, 1980), OK),
+    (findings.clock(LOAD | {"sm_mhz": 1200.0}, 1980), NOTE),
+    (findings.clock({}, 1980), NOTE),
+    (findings.application_clock(1980, 1980), OK),
+    (findings.application_clock(1410, 1980), NOTE),
+    (findings.application_clock(None, None), OK),
+    (findings.temperature(LOAD, 87), OK),
+    (findings.temperature(LOAD, None), OK),
+    (findings.temperature(LOAD | {"temperature_c": 84.0}, 87), WARNING),
+    (findings.power_limit(700, 700), OK),
+    (findings.power_limit(450, 700), NOTE),
+    (findings.power_limit(None, 700), NOTE),
+    (findings.memory_errors(True, 0, 0), OK),
+    (findings.memory_errors(True, 3, 0), NOTE),
+    (findings.memory_errors(True, 0, 1), WARNING),
+    (findings.memory_errors(False, None, None), NOTE),
+    (findings.memory_errors(None, None, None), NOTE),
+    (findings.slices(False), OK),
+    (findings.slices(None), OK),
+    (findings.slices(True), WARNING),
+    (findings.persistence(True), OK),
+    (findings.persistence(False), NOTE),
+    (findings.l2(60 * 2**20), OK),
+    (findings.l2(0), WARNING),
+    (host.load(0.1, 2), OK),
+    (host.load(1.2, 2), NOTE),
+    (host.load(2.0, 2), WARNING),
+    (host.governor("performance"), OK),
+    (host.governor(None), OK),
+    (host.governor("powersave"), NOTE),
+    (host.threads(2, 2), OK),
+    (host.threads(8, 2), WARNING),
+    (host.timer(40), OK),
+    (host.timer(15_000_000), WARNING),
+    (host.versions({"torch": "2.13.0", "triton": None}, {"torch": "2.13.0", "triton": "3"}), OK),
+    (host.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}), NOTE),
+    (host.versions({"torch": "2.11.0"}, {}), NOTE),
+    (host.cuda(13000, "13.0"), OK),
+    (host.cuda(12080, "12.6"), OK),
+    (host.cuda(12080, "13.0"), NOTE),
+    (crosscheck.floor("compute", [log(1.004), log(0.995), 0.0]), OK),
+    (crosscheck.floor("compute", [log(1.02)]), NOTE),
+    (crosscheck.floor("compute", [0.0, log(0.95)]), WARNING),
+    (crosscheck.floor("launch", [log(1.048)]), OK),
+    (crosscheck.nothing(4.5), OK),
+    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 195.0}), OK),
+    (crosscheck.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}), WARNING),
+    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 190.0}), WARNING),
+    (crosscheck.agreement({"graph": 5.0, "events": 9.0, "CUPTI": 1.5}), OK),
+]
+
+
+@pytest.mark.parametrize(("finding", "level"), READINGS, ids=lambda value: str(value)[:100])
+def test_readings_have_their_level(finding: Finding, level: Level) -> None:
+    assert finding.level is level
+    assert level is OK or finding.means or "corrected" in finding.found
+
+
+def test_one_warning_makes_a_machine_unfit() -> None:
+    fit = [findings.slices(False), findings.persistence(False)]
+    assert not unfit(fit)
+    assert unfit([*fit, findings.slices(True)])
+
+
+def test_what_was_found_is_in_numbers() -> None:
+    assert findings.others([7, 12], 30).found == "processes 7, 12; 30 % busy before"
+    assert findings.reasons(0x4 | 0x80).found == "power brake, power limit"
+    assert findings.slowed_down({"seconds": 2.0, "power_capped_us": 5e5}).found == (
+        "by power 25 % of the time"
+    )
+    assert crosscheck.floor("memory", [log(1.02), log(0.99)]).found == (
+        "2 pairs, 2 % apart at most"
+    )
+    assert crosscheck.agreement({"graph": 20.0, "events": 21.0}).found == (
+        "graph 20 µs; events 21 µs (+5.0 %); CUPTI tells nothing here"
+    )
+    assert host.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}).found == (
+        "torch 2.11.0 (tested: 2.13.0)"
+    )
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, **told: Any) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    monkeypatch.setenv("FAKE_NVML", json.dumps(told))
+
+
+def test_a_healthy_gpu_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch)
+    with board("GPU-fake") as gpu:
+        found = [*doctor._shown(gpu, LOAD, gpu.reasons()), *doctor._set(gpu)]
+        found.append(findings.others(doctor._others(gpu), doctor._busy_percent(gpu)))
+    assert len(found) == 10
+    assert {finding.level for finding in found} == {OK}, found
+
+
+def test_settings_of_a_gpu_are_judged_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"PowerManagementLimit": 450_000, "EccMode": [0, 1], "MigMode": [1, 1]}
+    clocks = {"ApplicationsClock": 1410, "DefaultApplicationsClock": 1980, "PersistenceMode": 0}
+    fake(monkeypatch, tell=settings | clocks)
+    with board("GPU-fake") as gpu:
+        found = doctor._set(gpu)
+    assert [finding.found for finding in found] == [
+        "1410 MHz, default 1980", "450 W, default 700", "ECC is off", "on", "off",
+    ]  # fmt: skip
+
+
+def test_our_own_process_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch)
+    with board("GPU-fake") as gpu:
+        ours, other = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=4711)
+        monkeypatch.setitem(gpu.nvml.TOLD, "ComputeRunningProcesses_v3", [ours, other])
+        assert doctor._others(gpu) == [4711]
+
+
+def test_a_silent_driver_is_a_note_and_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, untold=["ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3"])
+    with board("GPU-fake") as gpu:
+        assert doctor._others(gpu) is None
+
+
+def test_this_machine_can_be_read() -> None:
+    assert host.read_load() >= 0
+    assert 1 <= host.read_cores() <= (os.cpu_count() or 1)
+    assert 0 < host.read_tick_ns() < 1e6
+    assert host.read_versions()["torch"] == torch.__version__.partition("+")[0]
+    assert "torch" in host.read_pins()
+
+
+def test_a_call_and_its_twin_are_timed_on_the_host_clock() -> None:
+    pairs = crosscheck.read_pairs(torch.device("cpu"))
+    assert pairs.keys() == {"launch", "memory", "compute"}
+    assert all(len(logs) == crosscheck.PAIRS for logs in pairs.values())
+    assert all(abs(log) < 2 for logs in pairs.values() for log in logs)
+
+
+def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> None:
+    command = [sys.executable, "-P", "-m", "sparsebench", "doctor", "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = json.loads(done.stdout)
+    assert done.returncode == (0 if answer["fit"] else 4)
+    names = [finding["check"] for finding in answer["findings"]]
+    assert names[:5] == [
+        "host load", "CPU governor", "host clock", "library versions", "threads",
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_examined_and_its_clocks_agree() -> None:
+    found = {finding.check: finding for finding in doctor.examine(torch.device("cuda:0"))}
+    assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(found)
+    assert found["a sample of nothing"].level is OK
+    assert sum(check.startswith("clocks, ") for check in found) == len(crosscheck.LADDER)

@@ -1,0 +1,78 @@
+"""Energy of a call: windows over a made-up meter, on a made-up clock that calls advance."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from sparsebench.harness import energy as module
+from sparsebench.harness.energy import NoMeter, counted, energy
+
+WATT = 200.0
+TICK_S = 0.1  # the meter moves that often
+CALL_S = 0.002
+
+
+class Board:
+    """A clock that a call moves on by CALL_S, and a meter that, as NVML's, moves in steps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.queued = 0
+        self.longest = 0
+
+    def call(self) -> None:
+        self.queued += 1
+        self.longest = max(self.longest, self.queued)
+
+    def wait(self) -> None:
+        self.now_s += CALL_S * self.queued
+        self.queued = 0
+
+    def meter_j(self) -> float:
+        assert not self.queued, "read before every call has run"
+        return WATT * TICK_S * (self.now_s // TICK_S)
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+    made = Board()
+    monkeypatch.setattr(module, "perf_counter", lambda: made.now_s)
+    return made
+
+
+def test_a_call_of_2_ms_at_200_w_takes_0_4_j(board: Board) -> None:
+    found = counted(board.call, board.wait, board.meter_j, window_s=2.0)
+    assert found.j_per_call == pytest.approx(WATT * CALL_S, rel=0.01)
+    assert 2.0 <= found.window_s <= 2.0 + 2 * TICK_S
+    assert found.calls == round(found.window_s / CALL_S)
+
+
+def test_calls_are_back_to_back_for_at_least_10_ms(board: Board) -> None:
+    counted(board.call, board.wait, board.meter_j, window_s=2.0)
+    assert board.longest * CALL_S >= module.BATCH_S
+
+
+def test_without_a_counter_it_says_so(board: Board) -> None:
+    with pytest.raises(NoMeter, match="expected a counter of the board's energy, found none"):
+        counted(board.call, board.wait, lambda: None, window_s=2.0)
+
+
+def test_a_counter_that_stands_still_is_none(board: Board) -> None:
+    with pytest.raises(NoMeter, match=r"expected a counter that moves, found 5.0 J for 5 s"):
+        counted(board.call, board.wait, lambda: 5.0, window_s=2.0)
+
+
+def test_a_cpu_has_no_counter(board: Board) -> None:
+    with pytest.raises(NoMeter, match="expected an NVIDIA GPU, found cpu"):
+        energy(board.call, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_a_product_on_a_gpu_takes_less_than_the_board_can_draw() -> None:
+    device = torch.device("cuda:0")
+    x = torch.randn(4096, 4096, device=device).bfloat16()
+    out = torch.empty_like(x)
+    found = energy(partial(torch.matmul, x, x, out=out), device)
+    assert found.window_s >= 2.0
+    assert 50 < found.j_per_call * found.calls / found.window_s < 1500  # W

@@ -1,0 +1,184 @@
+"""results/noise.py and results/verdict.py: what A/A pairs say, and what follows for every case."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsebench.results.frame import frame
+from sparsebench.results.noise import classes, floors, noise, pairs
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.store import Run
+from sparsebench.results.summary import break_even, summarised, winners
+
+A = Contender("dense", "cublas", baseline=True)
+A_TWIN = replace(A, baseline=False, twin=True)
+B = Contender("bsr", "bsr_triton", {"block": 16})
+B_TWIN = replace(B, twin=True)
+NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
+
+
+def contest(*us: tuple[Contender, Any], m: int = 64, **changes: Any) -> list[Row]:
+    """Return the rows of a problem: contenders with a time for all eight processes, or for each."""
+    problem = Problem("linear", {"m": m, "n": 64, "k": 64, "dtype": "bf16", "sparsity": 0.9})
+    facts = {"bound_by": "memory", "dense_bytes": 8192 if changes.get("reference") else 10**7}
+    return [
+        Row(Case(problem, c), Status.OK, p, samples_us=(t,), **(facts | changes))
+        for c, times in us
+        for p, t in enumerate(np.broadcast_to(times, 8).tolist())
+    ]
+
+
+def noisy(us: float, scale: float = 1.0) -> list[float]:
+    return [us * float(np.exp(scale * d)) for d in NOISE]
+
+
+def run(rows: list[Row], reference: Sequence[Row] = ()) -> Run:
+    return Run(Path("one"), {}, "", {}, {"status": "finished"}, rows, list(reference))
+
+
+PAIR = contest((A, 100.0), (A_TWIN, noisy(100.0)), m=1, reference=True)
+
+
+def test_a_twin_is_held_against_its_own_original_in_its_own_contest() -> None:
+    table = frame(contest((A, 100.0), (B, 50.0), (B_TWIN, noisy(50.0)), (A_TWIN, 100.0)))
+    logs = table[table.label == "bsr/bsr_triton (twin)"].aa_log
+    assert list(logs) == pytest.approx([-d for d in NOISE])
+    assert (table[table.label == "dense/cublas (twin)"].aa_log == 0).all()
+    assert table[~table.twin].aa_log.isna().all()
+
+
+def test_a_twin_whose_original_failed_is_no_pair() -> None:
+    rows = contest((A, 100.0), (B_TWIN, 50.0))
+    failed = [replace(r, case=Case(r.case.problem, B), status=Status.FAILED) for r in rows[:8]]
+    assert pairs(frame([*rows, *failed])).empty
+
+
+def test_a_pair_of_eight_processes_has_an_interval() -> None:
+    apart = contest((A, 100.0), (B, 50.0), (B_TWIN, noisy(49.0)))
+    found = pairs(frame(apart), frame(PAIR))
+    assert list(found.label) == ["bsr/bsr_triton (twin)", "dense/cublas (twin)"]
+    assert list(found.different) == [True, False]
+    assert found.problem[1] == "linear m=1 n=64 k=64 dtype=bf16 sparsity=0.9"
+    assert found.ratio[0] == pytest.approx(50 / 49)
+    assert found.low[1] < 1 < found.high[1]
+
+
+def test_what_a_time_is_made_of_is_its_class() -> None:
+    rows = contest((A, 19.0)) + contest((A, 21.0)) + contest((A, 21.0), bound_by=None)
+    rows += contest((A, 19.0), scope="op")
+    assert list(classes(frame(rows)))[::8] == ["launch", "memory", "other", "op"]
+
+
+def test_the_floor_is_the_95th_percentile_of_single_processes() -> None:
+    found = pairs(frame(contest((A, 100.0), (A_TWIN, noisy(100.0, scale=10)))))
+    expected = np.expm1(np.quantile(np.abs(NOISE), 0.95) * 10)
+    assert floors(found) == {"memory": pytest.approx(expected)}
+
+
+def test_no_floor_is_below_half_a_percent() -> None:
+    assert floors(pairs(frame(PAIR))) == {"memory": 0.005}
+
+
+def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
+    rows = contest((A, 10.0), (A_TWIN, noisy(10.0, scale=10)))
+    found = noise(run(rows, PAIR))
+    assert found.floors.keys() == {"launch", "memory"}
+    other = frame(contest((A, 100.0), bound_by="compute"))
+    assert set(found.floor(other)) == {found.floors["launch"]}
+    assert "launch 4.1 %, memory 0.5 %; any other op takes the largest" in found.sentence
+
+
+def test_a_run_without_a_pair_has_no_floor_and_its_outcomes_say_so() -> None:
+    cases = summarised(run(contest((A, 100.0), (B, 50.0))))
+    assert list(cases.outcome) == ["", "no_noise_floor"]
+    assert cases.floor.isna().all()
+    assert "has no A/A pair" in noise(run([])).sentence
+
+
+@pytest.mark.parametrize(
+    ("different", "of", "word"), [(0, 3, "reliable"), (1, 3, "reliable"), (2, 3, "unreliable")]
+)
+def test_too_many_different_pairs_make_a_run_unreliable(different: int, of: int, word: str) -> None:
+    rows = []
+    for number in range(of):
+        shifted = 99.0 if number < different else 100.0
+        rows += contest((A, 100.0), (A_TWIN, noisy(shifted)), m=number + 1)
+    found, why = noise(run(rows)).reliability
+    assert found == word
+    assert f"is {word}: {different} of {of} A/A pairs" in why
+
+
+def test_fewer_than_six_processes_leave_reliability_unknown() -> None:
+    few = [row for row in PAIR if row.replicate < 5]
+    word, why = noise(run([], few)).reliability
+    assert word == "unknown"
+    assert "expected A/A pairs in 6 or more processes, found none" in why
+
+
+def test_every_outcome_comes_out_of_a_run() -> None:
+    rows = contest((A, 100.0), (B, noisy(50.0)), m=1) + contest((A, 100.0), (B, noisy(200.0)), m=2)
+    rows += contest((A, 100.0), (B, noisy(100.0)), m=3)
+    rows += contest((A, 100.0), (B, noisy(99.4)), m=4)
+    cases = summarised(run(rows, PAIR))
+    judged = cases[cases.label == "bsr/bsr_triton"]
+    assert list(judged.outcome) == ["faster", "slower", "no_difference", "inconclusive"]
+    assert list(judged.interval.unique()) == ["95 % over 8 processes"]
+    assert judged.speedup.iloc[0] == pytest.approx(2)
+    assert (judged.t_low < judged.speedup).all()
+    assert judged.more_processes.notna().tolist() == [False, False, False, True]
+    assert (cases[cases.baseline].outcome == "").all()
+
+
+def test_one_lucky_case_among_many_is_not_called_faster() -> None:
+    lucky = [0.02 - d for d in (0.016, 0.002, -0.004, 0.008, 0.011, 0.003, -0.006, 0.0)]
+    rows = contest((A, 100.0), (B, [100 * float(np.exp(-d)) for d in lucky]), m=1)
+    alone = summarised(run(rows, PAIR))
+    assert alone.outcome[1] == "faster"
+    assert 0.0005 < alone.q[1] <= 0.05
+    for m in range(2, 52):
+        rows += contest((A, 100.0), (B, noisy(100.0)), m=m)
+    among = summarised(run(rows, PAIR))
+    assert among.q[1] > 0.05
+    assert among.outcome[1] == "inconclusive"
+
+
+def test_five_processes_are_a_look_without_an_outcome() -> None:
+    rows = [row for row in contest((A, 100.0), (B, 50.0)) if row.replicate < 5]
+    line = summarised(run(rows, PAIR)).iloc[1]
+    assert (line.outcome, line.interval) == ("", "over 5 processes")
+    assert np.isnan(line.q)
+
+
+def test_short_times_are_also_compared_above_the_launch_floor() -> None:
+    nothing = contest((A, 4.0), (A_TWIN, 4.0), m=1, reference=True)
+    rows = contest((A, 10.0), (B, 7.0), m=2) + contest((A, 10.0), (B, 4.0), m=3)
+    cases = summarised(run(rows, nothing))
+    assert cases.speedup[1] == pytest.approx(10 / 7)
+    assert cases.speedup_above_floor[1] == pytest.approx(6 / 3)
+    assert np.isnan(cases.speedup_above_floor[3])  # no time above the floor
+    assert summarised(run(rows)).speedup_above_floor.isna().all()
+
+
+def test_twins_and_reference_rows_win_nothing() -> None:
+    rows = contest((A, 100.0), (B, 50.0), (B_TWIN, 49.0), (A_TWIN, 1.0))
+    cases = summarised(run(rows, PAIR))
+    assert len(cases) == 4
+    assert list(winners(cases).label) == ["bsr/bsr_triton"]
+    assert list(break_even(cases).label) == ["bsr/bsr_triton"]
+    assert (cases[cases.twin].outcome == "").all()
+
+
+def test_a_tie_is_judged_by_the_ratio_of_the_two() -> None:
+    together = np.array(noisy(1.0, scale=20))  # what moves both alike
+    second = Contender("csr", "cusparse_csr")
+    close = contest((A, 100.0), (B, together * 50), (second, together * noisy(51.0)))
+    best = winners(summarised(run(close, PAIR))).iloc[0]
+    assert best.low_us < 51 < best.high_us
+    assert best.lead == pytest.approx(51 / 50, rel=1e-3)
+    assert not best.tied
+    equal = contest((A, 100.0), (B, together * 50), (second, together * noisy(50.0)))
+    assert winners(summarised(run(equal, PAIR))).iloc[0].tied

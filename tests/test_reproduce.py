@@ -1,0 +1,278 @@
+"""Bundles measured again, on a simulated GPU and on the CPU; agreement on made-up rows."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparsebench.harness.confirm import headlines
+from sparsebench.results import bundle, store
+from sparsebench.results._errors import ResultError
+from sparsebench.results.agreement import Agreement, Place, agreement
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.store import Run
+
+DENSE = Contender("dense", "cublas", baseline=True)
+TWIN = replace(DENSE, baseline=False, twin=True)
+BSR = Contender("bsr", "bsr_triton")
+H200 = {"gpu": {"name": "NVIDIA H200", "uuid": "GPU-1"}}
+SUITE = """
+schema: sparsebench/suite@1
+title: Simulated
+problems:
+  - {op: linear, m: 4096, shape: {n: 4096, k: 4096}, dtype: bf16, pattern: blocks, block: 64,
+     sparsity: [0.5, 0.9]}
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+  - {format: csr, kernel: cusparse_csr}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+QUIET = "schema: sparsebench/sim@1\nprocess: 0\nstep: 0\n"  # one process is as good as another
+ON_CPU = """
+schema: sparsebench/suite@1
+title: Small
+problems:
+  - {op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}
+contenders:
+  - {format: bsr, kernel: scipy_bsr, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: torch_dense}
+"""
+
+
+def made_up(
+    speedups: Sequence[float], environment: dict[str, object] = H200, processes: int = 8
+) -> Run:
+    """Return a run in which BSR, a problem for each, is so much faster; its floor is 0.5 %."""
+    rows = [
+        Row(
+            Case(Problem("linear", {"m": m, "n": 64, "k": 64, "dtype": "bf16"}), contender),
+            Status.OK,
+            process,
+            digest=f"{m}",
+            samples_us=(us,),
+        )
+        for process in range(processes)
+        for m, speedup in enumerate(speedups, start=1)
+        for contender, us in [(DENSE, 100.0), (TWIN, 100.0), (BSR, 100.0 / speedup)]
+    ]
+    return Run(Path("a run"), {}, "", environment, {"status": "finished"}, rows)
+
+
+def held(first: Sequence[float], second: Sequence[float], processes: int = 8) -> Agreement:
+    return agreement(made_up(first, processes=processes), made_up(second, processes=processes))
+
+
+def test_verdicts_agree_when_they_are_the_same() -> None:
+    found = held([2.0, 1.0, 0.5], [3.0, 1.001, 2.0])
+    assert (found.cells, found.agreed, found.reproduced) == (3, 2, False)
+    assert found.found.cases.agree.dropna().tolist() == [True, True, False]
+
+
+def test_nineteen_of_twenty_cells_are_enough() -> None:
+    first = [2.0] * 20
+    assert held(first, [2.0] * 19 + [0.5]).reproduced
+    assert not held(first, [2.0] * 18 + [0.5] * 2).reproduced
+
+
+def test_looks_agree_within_the_noise_floor() -> None:
+    found = held([2.0, 2.0], [2.0 * 1.004, 2.0 * 1.006], processes=2)
+    assert found.found.cases.agree.dropna().tolist() == [True, False]
+    assert found.looks == 2
+    assert found.sentences[1].startswith("A look, no verdict: below 6 processes")
+    assert not held([2.0], [2.0]).looks
+
+
+def test_looks_agree_where_their_ranges_overlap() -> None:
+    first, second = made_up([2.0], processes=2), made_up([2.2], processes=2)
+    slow = [replace(r, samples_us=(55.0,)) if r.case.contender == BSR else r for r in second.rows]
+    second.rows[3:] = slow[3:]
+    assert agreement(first, second).reproduced
+
+
+@pytest.mark.parametrize(
+    ("gpu", "place", "said"),
+    [
+        ({"name": "NVIDIA H200", "uuid": "GPU-1"}, Place.SAME_MACHINE, "on the same machine"),
+        ({"name": "NVIDIA H200", "uuid": "GPU-2"}, Place.SAME_KIND, "on the same kind of device"),
+        ({"name": "NVIDIA A100", "uuid": "GPU-3"}, Place.ANOTHER, "on another device, NVIDIA A100"),
+    ],
+)
+def test_the_place_decides_what_was_shown(gpu: dict[str, str], place: Place, said: str) -> None:
+    found = agreement(made_up([2.0]), made_up([2.0], {"gpu": gpu}))
+    assert found.place is place
+    assert found.sentences[0].startswith(f"Reproduced: 1 of 1 cells agree (100.0 %) {said}")
+    assert bool(found.found.cases.time_b_over_a.isna().all()) == (place is Place.ANOTHER)
+
+
+def test_what_one_run_does_not_support_is_said_and_not_compared() -> None:
+    second = made_up([2.0, 2.0])
+    lost = [r.case.problem["m"] == 2 and r.case.contender == BSR for r in second.rows]
+    gone = {"status": Status.UNSUPPORTED, "samples_us": ()}
+    rows = [replace(r, **gone) if g else r for r, g in zip(second.rows, lost, strict=True)]
+    found = agreement(made_up([2.0, 2.0]), replace(second, rows=rows))
+    assert (found.cells, found.one_sided) == (1, 1)
+    assert "Unsupported in one of the runs, and not compared: 1." in found.sentences
+    with pytest.raises(ResultError, match="expected a case with a speed-up"):
+        agreement(made_up([2.0, 2.0]), replace(second, rows=[r for r in rows if r.digest == "2"]))
+
+
+def test_equal_machine_code_is_counted() -> None:
+    first, second = made_up([2.0, 2.0]), made_up([2.0, 2.0])
+    for run, codes in ((first, "ab"), (second, "ac")):
+        run.rows[:] = [replace(r, code=codes[r.case.problem["m"] - 1]) for r in run.rows]
+    assert (
+        "Compiled to the same machine code: 3 of 6 kernels." in agreement(first, second).sentences
+    )
+
+
+@pytest.mark.parametrize(
+    ("speedup", "status", "said"),
+    [
+        (2.0, Status.OK, "Confirmed: bsr/bsr_triton is 2 times as fast as dense/cublas (2 to 2, "),
+        (1.001, Status.OK, "Not confirmed (no difference): bsr/bsr_triton is 1 times as fast"),
+        (2.0, Status.FAILED, "Not confirmed (failed): bsr/bsr_triton gave no time: it fell over"),
+    ],
+)
+def test_a_headline_says_what_the_confirming_run_found(
+    speedup: float, status: Status, said: str
+) -> None:
+    run = made_up([speedup])
+    if status is not Status.OK:
+        ended = {"status": status, "samples_us": (), "detail": "it fell over"}
+        rows = [replace(r, **ended) if r.case.contender == BSR else r for r in run.rows]
+        run = replace(run, rows=rows)
+    cell = {"case_id": Case(run.rows[0].case.problem, BSR).id, "scope": "kernel", "cache": "cold"}
+    (found,) = headlines(replace(run, state={"confirms": {"cells": [cell]}}))
+    assert found.sentence.startswith(said)
+    assert found.sentence.endswith("kernel time, cold cache, NVIDIA H200.")
+    assert found.confirmed == said.startswith("Confirmed")
+
+
+def sparsebench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "sparsebench", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A screening on a simulated GPU: two problems in one process."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    (folder / "mine.yaml").write_text(SUITE)
+    (folder / "first.yaml").write_text(QUIET + "seed: 0\n")
+    (folder / "second.yaml").write_text(QUIET + "seed: 7\n")
+    out, device = folder / "run", f"sim:{folder / 'first.yaml'}"
+    done = sparsebench(
+        "run", folder / "mine.yaml", "--device", device, "--replicates", 1, "--out", out
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_run_is_sealed_and_valid_when_it_ends(simulated: Path) -> None:
+    done = sparsebench("validate", simulated)
+    assert done.returncode == 0, done.stderr
+    assert "plan: 6 rows a replicate, all that suite.yaml asks for" in done.stdout
+
+
+def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_path: Path) -> None:
+    device = f"sim:{simulated.parent / 'second.yaml'}"
+    out = tmp_path / "again"
+    done = sparsebench("reproduce", simulated, "--device", device, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["place"], found["reproduced"]) == ("the same kind of device", True)
+    assert (found["cells"], found["agreed"]) == (4, 4)
+    fresh = store.read(out)
+    assert fresh.state["reproduces"] == {"manifest_sha256": bundle.identity(simulated)}
+    assert fresh.state["suite"] == "mine"
+    assert fresh.state["flags"]["replicates"] == 1
+    assert fresh.suite_text == SUITE
+    assert {row.device for row in fresh.rows} == {"sim-7"}
+    assert (out / "report.html").exists()
+    assert sparsebench("validate", out).returncode == 0
+
+
+def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: Path) -> None:
+    out = tmp_path / "again"
+    device = store.read(simulated).state["flags"]["device"]
+    command = "reproduce", simulated, "--device", device, "--out", out
+    assert sparsebench(*command).returncode == 0
+    whole = store.rows(out)
+    store.keep(out, whole[:-1])
+    done = sparsebench(*command)
+    assert "Reproduced: 4 of 4 cells agree (100.0 %) on the same machine" in done.stdout
+    assert {row.samples_us for row in store.rows(out)} == {row.samples_us for row in whole}
+    assert store.read(out).state["reproduces"]
+    assert "expected a new directory" in sparsebench(*command[:-1], simulated).stderr
+
+
+def test_what_does_not_agree_is_exit_1(simulated: Path, tmp_path: Path) -> None:
+    spec = tmp_path / "slow.yaml"
+    spec.write_text(QUIET + "seed: 8\nefficiency: {bsr/bsr_triton: 0.1}\n")
+    out = tmp_path / "again"
+    done = sparsebench("reproduce", simulated, "--device", f"sim:{spec}", "--out", out)
+    assert done.returncode == 1, done.stderr
+    assert "Not reproduced: 2 of 4 cells agree (50.0 %)" in done.stdout
+
+
+def test_a_damaged_bundle_is_not_measured_again(simulated: Path, tmp_path: Path) -> None:
+    broken, out = tmp_path / "broken", tmp_path / "again"
+    broken.mkdir()
+    for file in simulated.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "run.json").write_text((broken / "run.json").read_text().replace("sim", "cpu"))
+    for command in ("validate", "reproduce", "confirm"):
+        to = [] if command == "validate" else ["--device", "sim", "--out", out]
+        done = sparsebench(command, broken, *to)
+        assert done.returncode == 2
+        assert "run.json: expected SHA-256" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    bundle.unseal(broken)
+    assert "expected manifest.json" in sparsebench("validate", broken).stderr
+    assert not out.exists()
+
+
+def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_path: Path) -> None:
+    out, device = tmp_path / "confirmed", f"sim:{simulated.parent / 'second.yaml'}"
+    flags = "--device", device, "--replicates", 6, "--out", out
+    done = sparsebench("confirm", simulated, *flags)
+    assert done.returncode == 0, done.stderr
+    fresh = store.read(out)
+    raced = [row for row in fresh.rows if not row.case.contender.twin]
+    assert len(raced) == 6 * 2
+    assert {row.case.problem["sparsity"] for row in raced} == {0.9}
+    assert fresh.state["confirms"]["manifest_sha256"] == bundle.identity(simulated)
+    assert fresh.state["confirms"]["screened"] == 4
+    speedup = np.median([r.samples_us for r in raced[:1]]) / np.median(raced[1].samples_us)
+    assert f"is {speedup:.1f}" in done.stdout
+    assert "95 % over 6 processes" in done.stdout
+    assert "kernel time, cold cache, simulated H200." in done.stdout
+    assert "Chosen among 4 cells of a screening, of which no number is used." in done.stdout
+    assert "m=4096 n=4096 k=4096 dtype=bf16 sparsity=0.9 block=64" in done.stdout
+
+
+def test_a_headline_takes_six_processes(simulated: Path) -> None:
+    done = sparsebench("confirm", simulated, "--replicates", 5)
+    assert done.returncode == 2
+    assert "6" in done.stderr
+
+
+def test_the_cpu_draws_the_same_bits_again(tmp_path: Path) -> None:
+    suite, first, again = tmp_path / "small.yaml", tmp_path / "first", tmp_path / "again"
+    suite.write_text(ON_CPU)
+    flags = "--device", "cpu", "--replicates", 1
+    assert sparsebench("run", suite, *flags, "--out", first).returncode == 0
+    done = sparsebench("reproduce", first, "--device", "cpu", "--out", again, "--json")
+    assert done.returncode in (0, 1), done.stderr  # a shared CPU repeats no time
+    assert json.loads(done.stdout)["place"] == "the same kind of device"
+    digests = [{r.case.problem.id: r.digest for r in store.read(p).rows} for p in (first, again)]
+    assert digests[0] == digests[1]

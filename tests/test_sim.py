@@ -1,0 +1,339 @@
+"""The simulated GPU: the whole pipeline, by the command line, in seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.ceilings import Ceilings
+from sparsebench.harness.contest import Order
+from sparsebench.harness.measure import Flags, measure
+from sparsebench.harness.sim_clock import Spec, call_us, read, samples
+from sparsebench.harness.sim_contest import run as run_contest
+from sparsebench.harness.suite import read as read_suite
+from sparsebench.results import store
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+SUITE = """
+schema: sparsebench/suite@1
+title: Simulated
+problems:
+  - op: linear
+    shape: [{n: 4096, k: 4096}]
+    m: [16, 64]
+    dtype: bf16
+    pattern: blocks
+    block: 64
+    sparsity: [0.5, 0.9]
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+  - {format: csr, kernel: cusparse_csr}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+BSR = Contender("bsr", "bsr_triton")
+STILL = Spec(noise={1.0: 0.0}, drift=0.0, step=0.0, process=0.0, bandwidth_gb_per_s=1000.0)
+
+
+def sparsebench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "sparsebench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sim") / "simulated.yaml"
+    path.write_text(SUITE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(suite: Path) -> Path:
+    """A run of three processes, by the command line."""
+    out = suite.parent / "whole"
+    done = sparsebench("run", suite, "--device", "sim", "--replicates", 3, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def all_rows(run: Path) -> dict[tuple[str, int], Row]:
+    return {(row.case.id, row.replicate): row for row in store.rows(run)}
+
+
+def spec(folder: Path, text: str) -> str:
+    """Write a spec and return the device's name."""
+    file = folder / "spec.yaml"
+    file.write_text(text)
+    return f"sim:{file}"
+
+
+def faulty(suite: Path, folder: Path, fault: str, timeout_s: float = 60) -> list[Row]:
+    """Run one process of a plan in which bsr_triton at m=64 and a sparsity of 0.9 goes wrong."""
+    text = f"faults: [{{when: 'kernel=bsr_triton m=64 sparsity=0.9', fault: {fault}, process: 0}}]"
+    flags = Flags(spec(folder, text), timeout_s=timeout_s, replicates=1)
+    return store.rows(measure(read_suite(str(suite)), flags, folder / "run", None))
+
+
+def struck(row: Row) -> bool:
+    problem = row.case.problem
+    planned = row.case.contender.kernel == "bsr_triton"
+    return planned and (problem["m"], problem["sparsity"]) == (64, 0.9)
+
+
+def test_the_whole_pipeline_runs_and_says_that_it_is_simulated(whole: Path) -> None:
+    run = store.read(whole)
+    assert (whole / "report.html").stat().st_size > 10_000
+    assert "simulated H200" in (whole / "report.html").read_text()
+    assert run.state["status"] == "finished"
+    assert run.environment["gpu"]["name"] == "simulated H200"
+    found = store.rows(whole)
+    assert {row.status for row in found} == {Status.OK}
+    assert {row.clock for row in found} == {"sim"}
+    assert {row.device for row in found} == {"sim-0", run.environment["gpu"]["uuid"]}
+    assert {row.replicate for row in found} == {0, 1, 2}
+    assert len([row for row in found if not row.reference]) == 3 * (4 * 3 + 3)  # twins in one
+
+
+def test_a_row_holds_what_a_measured_one_does(whole: Path) -> None:
+    for row in store.rows(whole):
+        assert len(row.samples_us) % row.samples_per_block == 0
+        assert row.bound_us is not None
+        assert 0 < row.bound_us < float(np.median(row.samples_us))
+        missing = {name for name, value in vars(row).items() if value is None}
+        assert missing == {"code", "energy_j", "energy_window_s"}
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_seed_others(
+    suite: Path, whole: Path, tmp_path: Path
+) -> None:
+    asked = read_suite(str(suite))
+    one = replace(Flags("sim"), replicates=1)
+    first = {key: row for key, row in all_rows(whole).items() if key[1] == 0}
+    assert all_rows(measure(asked, one, tmp_path / "same", None)) == first
+    seeded = replace(one, device=spec(tmp_path, "seed: 1"))
+    other = all_rows(measure(asked, seeded, tmp_path / "other", None))
+    assert other.keys() == first.keys()
+    assert not {row.samples_us for row in other.values()} & {r.samples_us for r in first.values()}
+    assert {row.device for row in other.values()} == {"sim-1"}
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(suite: Path, whole: Path, tmp_path: Path) -> None:
+    """Stopped by a signal in the middle, then by a torn line; times are all in the rows."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-P", "-m", "sparsebench", "run", str(suite), "--device", "sim"]
+    child = subprocess.Popen(
+        [*command, "--replicates", "3", "--out", str(out)], stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "rows.jsonl").exists() or len(store.rows(out)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.wait(timeout=30) == 130
+    before = len(store.rows(out))
+    assert 2 <= before < len(store.rows(whole))
+    lines = (out / "rows.jsonl").read_text()
+    (out / "rows.jsonl").write_text(lines[: len(lines) - 100])
+    done = sparsebench("run", "--resume", out)
+    assert done.returncode == 0, done.stderr
+    assert all_rows(out) == all_rows(whole)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("crash", Status.FAILED, "exit code 7: a planned crash"),
+        ("hang", Status.TIMEOUT, "no answer within 2 s"),
+        ("out_of_memory", Status.OUT_OF_MEMORY, "planned"),
+        ("failed", Status.FAILED, "planned"),
+        ("wrong", Status.WRONG, "planned"),
+    ],
+)
+def test_a_fault_ends_its_own_row_and_no_other(
+    fault: str, status: Status, said: str, suite: Path, tmp_path: Path
+) -> None:
+    found = faulty(suite, tmp_path, fault, timeout_s=2)
+    assert {(struck(row), row.status) for row in found} == {(True, status), (False, Status.OK)}
+    assert all(said in row.detail and not row.samples_us for row in found if struck(row))
+    assert all(row.samples_us for row in found if not struck(row))
+
+
+def test_a_throttled_contest_gets_slower_for_all_and_says_so(
+    suite: Path, whole: Path, tmp_path: Path
+) -> None:
+    found = faulty(suite, tmp_path, "throttle")
+    problem = next(row.case.problem.id for row in found if struck(row))
+    for row in found:
+        calm = all_rows(whole)[row.case.id, 0]
+        here = row.case.problem.id == problem
+        half = len(row.samples_us) // 2
+        ratio = np.array(row.samples_us) / np.array(calm.samples_us)
+        assert np.allclose(ratio[:half], 1, atol=0.001)
+        assert np.allclose(ratio[half:], 1 / 0.7 if here else 1, atol=0.001)
+        assert (row.telemetry["thermal_us"] > 0) is here
+
+
+def test_a_slow_start_is_in_the_first_block_alone(suite: Path, whole: Path, tmp_path: Path) -> None:
+    for row in faulty(suite, tmp_path, "slow_start"):
+        ratio = np.array(row.samples_us) / np.array(all_rows(whole)[row.case.id, 0].samples_us)
+        assert np.allclose(ratio[: row.samples_per_block], 2 if struck(row) else 1, atol=0.001)
+        assert np.allclose(ratio[row.samples_per_block :], 1)
+
+
+def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) -> None:
+    text = "faults: [{when: 'kernel=bsr_triton', fault: wrong, process: 1}]"
+    flags = Flags(spec(tmp_path, text), replicates=2)
+    found = store.rows(measure(read_suite(str(suite)), flags, tmp_path / "run", None))
+    wrong = {row.replicate for row in found if row.status is Status.WRONG}
+    assert wrong == {1}
+
+
+def test_what_is_faster_than_the_bound_is_no_record(suite: Path, tmp_path: Path) -> None:
+    flags = Flags(
+        spec(tmp_path, "launch_us: 0.1\nefficiency: {csr/cusparse_csr: 2.0}"), replicates=1
+    )
+    found = store.rows(measure(read_suite(str(suite)), flags, tmp_path / "run", None))
+    fast = [row for row in found if row.status is Status.FASTER_THAN_LIGHT]
+    assert {row.case.contender.kernel for row in fast} == {"cusparse_csr"}
+    assert "µs where memory allows" in fast[0].detail
+
+
+def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> None:
+    path = tmp_path / "four.yaml"
+    path.write_text(SUITE + "scopes: [kernel, op]\ncaches: [cold, hot]\n")
+    found = store.rows(
+        measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "r", None)
+    )
+    medians: dict[str, dict[tuple[str, str], float]] = {}
+    for row in found:
+        measure_of = row.scope, row.cache
+        medians.setdefault(row.case.id, {})[measure_of] = float(np.median(row.samples_us))
+    for taken in medians.values():
+        assert taken.keys() == {
+            ("kernel", "cold"),
+            ("kernel", "hot"),
+            ("op", "cold"),
+            ("op", "hot"),
+        }
+        assert taken["kernel", "hot"] < 1.1 * taken["kernel", "cold"]
+        assert taken["kernel", "cold"] < 1.1 * taken["op", "cold"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sede: 1", "did you mean seed?"),
+        ("seed: one", "expected a valid integer; found 'one'"),
+        ("drift: 2", "drift: expected less than or equal to 1"),
+        ("faults: [{when: kernel=cublas, fault: sulk}]", "faults.0.fault: expected 'crash'"),
+        ("faults: [{when: kernel=nobody, fault: crash}]", "expected at least one case, found none"),
+        ("schema: sparsebench/sim@2", "sparsebench/sim@1"),
+        ("seed: 1\nseed: 2", "found 'seed' twice"),
+    ],
+)
+def test_a_bad_spec_is_one_line_and_writes_nothing(
+    text: str, said: str, suite: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SuiteError) as error:
+        measure(read_suite(str(suite)), Flags(spec(tmp_path, text)), tmp_path / "run", None)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_spec_that_is_not_there_is_exit_2(suite: Path, tmp_path: Path) -> None:
+    done = sparsebench("run", suite, "--device", "sim:nowhere.yaml", "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert "--device sim:nowhere.yaml: expected a readable file" in " ".join(done.stderr.split())
+
+
+def test_resume_refuses_another_spec(suite: Path, tmp_path: Path) -> None:
+    asked = read_suite(str(suite))
+    flags = Flags(spec(tmp_path, "seed: 3"), replicates=1)
+    path = measure(asked, flags, tmp_path / "run", None)
+    spec(tmp_path, "seed: 3\ndrift: 0.1")
+    with pytest.raises(SuiteError, match=r"expected gpu\.spec_sha256"):
+        measure(asked, flags, None, path)
+
+
+def test_the_work_of_a_case_is_counted_by_hand() -> None:
+    """410 of 4096 blocks of 64 x 64 are kept; at 1000 GB/s a megabyte takes a microsecond."""
+    fields = {"m": 16, "n": 4096, "k": 4096, "dtype": "bf16", "pattern": "blocks", "block": 64}
+    problem = Problem("linear", {**fields, "sparsity": 0.9})
+    efficiency = {"dense/cublas": 1.0, "bsr/bsr_triton": 0.5}
+    gpu = STILL.model_copy(update={"launch_us": 0.1, "efficiency": efficiency})
+    order = Order(ceilings=Ceilings(1000.0, 1000.0, {"bf16": 800.0}, 0.1, 10**6))
+    contenders = [Contender("dense", "cublas", baseline=True), BSR]
+    dense, sparse = run_contest(gpu, problem, contenders, order, lambda case, stage: None)
+    kept, tokens = 410 * 64 * 64, 16 * 4096
+    assert sparse.nnz == dense.nnz == kept
+    assert sparse.flops == 2 * 16 * kept
+    assert sparse.fewest_bytes == 2 * (kept + tokens + tokens)
+    assert set(sparse.samples_us) == {round(sparse.fewest_bytes / 1e6 / 0.5, 3)}
+    assert set(dense.samples_us) == {round(2 * (4096 * 4096 + tokens + tokens) / 1e6, 3)}
+    assert sparse.bound_us == pytest.approx(2 * (kept + tokens) / 1e6)  # the output stays in L2
+    assert sparse.bound_by == "memory"
+
+
+def test_a_call_takes_the_largest_of_three_over_its_efficiency() -> None:
+    given = {"launch_us": 5.0, "host_us": 7.0, "efficiency": {"bsr/bsr_triton": 0.5}}
+    plain = STILL.model_copy(update=given)
+    assert call_us(plain, BSR, "bf16", 0.0, 0, "kernel") == 5.0 / 0.5
+    assert call_us(plain, BSR, "bf16", 0.0, 0, "op") == 7.0 / 0.5
+    assert call_us(plain, BSR, "bf16", 0.0, 10**8, "kernel") == pytest.approx(100 / 0.5)
+    assert call_us(plain, BSR, "bf16", 1.6e11, 0, "kernel") == pytest.approx(200 / 0.5)
+
+
+def test_a_contender_nobody_named_has_an_efficiency_of_its_own_and_a_twin_the_same() -> None:
+    kernels = [Contender("bsr", name) for name in ("bsr_triton", "torch_bsr", "cusparse_bsr")]
+    times = [call_us(Spec(), contender, "bf16", 0.0, 10**9, "kernel") for contender in kernels]
+    assert len(set(times)) == 3
+    ideal_us = 1e9 / 4100 / 1e3
+    assert all(ideal_us / 0.9 <= us <= ideal_us / 0.3 for us in times)
+    assert times[0] == call_us(Spec(), replace(BSR, twin=True), "bf16", 0.0, 10**9, "kernel")
+
+
+def test_without_noise_samples_are_what_a_call_takes() -> None:
+    taken = samples(
+        STILL, [10.0, 20.0], np.random.default_rng(0), processes=3, blocks=4, per_block=5
+    )
+    assert taken.shape == (3, 2, 4, 5)
+    assert np.allclose(taken[:, 0], 10)
+    assert np.allclose(taken[:, 1], 20)
+
+
+def test_drift_and_steps_move_the_contenders_of_a_block_alike() -> None:
+    shaken = Spec(noise={1.0: 0.0}, drift=0.02, step=0.1, step_odds=1.0, process=0.0)
+    taken = samples(shaken, [10.0, 10.0], np.random.default_rng(0), processes=200)
+    logs = np.median(np.log(taken), axis=3)
+    assert logs.std() > 0.05
+    assert np.abs(np.median(logs[:, 0] - logs[:, 1], axis=1)).max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("us", "iqr"), [(4.5, 0.063), (18.0, 0.025), (100.0, 0.005), (5000.0, 0.005)]
+)
+def test_noise_is_as_wide_as_on_the_h200(us: float, iqr: float) -> None:
+    alone = Spec(drift=0.0, step=0.0, process=0.0)
+    taken = samples(alone, [us], np.random.default_rng(0), processes=1000)
+    low, high = np.quantile(taken, [0.25, 0.75])
+    assert (high - low) / us == pytest.approx(iqr, rel=0.02)
+
+
+def test_process_effects_are_those_of_ratios() -> None:
+    alone = Spec(noise={1.0: 0.0}, drift=0.0, step=0.0, process=0.004)
+    taken = samples(alone, [10.0, 10.0], np.random.default_rng(0), processes=4000)
+    ratios = np.log(taken[:, 0] / taken[:, 1])
+    assert float(ratios[:, 0, 0].std()) == pytest.approx(0.004, rel=0.05)
+    assert np.allclose(ratios, ratios[:, :1, :1])
+
+
+def test_the_defaults_are_those_of_an_empty_file(tmp_path: Path) -> None:
+    assert read(spec(tmp_path, "schema: sparsebench/sim@1")) == read("sim") == Spec()

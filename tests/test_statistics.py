@@ -1,0 +1,158 @@
+"""results/statistics.py: small numbers by hand, and the promise, kept on simulated clocks."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from sparsebench.harness.sim_clock import Spec, samples
+from sparsebench.results.frame import frame
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.statistics import (
+    FEWEST,
+    Floats,
+    Outcome,
+    block_logs,
+    hodges_lehmann,
+    more_processes,
+    outcome,
+    p_value,
+    q_values,
+    student,
+)
+from sparsebench.results.summary import summary
+
+EIGHT = np.arange(8.0)
+RUNS = 500
+
+
+def test_the_estimate_is_the_median_of_walsh_averages() -> None:
+    found = hodges_lehmann([0, 1, 2, 3, 4, 100])
+    assert found.estimate == 2.5  # 21 averages; the plain mean is 18.3
+    assert (found.low, found.high) == (0, 100)  # of six processes 95 % needs the whole range
+
+
+def test_the_interval_of_eight_ends_at_the_fourth_walsh_average_from_each_end() -> None:
+    found = hodges_lehmann(EIGHT)  # 0, 0.5, 1, 1 ... 6, 6, 6.5, 7
+    assert (found.estimate, found.low, found.high) == (3.5, 1, 6)
+
+
+def test_one_outlier_among_eight_is_kept_and_moves_the_ratio_little() -> None:
+    values = np.array([*EIGHT[:7], 1000.0])
+    assert hodges_lehmann(values).estimate == pytest.approx(3.5, abs=0.5)
+    assert student(values).estimate > 100
+
+
+@pytest.mark.parametrize("count", [6, 7, 8, 12, 20])
+def test_the_interval_excludes_1_exactly_where_the_signed_rank_test_rejects(count: int) -> None:
+    for logs in np.random.default_rng(count).normal(0.8, 1, (200, count)):
+        found = hodges_lehmann(logs)
+        rejects = stats.wilcoxon(logs, method="exact").pvalue <= 0.05
+        assert rejects == (found.low > 0 or found.high < 0)
+
+
+def test_five_processes_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="expected 6 processes, found 5"):
+        hodges_lehmann(np.zeros(FEWEST - 1))
+
+
+def test_many_ratios_are_judged_at_once() -> None:
+    logs = np.random.default_rng(1).normal(0, 1, (3, 8))
+    for method in (hodges_lehmann, student):
+        assert list(method(logs).low) == pytest.approx([method(line).low for line in logs])
+
+
+def test_an_interval_has_four_outcomes() -> None:
+    assert outcome(1.006, 1.2, 0.005) is Outcome.FASTER
+    assert outcome(0.9, 0.99, 0.005) is Outcome.SLOWER
+    assert outcome(0.996, 1.004, 0.005) is Outcome.NO_DIFFERENCE
+    assert outcome(1.001, 1.004, 0.005) is Outcome.NO_DIFFERENCE  # there, but within the noise
+    assert outcome(0.996, 1.02, 0.005) is Outcome.INCONCLUSIVE
+    assert outcome(1.005, 1.2, 0.005) is Outcome.INCONCLUSIVE
+
+
+def test_without_a_floor_p_is_the_two_sided_t_test() -> None:
+    expected = stats.ttest_1samp(EIGHT, 0).pvalue
+    assert p_value(EIGHT, 0) == pytest.approx(expected)
+    assert p_value(-EIGHT, 0) == pytest.approx(expected)
+
+
+def test_p_is_small_where_students_interval_lies_beyond_the_floor() -> None:
+    for logs in np.random.default_rng(2).normal(0.01, 0.006, (200, 8)):
+        beyond = student(logs).low > np.log1p(0.005)
+        assert (p_value(logs, 0.005) < 0.05) == beyond
+
+
+def test_processes_that_agree_to_the_last_digit_still_have_a_p() -> None:
+    assert p_value(np.zeros(8), 0.005) == 1
+    assert p_value(np.full(8, np.log(2)), 0.005) < 1e-9
+
+
+def test_q_is_p_times_lines_over_rank() -> None:
+    assert list(q_values([0.01, 0.5, 0.03, 0.04])) == pytest.approx([0.04, 0.5, 0.16 / 3, 0.16 / 3])
+    assert q_values([]).size == 0
+
+
+def test_more_processes_are_asked_for_until_the_half_width_fits() -> None:
+    logs = np.array([-1, -1, -1, -1, 1, 1, 1, 1]) * 0.01 + 0.02
+    extra = more_processes(logs, 0.01)
+    assert extra is not None
+    way, sd = 0.02 - np.log(1.01), np.std(logs, ddof=1)
+    halves = [stats.t.ppf(0.975, n - 1) * sd / np.sqrt(n) for n in (8 + extra - 1, 8 + extra)]
+    assert halves[1] < way
+    assert extra == 1 or halves[0] >= way
+
+
+def test_a_ratio_on_the_edge_of_the_floor_is_never_decided() -> None:
+    assert more_processes(np.log(1.01) + np.tile([-0.01, 0.01], 4), 0.01) is None
+
+
+def simulated(call_us: float, ratio: float, runs: int, seed: int) -> Floats:
+    """Return d_p [runs, 8] of two contenders, one of which takes `ratio` times as long."""
+    draw = np.random.default_rng(seed)
+    taken = samples(Spec(), [ratio * call_us, call_us], draw, processes=8 * runs)
+    return np.median(block_logs(taken[:, 0], taken[:, 1]), axis=-1).reshape(runs, 8)
+
+
+@pytest.mark.parametrize("call_us", [4.5, 18.0, 200.0])
+def test_at_most_6_percent_of_equal_pairs_are_called_different(call_us: float) -> None:
+    found = hodges_lehmann(simulated(call_us, 1, 4 * RUNS, seed=1))
+    assert np.mean((found.low > 0) | (found.high < 0)) <= 0.06  # exact: 3.9 % at 8 processes
+
+
+@pytest.mark.parametrize(
+    ("call_us", "one_percent", "three_percent"),
+    [(18.0, 0.9, 0.99), (200.0, 0.9, 0.99), (4.5, 0.75, 0.94)],  # of 4.5 µs, all is launching
+)
+def test_a_planted_difference_is_found(
+    call_us: float, one_percent: float, three_percent: float
+) -> None:
+    assert np.mean(hodges_lehmann(simulated(call_us, 1.01, RUNS, seed=2)).low > 0) >= one_percent
+    found = hodges_lehmann(simulated(call_us, 1.03, RUNS, seed=3))
+    pairs = np.abs(simulated(call_us, 1, RUNS, seed=4))
+    floors = np.maximum(0.005, np.expm1(np.quantile(pairs, 0.95, axis=1)))
+    assert np.mean(np.exp(found.low) > 1 + floors) >= three_percent
+
+
+def test_a_million_samples_are_summarised_in_seconds() -> None:
+    rows = list(_rows(problems=100, processes=8, sizes=(24, 8)))
+    assert sum(len(row.samples_us) for row in rows) > 1e6
+    start = time.perf_counter()
+    cases = summary(frame(rows))
+    assert time.perf_counter() - start < 10  # 2 s alone; other work may share the cores
+    assert len(cases) == 700
+
+
+def _rows(problems: int, processes: int, sizes: tuple[int, int]) -> Any:
+    contenders = [Contender("dense", "cublas", baseline=True)]
+    contenders += [Contender("bsr", f"kernel_{i}") for i in range(6)]
+    draw = np.random.default_rng(5)
+    for number in range(problems):
+        problem = Problem("linear", {"m": number, "n": 64, "k": 64, "dtype": "bf16"})
+        for process in range(processes):
+            for contender in contenders:
+                taken = tuple(draw.normal(100, 1, sizes[0] * sizes[1]).round(3).tolist())
+                case = Case(problem, contender)
+                yield Row(case, Status.OK, process, samples_us=taken, samples_per_block=sizes[1])
