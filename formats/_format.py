@@ -35,6 +35,15 @@ class Format(ABC):
     def arrays(self) -> dict[str, Tensor]:
         """Name every array that a kernel reads: what counts as stored bytes."""
 
+    def sample(self, dense: Tensor) -> Self:
+        """Return the values of another matrix where this one stores elements: a gradient's layout.
+
+        The elements are the array `values`, in the other matrix's dtype; all other arrays stay.
+        Raises FormatError where the layout cannot, or the sizes differ.
+        """
+        name = type(self).__name__.lower()
+        raise FormatError(f"{name} has no room for the values of another matrix: it has no sample")
+
     @property
     def stored_bytes(self) -> int:
         """Return the size of the format's arrays in bytes."""
@@ -54,6 +63,11 @@ def require_matrix(dense: Tensor) -> None:
     require(dense.is_contiguous(), f"expected a contiguous matrix, found strides {dense.stride()}")
 
 
+def require_size(dense: Tensor, shape: tuple[int, int]) -> None:
+    """Raise FormatError unless the matrix has this shape."""
+    require(dense.shape == shape, f"expected {list(shape)}, found {list(dense.shape)}")
+
+
 def is_stored(dense: Tensor) -> Tensor:
     """Return where the bits are not all zero: -0.0 and NaN are values, and are kept."""
     return dense.view(BITS[dense.element_size()]) != 0
@@ -63,3 +77,9 @@ def offsets_of(rows: Tensor, count: int) -> Tensor:
     """Return int32 [count + 1]: where each row starts in the sorted row numbers `rows`."""
     counts = torch.bincount(rows, minlength=count)
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def rows_of(offsets: Tensor) -> Tensor:
+    """Return int64 [stored]: the row number of each stored element or block."""
+    rows = torch.arange(len(offsets) - 1, device=offsets.device)
+    return rows.repeat_interleave(offsets.diff())

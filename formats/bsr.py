@@ -11,14 +11,22 @@ values   dtype [blocks, r, c]   row-major blocks; zeros where an edge block leav
 Any block fits any matrix: the blocks of the last row and column may stick out, and are padded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebench.formats._format import Format, is_stored, offsets_of, require, require_matrix
+from sparsebench.formats._format import (
+    Format,
+    is_stored,
+    offsets_of,
+    require,
+    require_matrix,
+    require_size,
+    rows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,7 @@ class Bsr(Format):
         r, c = (block, block) if isinstance(block, int) else block
         require(r > 0 and c > 0, f"expected a block of at least 1x1, found {r}x{c}")
         n, k = dense.shape
-        padded = pad(dense, (0, -k % c, 0, -n % r)) if n % r or k % c else dense
-        blocks = padded.view(padded.shape[0] // r, r, padded.shape[1] // c, c)
+        blocks = _in_blocks(dense, r, c)
         rows, columns = is_stored(blocks).any(3).any(1).nonzero(as_tuple=True)
         values = blocks[rows, :, columns].contiguous()
         return cls((n, k), offsets_of(rows, len(blocks)), columns.to(torch.int32), values)
@@ -53,14 +60,27 @@ class Bsr(Format):
         (n, k), (r, c) = self.shape, self.block
         block_rows, block_columns = -(-n // r), -(-k // c)
         blocks = self.values.new_zeros(block_rows, block_columns, r, c)
-        rows = torch.arange(block_rows, device=blocks.device)
-        blocks[rows.repeat_interleave(self.offsets.diff()), self.columns.long()] = self.values
+        blocks[rows_of(self.offsets), self.columns.long()] = self.values
         padded = blocks.transpose(1, 2).reshape(block_rows * r, block_columns * c)
         return padded[:n, :k].contiguous()
+
+    def sample(self, dense: Tensor) -> Self:
+        """Take every element of the blocks that are stored; zeros beyond the matrix."""
+        require_size(dense, self.shape)
+        blocks = _in_blocks(dense, *self.block)
+        at = rows_of(self.offsets), slice(None), self.columns.long()
+        return replace(self, values=blocks[at].contiguous())
 
     def arrays(self) -> dict[str, Tensor]:
         """Return the three arrays of the layout."""
         return {"offsets": self.offsets, "columns": self.columns, "values": self.values}
+
+
+def _in_blocks(dense: Tensor, r: int, c: int) -> Tensor:
+    """View a matrix as [block rows, r, block columns, c], padded with zeros to whole blocks."""
+    n, k = dense.shape
+    padded = pad(dense, (0, -k % c, 0, -n % r)) if n % r or k % c else dense
+    return padded.view(padded.shape[0] // r, r, padded.shape[1] // c, c)
 
 
 FORMAT = Bsr

@@ -9,13 +9,21 @@ columns  int32 [nnz]    ascending within a row
 values   dtype [nnz]
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from sparsebench.formats._format import Format, is_stored, offsets_of, require, require_matrix
+from sparsebench.formats._format import (
+    Format,
+    is_stored,
+    offsets_of,
+    require,
+    require_matrix,
+    require_size,
+    rows_of,
+)
 
 INT32_MAX = 2**31 - 1
 
@@ -46,9 +54,13 @@ class Csr(Format):
         """Put the non-zeros back."""
         n, k = self.shape
         dense = self.values.new_zeros(n, k)
-        rows = torch.arange(n, device=dense.device).repeat_interleave(self.offsets.diff())
-        dense[rows, self.columns.long()] = self.values
+        dense[rows_of(self.offsets), self.columns.long()] = self.values
         return dense
+
+    def sample(self, dense: Tensor) -> Self:
+        """Take the elements that are stored."""
+        require_size(dense, self.shape)
+        return replace(self, values=dense[rows_of(self.offsets), self.columns.long()])
 
     def arrays(self) -> dict[str, Tensor]:
         """Return the three arrays of the layout."""

@@ -20,7 +20,7 @@ from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import break_even, summary, winners
 
-WORDS = ["fastest", "contender", "baseline", "pattern", "dtype", "source"]
+WORDS = ["fastest", "contender", "baseline", "op", "pattern", "dtype", "source"]
 WORDS += ["outcome", "outcome a", "outcome b"]
 VERDICT = 8  # processes for a verdict; FEWEST is the least that gives one
 
@@ -104,7 +104,7 @@ def _fastest(cases: pd.DataFrame) -> Table:
     """Return the best of each problem, with the interval of its speed-up and what that says."""
     best = winners(cases)
     interval = " and ".join(sorted({str(i) for i in cases.interval.dropna()}))
-    columns, constant = _split(best, [*fields(best), "source", "scope", "cache"])
+    columns, constant = _split(best, ["op", *fields(best), "source", "scope", "cache"])
     table = _table(
         f"Fastest, by problem ({constant}; interval: {interval})",
         [*columns, "fastest", "µs", "x baseline", "interval", "outcome"],
@@ -124,7 +124,7 @@ def _fastest(cases: pd.DataFrame) -> Table:
 
 def _crossings(even: pd.DataFrame) -> Table:
     names = list(even.columns)
-    columns, _ = _split(even, names[names.index("op") + 1 : names.index("format")])
+    columns, _ = _split(even, names[names.index("op") : names.index("format")])
     title = "Break-even: faster than the baseline from this sparsity on"
     table = _table(title, [*columns, "contender", "baseline", "level"])
     for line in even.to_dict("records"):

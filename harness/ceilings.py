@@ -19,7 +19,6 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from sparsebench.harness.timing import ready
 from sparsebench.kernels._kernel import DTYPES, Launch
@@ -97,13 +96,13 @@ def _tf32(wanted: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def _best_us(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:
-    def host(call: Callable[[], Tensor]) -> float:
+def _best_us(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    def host(call: Callable[[], Any]) -> float:
         start = perf_counter()
         call()
         return 1e6 * (perf_counter() - start)
 
-    def events(call: Callable[[], Tensor]) -> float:
+    def events(call: Callable[[], Any]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         begin.record()
@@ -114,7 +113,7 @@ def _best_us(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:
 
     clock = events if device.type == "cuda" else host
 
-    def best(call: Callable[[], Tensor]) -> float:
+    def best(call: Callable[[], Any]) -> float:
         return min(clock(call) for _ in range(BURSTS))
 
     return best

@@ -104,7 +104,7 @@ def check(
     counts = f"{planned['problems']} problems, {planned['cases']} cases"
     estimate = timedelta(seconds=planned["estimate_s"])
     out.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
-    out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates, once compiled")
+    out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates")
     for entry in planned["unsupported"]:
         line = f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}"
         out.print(escape(line), soft_wrap=True, highlight=False)

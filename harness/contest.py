@@ -12,147 +12,37 @@ CUDA error nothing more can be trusted: Fatal.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebench.formats._format import Format, FormatError
+from sparsebench.formats._format import Format
 from sparsebench.harness import operands
-from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
-from sparsebench.harness.ceilings import LIGHT, Ceilings
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ceilings import LIGHT
 from sparsebench.harness.check import Expected, check
 from sparsebench.harness.device import identity
 from sparsebench.harness.energy import energy
+from sparsebench.harness.entry import (
+    Announce,
+    Contest,
+    Entry,
+    Fatal,
+    Order,
+    bound,
+    one_line,
+    synchronize,
+)
 from sparsebench.harness.ops._op import Op
-from sparsebench.harness.timing import Measure, Samples, Timed, possible, ready, time_together
-from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Output, Unsupported
+from sparsebench.harness.prepare import prepare
+from sparsebench.harness.timing import Samples, Timed, possible, ready, time_together
+from sparsebench.kernels._kernel import DTYPES, Output
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-
-Announce = Callable[[str, str], None]
-"""Called with a case id and a stage before anything of that case runs: if the process dies or
-hangs, its parent knows whose fault it was."""
-
-
-class Fatal(Exception):
-    """The device no longer answers; the process must end. Carries the case and the reason."""
-
-    def __init__(self, case: str, detail: str) -> None:
-        """Blame a case id, or nobody ("")."""
-        super().__init__(detail)
-        self.case, self.detail = case, detail
-
-
-@dataclass(frozen=True)
-class Order:
-    """How a contest is to be run.
-
-    measures  what is timed, each giving a row
-    settled   by case id, what an earlier process's kernel settled on: no second search
-    ceilings  of the device, where they are known
-    energy    also measure the energy of a call, which takes seconds
-    """
-
-    replicate: int = 0
-    attempt: int = 0
-    reference: bool = False
-    measures: tuple[Measure, ...] = (("kernel", "cold"),)
-    settled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    ceilings: Ceilings | None = None
-    energy: bool = False
-
-    @property
-    def careful(self) -> bool:
-        """Wait for and announce every sample: an attempt before this one was lost."""
-        return self.attempt > 0
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what a runner sends."""
-        ceilings = data["ceilings"] and Ceilings.from_json(data["ceilings"])
-        measures = tuple((scope, cache) for scope, cache in data["measures"])
-        return cls(**{**data, "ceilings": ceilings, "measures": measures})
-
-
-@dataclass
-class Entry:
-    """A contender on its way through the contest; `row` ends up on disk, once a measure."""
-
-    row: Row
-    pattern: Format | None = None  # what the output is to be packed like, where it is not dense
-    launch: Launch | None = None
-    timed: Timed | None = None
-    measured: dict[Measure, Row] = field(default_factory=dict)
-
-    @property
-    def running(self) -> bool:
-        """Say whether nothing has gone wrong yet."""
-        return self.row.status is Status.OK
-
-    def end(self, status: Status, detail: str) -> None:
-        """Record how the contender ended, and let go of what it holds."""
-        self.row = replace(self.row, status=status, detail=detail)
-        self.launch = self.timed = None
-        self.measured.clear()
-
-    def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
-        """Return a row for each measure; what was not measured says so by its status."""
-        blank = {(s, c): replace(self.row, scope=s, cache=c) for s, c in measures}
-        return [self.measured.get(measure, row) for measure, row in blank.items()]
-
-
-@dataclass
-class Contest:
-    """A problem being measured. `spent_s` is where the time went, by stage."""
-
-    problem: Problem
-    op: Op
-    device: torch.device
-    order: Order
-    dense: operands.DenseOperands
-    entries: list[Entry]
-    announce: Announce
-    output_bytes: int = 0
-    spent_s: dict[str, float] = field(default_factory=dict)
-    packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.spent_s[name] = self.spent_s.get(name, 0.0) + elapsed
-
-    @contextmanager
-    def at(self, entry: Entry, stage: str) -> Iterator[None]:
-        """Announce the contender, and turn whatever it raises into its row."""
-        case = entry.row.case.id
-        self.announce(case, stage)
-        try:
-            with self.stage(stage):
-                yield
-                synchronize(self.device)
-        except (FormatError, Unsupported) as refusal:
-            entry.end(Status.UNSUPPORTED, str(refusal))
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            entry.end(Status.OUT_OF_MEMORY, _one_line(error))
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        except Exception as error:
-            try:
-                synchronize(self.device)
-            except Exception as dead:
-                raise Fatal(case, f"{stage}: {_one_line(dead)}") from error
-            entry.end(Status.FAILED, f"{stage}: {_one_line(error)}")
 
 
 def run(
@@ -171,7 +61,7 @@ def run(
         contest = start(problem, entries, device, data, order, announce)
     except (torch.OutOfMemoryError, MemoryError) as error:
         for entry in entries:
-            entry.end(Status.OUT_OF_MEMORY, f"operands: {_one_line(error)}")
+            entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
         return [row for entry in entries for row in entry.rows(measures)], {}
     for measure in measures:
         _time(contest, *measure)
@@ -203,7 +93,7 @@ def start(
     seed = f"{problem.id} {order.replicate} {order.attempt} prepare"
     shuffled = random.Random(seed).sample(entries, len(entries))
     for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
-        _prepare(contest, entry)
+        prepare(contest, entry)
     contest.packed.clear()
     _check_all(contest, draw=1)
     for entry in entries:
@@ -212,12 +102,6 @@ def start(
                 assert entry.launch is not None
                 entry.timed = ready(entry.launch, device)
     return contest
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that an error surfaces where it was made."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _asked(order: Order, device: torch.device) -> dict[str, Any]:
@@ -239,110 +123,6 @@ def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str,
         "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
         "dense_bytes": itemsize * sum(full.values()),
     }
-
-
-def _prepare(contest: Contest, entry: Entry) -> None:
-    """Convert, then let the kernel pack, compile and tune."""
-    contender = entry.row.case.contender
-    with contest.at(entry, "convert"):
-        kernel = load_kernel(contender.kernel)
-        _refuse(contest, contender)
-        weights, convert_us = _convert(contest, contender)
-        stored = sum(weight.stored_bytes for weight in weights.values())
-        entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        weights, entry.pattern = _split(contest, contender, weights)
-    if not entry.running:
-        return
-    with contest.at(entry, "prepare"), _memory(contest.device) as memory:
-        began = time.perf_counter()
-        definition = _bound(contest.op.definition, contest.problem)
-        settled = _settled(contest, entry)
-        activations, pattern = contest.dense.activations, entry.pattern
-        given = Operands(contest.problem, weights, activations, definition, settled, pattern)
-        entry.launch = kernel.prepare(given, **contender.options)
-        entry.launch()
-        synchronize(contest.device)
-        spent = time.perf_counter() - began
-        choice, code = dict(entry.launch.choice), entry.launch.code
-        entry.row = replace(entry.row, prepare_s=spent, choice=choice, code=code)
-    held, peak = memory.held_bytes, memory.peak_bytes
-    entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
-
-
-def _split(
-    contest: Contest, contender: Contender, packed: Mapping[str, Format]
-) -> tuple[dict[str, Format], Format | None]:
-    """Return the weights, and apart from them what a sparse output is to be packed like."""
-    weights = {name: w for name, w in packed.items() if name != contest.op.pattern}
-    pattern = packed[contest.op.pattern] if contest.op.pattern else None
-    return weights, None if contender.format == "dense" else pattern
-
-
-def _settled(contest: Contest, entry: Entry) -> Mapping[str, Any] | None:
-    """Return what an earlier process settled on; a twin does what its original does."""
-    case = entry.row.case
-    originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
-    original = Case(case.problem, replace(case.contender, twin=False)).id
-    known = contest.order.settled.get(case.id)
-    return known or (originals.get(original) if case.contender.twin else None)
-
-
-@dataclass
-class Memory:
-    """Device memory beyond what was there before: after a block of code, and at most in it."""
-
-    held_bytes: int | None = None
-    peak_bytes: int | None = None
-
-
-@contextmanager
-def _memory(device: torch.device) -> Iterator[Memory]:
-    """Measure by torch's allocator; what a library allocates past it is not seen."""
-    found = Memory()
-    if device.type != "cuda":
-        yield found
-        return
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    found.held_bytes = torch.cuda.memory_allocated(device) - before
-    found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
-
-
-def _refuse(contest: Contest, contender: Contender) -> None:
-    """Raise Unsupported where the kernel says, before anything is built, that it cannot run."""
-    reason = why_not(contest.problem, contender, contest.device)
-    if reason:
-        raise Unsupported(reason)
-
-
-def why_not(problem: Problem, contender: Contender, device: torch.device) -> str | None:
-    """Say why a contender cannot run a problem on a device, or None; builds nothing."""
-    kernel = load_kernel(contender.kernel)
-    if kernel.op not in ("any", problem.op):
-        return f"computes {kernel.op}, not {problem.op}"
-    if kernel.device not in ("any", device.type):
-        return f"runs on {kernel.device}, not on {device.type}"
-    return kernel.supports(problem, device)
-
-
-def _convert(contest: Contest, contender: Contender) -> tuple[dict[str, Format], float]:
-    """Return the weights in the contender's format and the µs it took; shared by equal formats."""
-    key = f"{contender.format} {sorted(contender.params.items())}"
-    if key not in contest.packed:
-        store = load_format(contender.format).from_dense
-        weights: dict[str, Format] = {}
-        took_us = []
-        for _ in range(2):  # the first call also pays for memory and for loading kernels
-            weights.clear()
-            synchronize(contest.device)
-            start = time.perf_counter()
-            for name, dense in contest.dense.weights.items():
-                weights[name] = store(dense, **contender.params)
-            synchronize(contest.device)
-            took_us.append(1e6 * (time.perf_counter() - start))
-        contest.packed[key] = weights, min(took_us)
-    return contest.packed[key]
 
 
 def _check_all(contest: Contest, draw: int) -> None:
@@ -373,14 +153,9 @@ def _expected(contest: Contest) -> Expected:
     dense = {**contest.dense.weights, **contest.dense.activations}
     arguments = {name: dense[name].double() for name in contest.op.arguments}
     depth = contest.op.depth(**arguments)
-    reference = _bound(contest.op.definition, contest.problem)(**arguments)
-    spread = _bound(contest.op.spread, contest.problem)(**arguments)
+    reference = bound(contest.op.definition, contest.problem)(**arguments)
+    spread = bound(contest.op.spread, contest.problem)(**arguments)
     return Expected(reference, spread, DTYPES[contest.problem["dtype"]], depth)
-
-
-def _bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., Tensor]:
-    """Set the arguments of an op's function that are fields of the problem."""
-    return partial(function, **{name: problem[name] for name in keywords(function)})
 
 
 def _run_poisoned(call: Callable[[], Output]) -> Output:
@@ -414,7 +189,7 @@ def _time(contest: Contest, scope: str, cache: str) -> None:
                 clocks, contest.device, seed, announce, scope=scope, cache=cache
             )
         except Exception as error:
-            raise Fatal("", f"timing: {_one_line(error)}") from error
+            raise Fatal("", f"timing: {one_line(error)}") from error
     for (entry, _), clock, taken in zip(timed, clocks, samples, strict=True):
         row = replace(entry.row, scope=scope, cache=cache, clock=clock.clock)
         entry.measured[scope, cache] = _held_to_light(contest, row, taken)
@@ -453,8 +228,3 @@ def _energy(contest: Contest) -> None:
                 for measure, row in entry.measured.items():
                     known = replace(row, energy_j=joule, energy_window_s=window_s)
                     entry.measured[measure] = known
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:400]}"

@@ -35,8 +35,10 @@ def examine(device: torch.device) -> list[Finding]:
     found += _on_host(device, runnable)
     found += [crosscheck.floor(*pairs) for pairs in crosscheck.read_pairs(device).items()]
     if device.type == "cuda":
-        found.append(crosscheck.nothing(crosscheck.read_nothing(device)))
-        found += [crosscheck.agreement(times) for times in crosscheck.read_clocks(device)]
+        nothing_us = crosscheck.read_nothing(device)
+        found.append(crosscheck.nothing(nothing_us))
+        clocks = crosscheck.read_clocks(device)
+        found += [crosscheck.agreement(times_us, nothing_us) for times_us in clocks]
     return found
 
 

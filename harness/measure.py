@@ -15,14 +15,14 @@ from typing import Any
 
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.energy import require_meter
-from sparsebench.harness.references import references, with_twins
 from sparsebench.harness.runner import Runner, Settled, Wanted
+from sparsebench.harness.selection import meets, planned, text
 from sparsebench.harness.sim_clock import faults
 from sparsebench.harness.suite import Contest, Suite
 from sparsebench.harness.telemetry import telemetry
 from sparsebench.harness.timing import possible
 from sparsebench.results import bundle, store
-from sparsebench.results.record import Case, Contender, Problem, Row
+from sparsebench.results.record import Case, Row
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -90,75 +90,12 @@ def measure(
     return path
 
 
-def planned(suite: Suite, device: str, condition: str = "") -> list[Contest]:
-    """Return the contests of a run: A/A references, then the suite's, some with twins."""
-    return references(device) + with_twins(only(suite.contests, condition), suite.name)
-
-
-def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
-    """Keep what `field=value field=this|that` asks for; a contest's baselines stay with it."""
-    wanted = _wanted(condition)
-    known = {"case", "format", "kernel", *(name for c in contests for name in c.problem.fields)}
-    for name, values in wanted.items():
-        if name not in known or not all(values):
-            expected = f"field=value with a field of {', '.join(sorted(known))}"
-            found = f"{name}={'|'.join(values)}"
-            raise SuiteError(f"--only: expected {expected}; found {found!r}")
-    for name, value in [(name, value) for name, values in wanted.items() for value in values]:
-        one = {name: [value]}
-        if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
-            expected = f"at least one case of {name}={value}"
-            raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
-    kept = []
-    for contest in contests:
-        chosen = [c for c in contest.contenders if _meets(contest.problem, c, wanted)]
-        if chosen:
-            left = (c for c in contest.contenders if c.baseline or c in chosen)
-            kept.append(Contest(contest.problem, tuple(left)))
-    if not kept:
-        raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
-    return kept
-
-
-def meets(problem: Problem, contender: Contender, condition: str) -> bool:
-    """Say whether a case is one of those that a condition, written as for `only`, asks for."""
-    return _meets(problem, contender, _wanted(condition))
-
-
-def _wanted(condition: str) -> dict[str, list[str]]:
-    parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
-    return {name: value.split("|") for name, value in parts}
-
-
-def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence[str]]) -> bool:
-    facts: dict[str, Any] = {
-        **problem.fields,
-        "format": contender.format,
-        "kernel": contender.kernel,
-        "case": Case(problem, contender).id,
-    }
-    return all(
-        name in facts and _text(facts[name]) in map(_text, values)
-        for name, values in wanted.items()
-    )
-
-
 def _strike(device: str, contests: Sequence[Contest]) -> None:
     """Refuse a simulated device with a fault that would strike nothing."""
     for fault in faults(device):
         if not any(meets(c.problem, k, fault.when) for c in contests for k in c.contenders):
             what = f"{fault.fault} when {fault.when!r}"
             raise SuiteError(f"--device {device}: {what}: expected at least one case, found none")
-
-
-def _text(value: Any) -> str:
-    """Write a field as a user would: 64, 0.9, 16x32."""
-    if isinstance(value, list):
-        return "x".join(str(v) for v in value)
-    try:
-        return f"{float(value):g}"
-    except (TypeError, ValueError):
-        return str(value)
 
 
 def _rows(
@@ -227,7 +164,7 @@ def _truthful(path: Path, state: Callable[[str], dict[str, Any]]) -> Iterator[No
 
 def _describe(contest: Contest) -> str:
     shown = {k: v for k, v in contest.problem.fields.items() if k not in ("pattern", "dtype")}
-    return " ".join(f"{name}={_text(value)}" for name, value in shown.items())
+    return " ".join(f"{name}={text(value)}" for name, value in shown.items())
 
 
 def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:

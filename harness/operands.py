@@ -21,6 +21,7 @@ from sparsebench.formats._format import is_stored
 from sparsebench.harness import patterns, sources
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, digest, fill, scores
+from sparsebench.harness.grid import Grid, Score, magnitudes
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem, Source
@@ -80,10 +81,10 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
         raise SuiteError(
             f"{path}: expected values finite in {problem['dtype']}, found {bad} others"
         )
-    return _pruned(problem, op, name, weight, partial(patterns.magnitudes, weight))
+    return _pruned(problem, op, name, weight, partial(magnitudes, weight))
 
 
-def _hashed(seed: int, name: str, device: torch.device, grid: patterns.Grid) -> Tensor:
+def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
     return scores(seed, name, grid.cells, device)
 
 
@@ -94,7 +95,7 @@ def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     return weight
 
 
-def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: patterns.Score) -> Tensor:
+def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
     shape = op.operands[name].shape
     if patterns.level(problem.fields, shape) == 0:
         return weight

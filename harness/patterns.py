@@ -1,69 +1,45 @@
 """Which elements of a weight are kept: those of highest score, one by one or in blocks.
 
-    blocks        balanced_blocks   banded        unstructured   two_four
-    ## . . ##     ## . ## .         ## . . .      x . . x x .    x x . .  . x . x
-    . . ## .      . ## . ##         . ## . .      . . x . . x    . x x .  x x . .
-    . ## ## ##    ## ## . .         . . ## ##     x . . . x .    x . . x  . . x x
+    blocks        balanced_blocks   banded        block_diagonal   unstructured   two_four
+    ## . . ##     ## . ## .         ## . . .      ## ## . .        x . . x x .    x x . .  . x . x
+    . . ## .      . ## . ##         . ## . .      ## ## . .        . . x . . x    . x x .  x x . .
+    . ## ## ##    ## ## . .         . . ## ##     . . ## ##        x . . . x .    x . . x  . . x x
 
-A weight is cut into a grid of blocks (of 1x1 where elements are chosen), the grid, row by row, into
-groups, and every group keeps the same number of its cells: the best by score, the first of equals.
-The score of random weights is a hash, that of real ones their magnitude. A pattern is a function
-from the weight's sizes and the block to a Rule; a suite calls it by its name.
+and small_world, scale_free: the links of a graph (graphs.py). A weight is cut into a grid of blocks
+(of 1x1 where elements are chosen), the grid, row by row, into groups, and every group keeps the
+same number of its cells: the best by score, the first of equals. The score of random weights is a
+hash, that of real ones their magnitude. A pattern is a function from the weight's sizes and the
+block to a Rule; a suite calls it by its name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from sparsebench.harness import graphs
 from sparsebench.harness._errors import SuiteError
-from sparsebench.harness.bits import CHUNK
 from sparsebench.harness.catalog import did_you_mean
+from sparsebench.harness.grid import Grid, Score, best
 
 TOLERANCE = 0.05
 """How far, relatively, the density may be from the one asked for."""
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A matrix [n, k] in blocks of r x c; those of the last row and column may be cut."""
-
-    n: int
-    k: int
-    r: int = 1
-    c: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Count the block rows."""
-        return -(-self.n // self.r)
-
-    @property
-    def columns(self) -> int:
-        """Count the block columns."""
-        return -(-self.k // self.c)
-
-    @property
-    def cells(self) -> int:
-        """Count the blocks."""
-        return self.rows * self.columns
-
-
-Score = Callable[[Grid], Tensor]
-"""A grid to a non-negative integer for each cell, row by row."""
-
-
-@dataclass(frozen=True)
 class Rule:
-    """Of every `group` cells keep `kept`, or as many as the sparsity asks; best by `score`."""
+    """Of every `group` cells keep the best, as many as the sparsity asks for.
+
+    kept   the numbers that can be kept, where not every number can; the nearest is
+    score  (grid, number kept, the weight's own score) to the score in its place
+    """
 
     grid: Grid
     group: int
-    kept: int | None = None
-    score: Score | None = None  # in place of the weight's own
+    kept: Sequence[int] | None = None
+    score: Callable[[Grid, int, Score], Tensor] | None = None
 
 
 def dense(n: int, k: int, r: int, c: int) -> Rule:
@@ -94,11 +70,29 @@ def banded(n: int, k: int, r: int, c: int) -> Rule:
     return Rule(grid, group=grid.cells, score=_nearness)
 
 
+def block_diagonal(n: int, k: int, r: int, c: int) -> Rule:
+    """Keep square groups of blocks along the diagonal, of equal sizes but for rounding."""
+    grid = Grid(n, k, r, c)
+    return _graph(grid, graphs.cliques, graphs.clique_cells(grid.rows, grid.columns))
+
+
+def small_world(n: int, k: int, r: int, c: int) -> Rule:
+    """Keep the blocks of a ring with a fifth of its links moved, and the diagonal."""
+    grid = _square("small_world", Grid(n, k, r, c))
+    return _graph(grid, graphs.ring, graphs.ring_cells(grid.rows))
+
+
+def scale_free(n: int, k: int, r: int, c: int) -> Rule:
+    """Keep the blocks of a graph with hubs, the diagonal and a dense corner."""
+    grid = _square("scale_free", Grid(n, k, r, c))
+    return _graph(grid, graphs.hubs, graphs.hub_cells(grid.rows))
+
+
 def two_four(n: int, k: int, r: int, c: int) -> Rule:
     """Keep the best 2 of each 4 elements along k; the block says nothing."""
     if k % 4:
         raise SuiteError(f"pattern two_four: expected k to be a multiple of 4, found {k}")
-    return Rule(Grid(n, k), group=4, kept=2)
+    return Rule(Grid(n, k), group=4, kept=(2,))
 
 
 PATTERNS = {
@@ -107,6 +101,9 @@ PATTERNS = {
     "blocks": blocks,
     "balanced_blocks": balanced_blocks,
     "banded": banded,
+    "block_diagonal": block_diagonal,
+    "small_world": small_world,
+    "scale_free": scale_free,
     "two_four": two_four,
 }
 
@@ -140,27 +137,12 @@ def mask(
     level(fields, shape)
     rule = _rule(fields, shape)
     grid = rule.grid
-    scores = (rule.score or score)(grid).to(device)
-    kept = _best(scores, rule.group, _kept(rule, fields["sparsity"]))
-    cells = kept.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
+    kept = _kept(rule, fields["sparsity"])
+    scores = rule.score(grid, kept, score) if rule.score else score(grid)
+    chosen = best(scores.to(device), rule.group, kept)
+    cells = chosen.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
     whole = cells.reshape(grid.rows * grid.r, grid.columns * grid.c)
     return whole[: grid.n, : grid.k]
-
-
-def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
-    """Return the L1 norm of each block of a finite weight, as integers.
-
-    Elements are rounded to 2^-40 of the largest before they are summed: a sum of integers is the
-    same in any order and so on any device.
-    """
-    size = weight.abs().float()
-    if grid.r == grid.c == 1:
-        return size.view(torch.int32).flatten()  # the bits of positive floats keep their order
-    bits = min(40, 62 - (grid.r * grid.c).bit_length())  # so that no sum leaves an int64
-    _, exponent = size.max().frexp()
-    whole = (size.double() * 2.0 ** (bits - int(exponent))).round().long()
-    edge = (0, grid.columns * grid.c - grid.k, 0, grid.rows * grid.r - grid.n)
-    return pad(whole, edge).view(grid.rows, grid.r, grid.columns, grid.c).sum((1, 3)).flatten()
 
 
 def _rule(fields: Mapping[str, Any], shape: tuple[str, str]) -> Rule:
@@ -175,38 +157,31 @@ def _rule(fields: Mapping[str, Any], shape: tuple[str, str]) -> Rule:
 
 def _kept(rule: Rule, sparsity: float) -> int:
     """Return how many cells of a group are kept: at least one."""
-    return rule.kept or max(1, round(rule.group * (1 - sparsity)))
+    asked = rule.group * (1 - sparsity)
+    if rule.kept is None:
+        return max(1, round(asked))
+    return min(rule.kept, key=lambda count: abs(count - asked))
 
 
-def _nearness(grid: Grid) -> Tensor:
+def _square(name: str, grid: Grid) -> Grid:
+    """Refuse a grid whose rows and columns are not the same nodes of a graph."""
+    if grid.rows == grid.columns >= graphs.FEWEST_NODES:
+        return grid
+    expected = f"as many rows of blocks as columns, at least {graphs.FEWEST_NODES}"
+    raise SuiteError(f"pattern {name}: expected {expected}; found {grid.rows}x{grid.columns}")
+
+
+def _graph(grid: Grid, draw: graphs.Draw, cells: Sequence[int]) -> Rule:
+    """Score the cells of a graph 1 and all others 0; graph number i, from 1, has cells[i - 1]."""
+
+    def score(grid: Grid, kept: int, own: Score) -> Tensor:
+        dice = own(grid).view(grid.rows, grid.columns).cpu().numpy()
+        return torch.from_numpy(draw(dice, 1 + cells.index(kept))).flatten().int()
+
+    return Rule(grid, grid.cells, cells, score)
+
+
+def _nearness(grid: Grid, kept: int, own: Score) -> Tensor:
     rows, columns = torch.arange(grid.rows), torch.arange(grid.columns)
     distance = ((2 * rows[:, None] + 1) * grid.columns - (2 * columns + 1) * grid.rows).abs()
     return (distance.max() - distance).flatten()
-
-
-def _best(scores: Tensor, group: int, kept: int) -> Tensor:
-    """Return where the `kept` highest of every `group` scores are; of equals, the first."""
-    if group == len(scores):
-        return _best_of_all(scores, kept)
-    best = torch.zeros(len(scores) // group, group, dtype=torch.bool, device=scores.device)
-    rows = max(1, CHUNK[scores.device.type] // group)
-    parts = torch.split(scores.view(-1, group), rows)
-    for part, out in zip(parts, torch.split(best, rows), strict=True):
-        order = part.argsort(dim=1, descending=True, stable=True)
-        out.scatter_(1, order[:, :kept], True)
-    return best.flatten()
-
-
-def _best_of_all(scores: Tensor, kept: int) -> Tensor:
-    """Count by the leading 15 bits to find where the cut falls, and sort only there."""
-    shift = max(int(scores.max()).bit_length() - 15, 0)
-    counts = torch.zeros(1 << 15, dtype=torch.int64, device=scores.device)
-    for part in torch.split(scores, CHUNK[scores.device.type]):
-        counts += torch.bincount(part >> shift, minlength=len(counts))
-    at_least = counts.flip(0).cumsum(0).flip(0)  # by leading bits: how many scores reach them
-    cut = int((at_least >= kept).sum()) - 1
-    best = scores > ((cut + 1) << shift) - 1
-    tied = ((scores >= cut << shift) & ~best).nonzero().flatten()
-    missing = kept - int(at_least[cut]) + len(tied)
-    best[tied[scores[tied].argsort(descending=True, stable=True)[:missing]]] = True
-    return best

@@ -19,8 +19,8 @@ import torch
 
 from sparsebench.harness import sim_contest
 from sparsebench.harness.ceilings import Ceilings
-from sparsebench.harness.contest import Order
 from sparsebench.harness.device import environment
+from sparsebench.harness.entry import Order
 from sparsebench.harness.sim_clock import Spec, read
 from sparsebench.results.record import Contender, Problem
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ceilings import LIGHT
-from sparsebench.harness.contest import Order
-from sparsebench.harness.measure import meets
+from sparsebench.harness.entry import Order
 from sparsebench.harness.patterns import level
+from sparsebench.harness.selection import meets
 from sparsebench.harness.sim_clock import Array, Spec, call_us, samples
 from sparsebench.harness.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.kernels._kernel import DTYPES
@@ -95,7 +95,7 @@ def _work(problem: Problem) -> Work:
     full = {name: size[name] for name in op.weights}
     part = {name: 1 - level(problem.fields, op.operands[name].shape) for name in full}
     kept = {name: round(part[name] * full[name]) for name in full}
-    read = sum((kept | size)[name] for name in op.arguments)
+    read = sum((size | kept)[name] for name in op.arguments)
     fewest_bytes = op.fewest_bytes(problem, kept, itemsize)
     return Work(
         sparsity=1 - sum(kept.values()) / sum(full.values()),

@@ -103,6 +103,7 @@ def read(name: str, data: Path | None = None) -> Suite:
     written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
+        _every_op_is_there(written, {problem.op for problem in problems})
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -265,6 +266,16 @@ def _tensors(path: Path, wanted: str | None) -> list[str | None]:
     return matches
 
 
+def _every_op_is_there(written: SuiteFile, ops: set[str]) -> None:
+    """Refuse an entry for an op that no problem has: it would compete nowhere, in silence."""
+    for group in ("contenders", "baselines"):
+        for number, entry in enumerate(getattr(written, group)):
+            if entry.op is not None and entry.op not in ops:
+                found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
+                expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
+                raise SuiteError(f"{group}[{number}].op: {expected}; found {found}")
+
+
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
     baselines = [
         contender
@@ -285,6 +296,8 @@ def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
     """Expand one entry of `contenders` or `baselines` for one problem."""
+    if entry.op not in (None, problem.op):
+        return
     kernel = load_kernel(entry.kernel)
     if kernel.consumes not in ("any", entry.format):
         expected = f"a kernel of format {entry.format}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparsebench.harness._errors import SuiteError
-from sparsebench.harness.measure import only
+from sparsebench.harness.selection import only
 from sparsebench.harness.suite import Contest, Suite, read
 from sparsebench.harness.timing import possible
 from sparsebench.results import bundle, store

@@ -2,7 +2,7 @@
 
     > {"ceilings": true}
     < {"ceilings": {...}}              what the device can do at most
-    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}   (contest.Order)
+    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}   (entry.Order)
     < {"at": [case id, stage]}         before anything of a case runs
     < {"rows": [...], "spent_s": {}}   or {"fatal": [case id, reason]}, and the process ends
 
@@ -21,6 +21,7 @@ import torch
 
 from sparsebench.harness import ceilings, contest
 from sparsebench.harness.device import environment, identity, slug
+from sparsebench.harness.entry import Fatal, Order
 from sparsebench.results.record import Contender, Problem
 
 
@@ -41,7 +42,7 @@ def main() -> None:
             continue
         try:
             _say(answers, _measure(asked, device, data, answers))
-        except contest.Fatal as end:
+        except Fatal as end:
             _say(answers, {"fatal": [end.case, end.detail]})
             os._exit(3)  # the context is gone: destructors would only crash
 
@@ -54,7 +55,7 @@ def _measure(
         [Contender(**contender) for contender in asked.pop("contenders")],
         device,
         data,
-        contest.Order.from_json(asked),
+        Order.from_json(asked),
         announce=lambda case, stage: _say(answers, {"at": [case, stage]}),
     )
     if device.type == "cuda":

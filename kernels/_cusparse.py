@@ -14,9 +14,9 @@ First on few tokens, where a bad choice costs little; the rest at full size. Sum
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; through nvmath-python's bindings.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
 from time import perf_counter
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._kernel import Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Launch, Operands, Output, Unsupported
 from sparsebench.kernels._tune import fastest
 from sparsebench.results.record import Problem
 
@@ -38,7 +38,7 @@ FEW_TOKENS = 128
 HOPELESS = 3.0  # times the fastest on few tokens
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
-Plan = tuple[dict[str, Any], Callable[[], Tensor]]
+Plan = tuple[dict[str, Any], Callable[[], Output]]
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,21 @@ def prepare(w: Weight, operands: Operands) -> Launch:
 
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
     settled = operands.settled
-    settings = [tuple(settled[name] for name in SETTING)] if settled else _screen(w, x, n)
+    if settled:
+        settings = [tuple(settled[name] for name in SETTING)]
+    else:
+        every = product(w.algorithms, X_LAYOUTS, Y_LAYOUTS)
+        settings = screened(every, partial(plan, w, x[:FEW_TOKENS], n))
     plans = [plan(w, x, n, *setting) for setting in settings]
     choice, call = plans[fastest([call for _, call in plans], x.device)]
-    return Launch(call, {**choice, "cusparse": cusparse.get_version(_handle())})
+    return Launch(call, {**choice, "cusparse": cusparse.get_version(library_handle())})
 
 
 def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
     """Describe, preprocess and allocate one way to multiply; a cuSPARSEError refuses it."""
     from nvmath.bindings import cusparse
 
-    handle, stage = _handle(), _stage(x, w.shape[1], x_layout)
+    handle, stage = library_handle(), stage_for(x, w.shape[1], turned=x_layout == "rows")
     transposed = x_layout == "transposed"  # cusparseOperation_t: 1 is transpose, 0 is not
 
     def new_y() -> Tensor:  # holding w, it keeps the arrays of W alive
@@ -89,11 +93,11 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
         return x.new_empty(w.shape[0], len(x)).t()
 
     y = new_y()
-    y_descriptor = _describe(y.t())
+    y_descriptor = describe_dense(y.t())
     # Descriptors are some hundred bytes of host memory and live as long as the process.
     arguments = (
         *(handle, 0, int(transposed), ONE.ctypes.data, w.describe()),
-        *(_describe(stage if transposed else stage.t()), ZERO.ctypes.data, y_descriptor),
+        *(describe_dense(stage if transposed else stage.t()), ZERO.ctypes.data, y_descriptor),
         *(CUDA_TYPES[torch.float32], cusparse.SpMMAlg[algorithm]),
     )
     cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
@@ -115,14 +119,17 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
     return {**choice, "workspace_bytes": size}, run
 
 
-def _stage(x: Tensor, columns: int, layout: str) -> Tensor:
-    """Return X itself, or where the launch copies it: [m, columns], zero beyond k."""
-    if layout == "rows":
+def stage_for(x: Tensor, columns: int, *, turned: bool) -> Tensor:
+    """Return X itself, or where the launch copies it: [m, columns], zero beyond k.
+
+    `turned` is column-major, and always a copy.
+    """
+    if turned:
         return x.new_zeros(columns, len(x)).t()
     return x if x.shape[1] == columns else x.new_zeros(len(x), columns)
 
 
-def _describe(matrix: Tensor) -> int:
+def describe_dense(matrix: Tensor) -> int:
     """Describe a dense matrix, row-major if its rows are contiguous, else column-major."""
     from nvmath.bindings import cusparse
 
@@ -134,14 +141,16 @@ def _describe(matrix: Tensor) -> int:
     return int(cusparse.create_dn_mat(rows, columns, leading, pointer, dtype, order))
 
 
-def _screen(w: Weight, x: Tensor, n: int) -> list[tuple[str, str, str]]:
+def screened(
+    settings: Iterable[tuple[str, ...]], few_tokens: Callable[..., Plan]
+) -> list[tuple[str, ...]]:
     """Return the accepted settings that are not hopeless on a few tokens."""
     from nvmath.bindings import cusparse
 
     timed, refusal = [], None
-    for setting in product(w.algorithms, X_LAYOUTS, Y_LAYOUTS):
+    for setting in settings:
         try:
-            _, call = plan(w, x[:FEW_TOKENS], n, *setting)
+            _, call = few_tokens(*setting)
             timed.append((_least_s(call), setting))
         except cusparse.cuSPARSEError as error:
             refusal = error
@@ -151,7 +160,7 @@ def _screen(w: Weight, x: Tensor, n: int) -> list[tuple[str, str, str]]:
     return [setting for seconds, setting in timed if seconds <= bound]
 
 
-def _least_s(call: Callable[[], Tensor]) -> float:
+def _least_s(call: Callable[[], Output]) -> float:
     """Return the least of three times, launch included: enough to tell what is hopeless."""
     times = []
     for _ in range(1 + 3):
@@ -162,8 +171,9 @@ def _least_s(call: Callable[[], Tensor]) -> float:
     return min(times[1:])
 
 
-@functools.cache
-def _handle() -> int:
+@cache
+def library_handle() -> int:
+    """Return the process's cuSPARSE handle."""
     from nvmath.bindings import cusparse
 
     return int(cusparse.create())

@@ -6,6 +6,8 @@ bounds all three types. Where k is no multiple of the block the launch copies X,
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BSR_ALG1.
 """
 
+from functools import partial
+
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cusparse
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
@@ -13,24 +15,30 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
 
 def prepare(operands: Operands) -> Launch:
     """Choose layouts by trying."""
-    from nvmath.bindings import cusparse
-
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
+    weight = _cusparse.Weight(padded(w), ("BSR_ALG1",), partial(describe, w))
+    return _cusparse.prepare(weight, operands)
+
+
+def padded(w: Bsr) -> tuple[int, int]:
+    """Return the sizes in whole blocks, or raise Unsupported where they are not square."""
     (n, k), (r, c) = w.shape, w.block
     if r != c:
         raise Unsupported(f"cuSPARSE expected square blocks, found {r}x{c}")
-    blocks = -(-n // r), -(-k // c)
+    return n + -n % r, k + -k % c
+
+
+def describe(w: Bsr) -> int:
+    """Return a new descriptor; it does not keep the arrays alive."""
+    from nvmath.bindings import cusparse
+
+    (rows, columns), (r, c) = padded(w), w.block
     int32, base = cusparse.IndexType.INDEX_32I, cusparse.IndexBase.ZERO
     types = int32, int32, base, _cusparse.CUDA_TYPES[w.values.dtype]
-
-    def describe() -> int:
-        arrays = (a.data_ptr() for a in (w.offsets, w.columns, w.values))
-        sizes = *blocks, len(w.values), r, c
-        return int(cusparse.create_bsr(*sizes, *arrays, *types, cusparse.Order.ROW))
-
-    padded = blocks[0] * r, blocks[1] * c
-    return _cusparse.prepare(_cusparse.Weight(padded, ("BSR_ALG1",), describe), operands)
+    arrays = (a.data_ptr() for a in (w.offsets, w.columns, w.values))
+    sizes = rows // r, columns // c, len(w.values), r, c
+    return int(cusparse.create_bsr(*sizes, *arrays, *types, cusparse.Order.ROW))
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, _cusparse.supports)

@@ -67,15 +67,23 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
 
 def refusal(w: Bsr, m: int, tuned: bool) -> str | None:
     """Say which of torch's conditions fails, if any."""
+    if reason := block_refusal(w):
+        return reason
+    r, c = w.block
+    if not tuned and r != c:
+        return f"torch expected square blocks, found {r}x{c}"
+    tile = TOKEN_TILES[0] if tuned else r
+    return f"torch expected a multiple of {tile} tokens, found {m}" if m % tile else None
+
+
+def block_refusal(w: Bsr) -> str | None:
+    """Say which of the conditions fails that all of torch's BSR kernels have, if any."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) for side in (r, c)):
         return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
     if n % r or k % c:
         return f"torch expected blocks that divide W, found {r}x{c} in {n}x{k}"
-    if not tuned and r != c:
-        return f"torch expected square blocks, found {r}x{c}"
-    tile = TOKEN_TILES[0] if tuned else r
-    return f"torch expected a multiple of {tile} tokens, found {m}" if m % tile else None
+    return None
 
 
 def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]:

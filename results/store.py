@@ -5,6 +5,8 @@
     run.json          flags in force, status (running, finished, interrupted), where the time went
     rows.jsonl        a schema line, then a row a line, appended contest by contest and synced
     worker.log        whatever kernels and compilers printed
+    lock.txt          every installed distribution; written when the run is sealed (bundle.py)
+    manifest.json     the SHA-256 of every file, likewise
 
 Published runs hold rows.jsonl.gz. Every file says its schema and version. A row holds every field
 of Row, no more and no less; rows of an older schema have the defaults of the fields they lack.

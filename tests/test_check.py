@@ -1,6 +1,11 @@
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
 from sparsebench.harness.check import Expected, check
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES
@@ -74,3 +79,47 @@ def test_an_empty_row_must_be_exactly_zero() -> None:
 def test_what_is_wrong_is_said(spoil, reason: str) -> None:
     right, out = expected(torch.float16)
     assert reason in str(check(spoil(out), right).reason)
+
+
+@pytest.mark.parametrize("pattern", [Csr, Bsr])
+def test_a_packed_output_is_held_where_the_pattern_stores_elements(pattern: type) -> None:
+    right, out = expected(torch.float16)
+    w = pattern.from_dense(out.where(out > 0.5, 0))  # blocks of 32 stick out of 48 x 40
+    verdict = check(w.sample(out), right, w)
+    assert verdict.reason is None
+    assert verdict.error is not None
+    assert verdict.error < 0.6 * right.eps
+    assert check(w.sample(out * 1.02), right, w).reason
+    assert check(w.sample(out.neg()), right, w).reason
+
+
+def test_what_sticks_out_of_the_matrix_must_be_exactly_zero() -> None:
+    right, out = expected(torch.float16)
+    w = Bsr.from_dense(out, block=32)
+    gradient = w.sample(out)
+    gradient.values[-1, -1, -1] = 1e-7
+    assert "[3, 31, 31]" in str(check(gradient, right, w).reason)
+
+
+def test_a_pattern_without_an_element_has_a_right_gradient() -> None:
+    right, out = expected(torch.float16)
+    w = Csr.from_dense(torch.zeros_like(out))
+    assert check(w.sample(out), right, w).reason is None
+
+
+def test_a_packed_output_of_another_kind_is_wrong() -> None:
+    right, out = expected(torch.float16)
+    w = Bsr.from_dense(out, block=16)
+    packed = w.sample(out)
+    for other, reason in [
+        (out, r"expected Bsr \[48, 40\], packed like the weight, found Tensor \[48, 40\]"),
+        (Csr.from_dense(out), r"found Csr \[48, 40\]"),
+        (replace(packed, shape=(48, 48)), r"found Bsr \[48, 48\]"),
+        (replace(packed, columns=packed.columns.long()), "expected the columns of"),
+        (replace(packed, offsets=packed.offsets + 1), "expected the offsets of"),
+        (Bsr.from_dense(out, block=48), "expected the offsets of"),
+        (replace(packed, values=packed.values.float()), "expected torch.float16"),
+        (replace(packed, values=packed.values[1:]), "expected shape"),
+    ]:
+        assert re.search(reason, str(check(other, right, w).reason))
+    assert "expected a tensor, found Bsr [48, 40]" in str(check(packed, right).reason)

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,24 @@ from scipy import sparse
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
+from sparsebench.harness.ops import linear_dgrad as dgrad
+from sparsebench.harness.ops import linear_wgrad as wgrad
 from sparsebench.harness.ops.linear import definition
-from sparsebench.kernels import _cusparse, cusparse_bell, cusparse_bsr, cusparse_csr
+from sparsebench.kernels import (
+    _cusparse,
+    _cusparse_sddmm,
+    cusparse_bell,
+    cusparse_bell_dgrad,
+    cusparse_bsr,
+    cusparse_bsr_wgrad,
+    cusparse_csr,
+    cusparse_csr_dgrad,
+    cusparse_csr_wgrad,
+)
 from sparsebench.kernels._kernel import Operands, Unsupported
 from sparsebench.results.record import Problem
 
+WGRAD_PEERS = [(cusparse_csr_wgrad, None), (cusparse_bsr_wgrad, 4), (cusparse_bsr_wgrad, 3)]
 PEERS = [(cusparse_csr, None), (cusparse_bsr, 4), (cusparse_bell, 4), (cusparse_bsr, 3)]
 
 
@@ -32,10 +46,12 @@ class HostCusparse:
     Order = SimpleNamespace(COL=1, ROW=2)
     IndexType = SimpleNamespace(INDEX_32I=2)
     IndexBase = SimpleNamespace(ZERO=0)
+    SDDMMAlg = SimpleNamespace(DEFAULT=0)
     SpMMAlg = dict.fromkeys(["CSR_ALG1", "CSR_ALG2", "CSR_ALG3", "BSR_ALG1", "BLOCKED_ELL_ALG1"], 0)
 
     def __init__(self) -> None:
         self.described: list[Any] = []
+        self.values: dict[int, int] = {}
         self.refuses = False
 
     def create(self) -> int:
@@ -93,6 +109,31 @@ class HostCusparse:
         right = self.dense(b).T if flip_b else self.dense(b)
         self.dense(c)[:] = self.described[a] @ np.ascontiguousarray(right)
 
+    def sp_mat_set_values(self, descriptor: int, at: int) -> None:
+        self.values[descriptor] = at
+
+    def sddmm_buffer_size(self, *arguments: int) -> None:
+        *_, alg, at = arguments
+        assert alg == self.SDDMMAlg.DEFAULT
+        array(at, 1, ctypes.c_uint64)[0] = self.sp_mm_buffer_size()
+
+    def sddmm_preprocess(self, *arguments: int) -> None:
+        pass
+
+    def sddmm(self, *arguments: int) -> None:
+        _, flip_a, flip_b, alpha, a, b, beta, c, *_ = arguments
+        assert (*floats(alpha, 1), *floats(beta, 1)) == (1.0, 0.0)
+        left = self.dense(a).T if flip_a else self.dense(a)
+        product = left @ (self.dense(b).T if flip_b else self.dense(b))
+        pattern = self.described[c]
+        assert product.shape == pattern.shape
+        out = floats(self.values[c], pattern.data.size).reshape(pattern.data.shape)
+        rows = np.arange(len(pattern.indptr) - 1).repeat(np.diff(pattern.indptr))
+        for at, (row, column) in enumerate(zip(rows, pattern.indices, strict=True)):
+            r, s = pattern.data.shape[1:] or (1, 1)
+            block = product[row * r : row * r + r, column * s : column * s + s]
+            out[at] = block if pattern.data.ndim > 1 else block[0, 0]
+
     def dense(self, descriptor: int) -> Any:
         rows, columns, ld, at, order = self.described[descriptor]
         if order == self.Order.ROW:
@@ -137,6 +178,13 @@ def operands_of(m: int, n: int, k: int, block: int | None, density: float = 0.4)
     return Operands(problem, {"w": w}, {"x": torch.randn(m, k)}, definition)
 
 
+def wgrad_of(m: int, n: int, k: int, block: int | None) -> Any:
+    pattern = operands_of(m, n, k, block).weights["w"]
+    problem = Problem("linear_wgrad", {"m": m, "n": n, "k": k, "dtype": "fp32"})
+    activations = {"dy": torch.randn(m, n), "x": torch.randn(m, k)}
+    return Operands(problem, {}, activations, wgrad.definition, None, pattern)
+
+
 @pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
 @pytest.mark.parametrize("y_layout", _cusparse.Y_LAYOUTS)
 @pytest.mark.parametrize("x_layout", _cusparse.X_LAYOUTS)
@@ -159,6 +207,53 @@ def test_every_layout_describes_the_same_product(
     y = launch()
     torch.testing.assert_close(y, definition(operands.weights["w"].to_dense(), x))
     assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
+@pytest.mark.parametrize("x_layout", _cusparse_sddmm.X_LAYOUTS)
+@pytest.mark.parametrize("dy_layout", _cusparse_sddmm.DY_LAYOUTS)
+@pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
+def test_every_layout_describes_the_same_weight_gradient(
+    library: HostCusparse,
+    monkeypatch: pytest.MonkeyPatch,
+    peer: Any,
+    block: int | None,
+    dy_layout: str,
+    x_layout: str,
+    shape: tuple[int, int, int],
+) -> None:
+    monkeypatch.setattr(_cusparse_sddmm, "X_LAYOUTS", (x_layout,))
+    monkeypatch.setattr(_cusparse_sddmm, "DY_LAYOUTS", (dy_layout,))
+    operands = wgrad_of(*shape, block)
+    launch = peer.KERNEL.prepare(operands)
+    assert (launch.choice["x_layout"], launch.choice["dy_layout"]) == (x_layout, dy_layout)
+    dy, x = (tensor.normal_() for tensor in operands.activations.values())
+    found, expected = launch(), operands.pattern.sample(dy.t() @ x)
+    torch.testing.assert_close(found.values, expected.values)
+    assert torch.equal(found.columns, operands.pattern.columns)
+    assert launch().values.data_ptr() != found.values.data_ptr()
+
+
+@pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
+def test_a_settled_layout_is_taken_again(
+    library: HostCusparse, peer: Any, block: int | None
+) -> None:
+    operands = wgrad_of(5, 9, 14, block)
+    settled = {"dy_layout": "rows", "x_layout": "columns"}
+    launch = peer.KERNEL.prepare(replace(operands, settled=settled))
+    assert settled.items() <= launch.choice.items()
+
+
+@pytest.mark.parametrize("peer", [cusparse_bell_dgrad, cusparse_csr_dgrad])
+def test_input_gradients_multiply_by_the_transposed_weight(
+    library: HostCusparse, peer: Any
+) -> None:
+    block = 4 if peer is cusparse_bell_dgrad else None
+    w, dy = operands_of(5, 9, 14, block).weights["w"], torch.randn(5, 9)
+    problem = Problem("linear_dgrad", {"m": 5, "n": 9, "k": 14, "dtype": "fp32"})
+    launch = peer.KERNEL.prepare(Operands(problem, {"w": w}, {"dy": dy}, dgrad.definition))
+    dy.normal_()
+    torch.testing.assert_close(launch(), dy @ w.to_dense())
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)

@@ -82,10 +82,10 @@ READINGS: list[tuple[Finding, Level]] = [
     (crosscheck.floor("compute", [0.0, log(0.95)]), WARNING),
     (crosscheck.floor("launch", [log(1.048)]), OK),
     (crosscheck.nothing(4.5), OK),
-    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 195.0}), OK),
-    (crosscheck.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}), WARNING),
-    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 190.0}), WARNING),
-    (crosscheck.agreement({"graph": 5.0, "events": 9.0, "CUPTI": 1.5}), OK),
+    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 191.0}, 4.0), OK),
+    (crosscheck.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}, 4.0), WARNING),
+    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 189.0}, 4.0), WARNING),
+    (crosscheck.agreement({"graph": 5.0, "events": 9.0, "CUPTI": 1.5}, 4.0), OK),
 ]
 
 
@@ -110,7 +110,7 @@ def test_what_was_found_is_in_numbers() -> None:
     assert crosscheck.floor("memory", [log(1.02), log(0.99)]).found == (
         "2 pairs, 2 % apart at most"
     )
-    assert crosscheck.agreement({"graph": 20.0, "events": 21.0}).found == (
+    assert crosscheck.agreement({"graph": 20.0, "events": 21.0}, 4.0).found == (
         "graph 20 µs; events 21 µs (+5.0 %); CUPTI tells nothing here"
     )
     assert host.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}).found == (

@@ -120,3 +120,32 @@ def test_csr_draws_its_layout() -> None:
 def test_a_block_of_nothing_is_refused() -> None:
     with pytest.raises(FormatError, match="expected a block of at least 1x1, found 0x4"):
         load_format("bsr").from_dense(torch.zeros(4, 4), block=[0, 4])
+
+
+@pytest.mark.parametrize("name", ["csr", "bsr"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sample_is_the_other_matrix_where_this_one_stores(
+    name: str, shape: tuple[int, int]
+) -> None:
+    packed = stored(name, matrix(shape, torch.float16, 0.05))
+    other = matrix(shape, torch.float64, 1.0)
+    ones = packed.sample(torch.ones(shape)).to_dense()
+    sampled = packed.sample(other)
+    assert torch.equal(sampled.to_dense(), other.where(ones == 1, 0))
+    assert (ones.bool() | (packed.to_dense() == 0)).all()
+    assert int(sampled.arrays()["values"].count_nonzero()) == int(ones.sum())  # padding is zero
+    for array, of_other in zip(packed.arrays().items(), sampled.arrays().items(), strict=True):
+        assert array[0] == of_other[0]
+        assert array[0] == "values" or torch.equal(array[1], of_other[1])
+
+
+@pytest.mark.parametrize("name", ["csr", "bsr"])
+def test_a_matrix_of_another_size_is_no_sample(name: str) -> None:
+    packed = stored(name, torch.ones(4, 6))
+    with pytest.raises(FormatError, match=r"expected \[4, 6\], found \[6, 4\]"):
+        packed.sample(torch.ones(6, 4))
+
+
+def test_a_format_says_when_it_cannot_take_other_values() -> None:
+    with pytest.raises(FormatError, match="dense has no room for the values of another matrix"):
+        stored("dense", torch.ones(4, 6)).sample(torch.ones(4, 6))

@@ -19,8 +19,9 @@ ACTIVATIONS = ["silu", "relu", "relu2"]
 
 
 def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    found = {}
-    for name, operand in load_op(op_name).operands.items():
+    found, op = {}, load_op(op_name)
+    for name in op.arguments:
+        operand = op.operands[name]
         found[name] = torch.empty([SIZES[size] for size in operand.shape])
         fill(found[name], 0, name)
     return {name: tensor.to(dtype) for name, tensor in found.items()}
@@ -62,10 +63,10 @@ def test_sizes_of_operands_are_fields(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_definition_and_spread_take_the_operands_in_order_and_fields_by_name(name: str) -> None:
     op = load_op(name)
-    for function in (op.definition, op.spread):
+    for function in (op.definition, op.spread, op.depth):
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert positional == list(op.operands)
+        assert positional == op.arguments
         assert keywords(function) <= op.fields.model_fields.keys()
 
 
@@ -76,7 +77,8 @@ def test_a_definition_keeps_the_dtype_and_a_spread_the_shape(name: str) -> None:
         out = settled(name, op.definition)(**drawn(name, dtype))
         assert out.dtype == dtype
         assert settled(name, op.spread)(**drawn(name, dtype)).shape == out.shape
-        assert out.shape[0] == SIZES["m"]
+        rows = op.operands[op.pattern].shape[0] if op.pattern else "m"
+        assert out.shape[0] == SIZES[rows]
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,3 +1,4 @@
+import hashlib
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from torch import Tensor
 from sparsebench.harness import bits
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import scores
-from sparsebench.harness.patterns import PATTERNS, Grid, level, magnitudes, mask
+from sparsebench.harness.grid import Grid, magnitudes
+from sparsebench.harness.patterns import PATTERNS, level, mask
 
 CPU = torch.device("cpu")
-IN_BLOCKS = ["blocks", "balanced_blocks", "banded"]
+IN_BLOCKS = ["blocks", "balanced_blocks", "banded", "block_diagonal"]
+GRAPHS = ["small_world", "scale_free"]
 
 
 def hashed(grid: Grid) -> Tensor:
@@ -36,7 +39,8 @@ def cells(kept: Tensor, r: int, c: int) -> Tensor:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_pattern_keeps_what_its_level_says(pattern: str) -> None:
-    sparsity = {"dense": 0.0, "two_four": 0.5}.get(pattern, 0.8)
+    levels = {"dense": 0.0, "two_four": 0.5, "small_world": 0.7, "scale_free": 0.72}
+    sparsity = levels.get(pattern, 0.8)
     asked = fields(pattern, 120, 200, sparsity, [12, 20])
     assert level(asked) == sparsity
     assert float(chosen(asked).double().mean()) == pytest.approx(1 - sparsity, abs=1e-12)
@@ -54,7 +58,7 @@ def test_blocks_need_not_divide_the_matrix(pattern: str, block: Any) -> None:
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([p for p in PATTERNS if p not in ("dense", "two_four")]),
+    st.sampled_from(["unstructured", *IN_BLOCKS]),
     st.tuples(st.integers(1, 60), st.integers(1, 60)),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.floats(0, 0.99),
@@ -123,6 +127,49 @@ def test_a_band_lies_about_the_diagonal_of_any_shape() -> None:
     rows, columns = kept.nonzero(as_tuple=True)
     assert (rows / 64 - columns / 256).abs().max() < 0.25
     assert kept[::4, ::16].diagonal().all()
+
+
+def test_block_diagonal_parts_are_equal_but_for_rounding() -> None:
+    kept = cells(chosen(fields("block_diagonal", 80, 80, 0.66, 8)), 8, 8)
+    assert kept.int().tolist() == [
+        [int(r * 3 // 10 == c * 3 // 10) for c in range(10)] for r in range(10)
+    ]
+    wide = cells(chosen(fields("block_diagonal", 4, 8, 0.5, 1)), 1, 1)
+    assert wide[0].tolist() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("pattern", GRAPHS)
+@pytest.mark.parametrize("sparsity", [0.5, 0.79, 0.95])
+def test_a_graph_has_links_both_ways_and_a_diagonal(pattern: str, sparsity: float) -> None:
+    asked = fields(pattern, 800, 800, sparsity, 8)
+    kept = cells(chosen(asked), 8, 8)
+    assert torch.equal(kept, kept.T)
+    assert kept.diagonal().all()
+    assert 1 - int(kept.sum()) / kept.numel() == pytest.approx(level(asked), abs=1e-12)
+
+
+@pytest.mark.parametrize("pattern", GRAPHS)
+def test_a_graph_needs_as_many_rows_of_blocks_as_columns(pattern: str) -> None:
+    with pytest.raises(SuiteError, match="at least 3; found 8x4"):
+        level(fields(pattern, 64, 64, 0.5, [8, 16]))
+    with pytest.raises(SuiteError, match="at least 3; found 2x2"):
+        level(fields(pattern, 64, 64, 0.5, 32))
+
+
+@pytest.mark.parametrize("pattern", GRAPHS)
+def test_a_graph_is_the_same_for_a_seed_and_another_for_another(pattern: str) -> None:
+    asked = fields(pattern, 400, 400, 0.91, 4)
+    assert torch.equal(chosen(asked), chosen(asked))
+    other = mask(asked, ("n", "k"), lambda grid: scores(1, "w", grid.cells, CPU), CPU)
+    assert not torch.equal(chosen(asked), other)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "digest"), [("small_world", "1171a5628b9ba644"), ("scale_free", "014126e9bbb635ed")]
+)
+def test_a_graph_is_these_very_bits_on_every_machine(pattern: str, digest: str) -> None:
+    kept = chosen(fields(pattern, 400, 400, 0.91, 4))
+    assert hashlib.sha256(kept.numpy().tobytes()).hexdigest()[:16] == digest
 
 
 def test_random_blocks_are_spread_over_rows() -> None:

@@ -20,6 +20,7 @@ from sparsebench.reports.figures._html import percent, significant, times
 from sparsebench.reports.figures._sweep import _bounds
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.frame import frame
+from sparsebench.results.noise import noise
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
 from sparsebench.results.summary import summary
@@ -184,8 +185,8 @@ MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
 
 
 def frames(rows: list[Row]) -> Frames:
-    table = frame(rows)
-    return Frames(run(rows), table, summary(table))
+    table, floor = frame(rows), noise(run(rows))
+    return Frames(run(rows), table, summary(table, floor), floor)
 
 
 RUNS: dict[str, Callable[[], Run]] = {
@@ -239,9 +240,10 @@ def test_ids_on_a_page_are_unique(kind: str) -> None:
     assert ids == [figure.name for figure in figures() if figure.name in ids]
 
 
-def test_the_sparsity_run_has_every_figure() -> None:
+def test_the_sparsity_run_has_every_figure_that_needs_no_pair_and_no_ceiling() -> None:
     text = page_of("sparsity")
-    assert all(f'<section id="{figure.name}">' in text for figure in figures())
+    drawn = {figure.name for figure in figures() if f'<section id="{figure.name}">' in text}
+    assert drawn == {figure.name for figure in figures()} - {"noise", "ceilings"}
 
 
 def test_text_of_a_run_is_never_markup() -> None:
@@ -256,7 +258,7 @@ def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> No
     for word in ["over dense/cublas", "n 64", "k 64", "m 8", "bf16", "Some CPU", "["]:
         assert word in answer
     assert "quartiles in one process; they are not confidence intervals" in answer
-    assert "A/A pairs (1) differ by up to 0 %" in answer
+    assert "Noise floor: launch 0.5 %" in answer
 
 
 def test_a_baseline_that_ran_alone_has_beaten_nothing() -> None:
@@ -303,7 +305,7 @@ def test_the_field_with_most_values_is_drawn_along_x() -> None:
 
 def test_panels_differ_by_what_they_say_and_blocks_go_by_size() -> None:
     same, groups = panels(frames(sweep(replicates=1)[::6]).cases, "level", ["m", "n"])
-    assert same == "linear · k 4096 · bf16 · blocks · scope kernel · cache cold"
+    assert same == "linear · k 4096 · bf16 · blocks · kernel time · cold cache"
     assert [title for title, _ in groups] == [f"block {b}" for b in (16, 32, 64, 128)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.ceilings import Ceilings
-from sparsebench.harness.contest import Order
+from sparsebench.harness.entry import Order
 from sparsebench.harness.measure import Flags, measure
 from sparsebench.harness.sim_clock import Spec, call_us, read, samples
 from sparsebench.harness.sim_contest import run as run_contest

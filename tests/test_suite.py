@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from sparsebench.harness._errors import SuiteError
-from sparsebench.harness.catalog import suites
-from sparsebench.harness.measure import only
+from sparsebench.harness.catalog import load_kernel, suites
+from sparsebench.harness.patterns import level
+from sparsebench.harness.selection import only
 from sparsebench.harness.suite import Suite, read
 
 HEAD = "schema: sparsebench/suite@1\ntitle: t\n"
@@ -51,6 +52,27 @@ def test_lists_are_sweeps_and_mappings_set_several_fields(tmp_path: Path) -> Non
     assert {str(c.problem["block"]) for c in found.contests} == {"8", "[4, 16]"}
 
 
+def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> None:
+    gradient = PROBLEM.replace("linear", "linear_dgrad")
+    entry = "{op: linear_dgrad, format: csr, kernel: scipy_csr_dgrad}"
+    found = suite(tmp_path, f"{PROBLEM}\n  - {gradient}", f"{CONTENDER}\n  - {entry}")
+    kernels = [[c.kernel for c in contest.contenders] for contest in found.contests]
+    assert kernels == [["scipy_csr"], ["scipy_csr", "scipy_csr_dgrad"]]
+
+
+def test_the_gradients_of_the_training_suite_meet_their_own_peers() -> None:
+    for contest in [*read("training").contests, *read("openai").contests]:
+        ops = {load_kernel(contender.kernel).op for contender in contest.contenders}
+        assert ops == {"any", contest.problem.op}
+
+
+def test_the_sweep_of_2017_keeps_the_number_of_weights() -> None:
+    for contest in read("openai").contests:
+        fields = contest.problem.fields
+        weights = fields["n"] ** 2 * (1 - level(fields))
+        assert weights == pytest.approx(6.55e6, rel=0.11)
+
+
 def test_a_contender_that_is_also_the_baseline_competes_once(tmp_path: Path) -> None:
     found = suite(tmp_path, rest=f"baselines:\n  - {CONTENDER}\n")
     (contest,) = found.contests
@@ -79,6 +101,8 @@ BAD = {
     "level of one": (PROBLEM.replace("0.5", "1.0"), CONTENDER, "", "less than 1; found 1.0"),
     "unknown kernel": (PROBLEM, "{format: csr, kernel: scipy_crs}", "",
                        "found 'scipy_crs' (did you mean scipy_csr?)"),
+    "op of no problem": (PROBLEM, "{op: linear_dgard, format: csr, kernel: scipy_csr}", "",
+                         "contenders[0].op: expected an op of the problems: linear; found"),
     "unknown format": (PROBLEM, "{format: bsrr, kernel: reference}", "", "(did you mean bsr?)"),
     "another format's kernel": (PROBLEM, "{format: bsr, kernel: scipy_csr}", "",
                                 "expected a kernel of format bsr, found scipy_csr of csr"),

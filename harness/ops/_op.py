@@ -30,9 +30,15 @@ class Fields(BaseModel):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: its role and, by field name, its two sizes."""
+    """One operand: its role and, by field name, its two sizes.
 
-    role: Literal["weight", "activation"]
+    weight      stored in a contender's format
+    activation  arrives dense at every call
+    pattern     stored as a weight is, for where its elements are: the definition does not take it,
+                and the output, of the same sizes, has an element wherever it stores one
+    """
+
+    role: Literal["weight", "activation", "pattern"]
     shape: tuple[str, str]
 
 
@@ -41,11 +47,12 @@ class Op:
     """An op.
 
     fields        pydantic model of a problem's fields
-    operands      by name, in the order of the definition's arguments
-    definition    dense operands in any dtype to the output [rows, columns]; arguments that it takes
-                  by keyword alone are fields of the problem
+    operands      by name, in the order of the definition's arguments; at most one is a pattern
+    definition    dense operands in any dtype, but for a pattern, to the output [rows, columns];
+                  arguments that it takes by keyword alone are fields of the problem
     spread        the same arguments in fp64 to the size, per output element, of the values that
                   rounding acts on: sqrt of the sum of squared terms; errors are held against it
+    depth         the operands of the definition to the most non-zero terms in one of its sums
     flops         (problem, non-zeros by weight name) to the operations no kernel can avoid
     fewest_bytes  (problem, non-zeros by weight name, bytes an element) to the bytes likewise: every
                   non-zero and activation read once, every output written once, no index at all
@@ -55,15 +62,31 @@ class Op:
     operands: Mapping[str, Operand]
     definition: Callable[..., Tensor]
     spread: Callable[..., Tensor]
+    depth: Callable[..., int]
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
 
     @property
     def weights(self) -> list[str]:
         """Name the operands that formats store."""
-        return [name for name, operand in self.operands.items() if operand.role == "weight"]
+        return [name for name, operand in self.operands.items() if operand.role != "activation"]
 
     @property
     def activations(self) -> list[str]:
         """Name the operands that arrive dense at every call."""
         return [name for name, operand in self.operands.items() if operand.role == "activation"]
+
+    @property
+    def pattern(self) -> str | None:
+        """Name the operand whose pattern the output has; None where the output is dense."""
+        return next((name for name, o in self.operands.items() if o.role == "pattern"), None)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Name the operands that the definition takes."""
+        return [name for name in self.operands if name != self.pattern]
+
+
+def longest_row(*weights: Tensor) -> int:
+    """Return the most non-zeros in a row of any of the weights."""
+    return max(int((weight != 0).sum(1).max()) for weight in weights)

@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn.functional import linear, relu, silu
 
-from sparsebench.harness.ops._op import Fields, Op, Operand
+from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.results.record import Problem
 
 
@@ -44,6 +44,11 @@ def spread(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) ->
     h2 = (act * u).square()
     var_h = (slope * u).square() * var_g + act.square() * var_u + h2
     return linear(var_h + h2, wd.square()).sqrt()
+
+
+def depth(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> int:
+    """Return the most non-zeros in a row of a weight."""
+    return longest_row(wg, wu, wd)
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
@@ -89,6 +94,7 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
+    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
 )

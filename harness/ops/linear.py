@@ -9,7 +9,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from sparsebench.harness.ops._op import Fields, Op, Operand
+from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.results.record import Problem
 
 
@@ -31,6 +31,11 @@ def spread(w: Tensor, x: Tensor) -> Tensor:
     return definition(w.square(), x.square()).sqrt()
 
 
+def depth(w: Tensor, x: Tensor) -> int:
+    """Return the most non-zeros in a row of W."""
+    return longest_row(w)
+
+
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add a token and non-zero."""
     return float(2 * problem["m"] * nnz["w"])
@@ -47,6 +52,7 @@ OP = Op(
     operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
     definition=definition,
     spread=spread,
+    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
 )

@@ -5,7 +5,7 @@ nothing, or the empty Markup where there is nothing to show. The report finds it
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,31 +13,40 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._html import percent, plain
+from sparsebench.reports.figures._html import folded, percent, plain
+from sparsebench.reports.figures._verdict import clear, undecided
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
+from sparsebench.results.noise import Noise
 from sparsebench.results.store import Run
 
 NOTHING = Markup("")
+MEASURE = ["scope", "cache"]
+SCOPES = {"kernel": "kernel time", "op": "as called from Python, host cost included"}
 
 
 @dataclass(frozen=True)
 class Frames:
-    """What a figure draws from: the run, a line for each of its rows, a line for each case."""
+    """What a figure draws from: the run, a line for each row, a line for each case, A/A pairs."""
 
     run: Run
     rows: pd.DataFrame
     cases: pd.DataFrame
+    noise: Noise
 
     @property
     def device(self) -> str:
         """Name the GPU or CPU."""
         return device_name(self.run.environment)
 
-    @property
+    @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases that have times, without the second halves of A/A pairs."""
-        return self.cases[(self.cases.status == "ok") & ~self.cases.twin.astype(bool)]
+        """Return the cases that have times, without the second halves of A/A pairs.
+
+        `clear` says that a case is faster than its baseline, `undecided` that it is not told apart.
+        """
+        raced = self.cases[(self.cases.status == "ok") & ~self.cases.twin.astype(bool)]
+        return raced.assign(clear=clear(raced), undecided=undecided(raced))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
         """Number the contenders among these cases as everywhere on the page."""
@@ -58,6 +67,20 @@ def swept(cases: pd.DataFrame) -> str:
     return max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
 
 
+def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
+    """Split cases by scope and cache state: kernel time and a cold cache come first."""
+    groups = [group for _, group in cases.groupby(MEASURE, sort=False)]
+    return sorted(groups, key=lambda g: (g.scope.iloc[0] != "kernel", g.cache.iloc[0] != "cold"))
+
+
+def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) -> Markup:
+    """Draw the first scope and cache state openly, and fold the same for each other below it."""
+    drawn = [(named(group.iloc[0], MEASURE), draw(group)) for group in measures(cases)]
+    shown = [(title, body) for title, body in drawn if body]
+    rest = Markup("").join(folded(title, body) for title, body in shown[1:])
+    return shown[0][1] + rest if shown else NOTHING
+
+
 def panels(
     cases: pd.DataFrame, x: str, together: Sequence[str] = ()
 ) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
@@ -65,7 +88,7 @@ def panels(
 
     Return what all cases share, in words, and for each panel what sets it apart and its cases.
     """
-    names = [*fields(cases), "level", "scope", "cache"]
+    names = [*fields(cases), "level", *MEASURE]
     names = ["op", *(n for n in names if n not in ("sparsity", x, *together))]
     differ = [name for name in names if cases[name].nunique(dropna=False) > 1]
     same = named(cases.iloc[0], [name for name in names if name not in differ])
@@ -89,6 +112,8 @@ def ordered(values: "pd.Series[Any]") -> list[Any]:
 def _word(name: str, value: Any) -> str:
     if name == "level":
         return f"sparsity {percent(value)}"
+    if name in MEASURE:
+        return SCOPES.get(value, value) if name == "scope" else f"{value} cache"
     return str(value) if name in ("op", "dtype", "pattern", "label") else f"{name} {plain(value)}"
 
 

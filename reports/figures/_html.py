@@ -57,6 +57,14 @@ def table(
     ).format(classes, top, lines)
 
 
+def known(
+    heads: Sequence[str], rows: Sequence[Sequence[str | Markup]]
+) -> tuple[list[str], list[list[str | Markup]]]:
+    """Leave out the columns of a table that are a dash in every row."""
+    kept = [i for i in range(len(heads)) if not rows or any(row[i] != "–" for row in rows)]
+    return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
 def note(text: str | Markup) -> Markup:
     """Return a paragraph in small print."""
     return Markup('<p class="note">{}</p>').format(text)

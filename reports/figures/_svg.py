@@ -1,7 +1,7 @@
 """matplotlib drawings as inline SVG that follows the page: its font, its ink, its colours.
 
 Colours are drawn as stand-ins and become CSS afterwards, so that one drawing serves light and dark:
-INK becomes currentColor, the colour of series i becomes var(--series-i).
+INK becomes currentColor, PAPER the page's, the colour of series i becomes var(--series-i).
 """
 
 import hashlib
@@ -18,8 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 INK = "#000001"
+PAPER = "#000002"
 COLOURS = 8  # the palette in templates/report.css
 MARKERS = "os^DvPX*"
+HOLLOW: dict[str, Any] = {"linestyle": "none", "markerfacecolor": PAPER, "markeredgewidth": 1.2}
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))]
 SIZE = (270, 200)  # CSS pixels, before the page scales it
 
@@ -75,6 +77,7 @@ def svg(figure: Figure, label: str) -> Markup:
         (r' transform="rotate\(-?0 [^"]*"', ""),
         (r"#0000(1[0-7])", lambda found: f"var(--series-{int(found[1], 16) - 0x10})"),
         (INK, "currentColor"),
+        (PAPER, "var(--paper)"),
         (r"\n *", "\n"),
     ]
     for pattern, new in changes:
@@ -89,7 +92,16 @@ def svg(figure: Figure, label: str) -> Markup:
 @cache
 def swatch(number: int | None) -> Markup:
     """Return a short piece of a contender's line, or of the baseline's, for a legend."""
-    look = {"color": INK, "linewidth": 1.2} if number is None else series(number)
+    return _swatch({"color": INK, "linewidth": 1.2} if number is None else series(number))
+
+
+@cache
+def hollow() -> Markup:
+    """Return the marker of what is not told apart from the baseline, for a legend."""
+    return _swatch({"color": INK, "marker": "o", "markersize": 5} | HOLLOW)
+
+
+def _swatch(look: dict[str, Any]) -> Markup:
     with style():
         figure = Figure(figsize=(30 / 72, 12 / 72))
         figure.add_artist(Line2D([0.08, 0.5, 0.92], [0.5, 0.5, 0.5], markevery=[1], **look))

@@ -1,6 +1,6 @@
 """Small multiples: one quantity against the swept field, a line a contender, a panel a shape.
 
-log2 y │   ●──●──●      band: low to high over processes, or quartiles
+log2 y │   ●──●──○      band: the interval, or the range or quartiles; hollow: undecided
      1 ┼──────────── baseline
        └─────────── x: sparsity on a log scale of density, or m ...
 """
@@ -17,7 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._html import folded
-from sparsebench.reports.figures._svg import INK, canvas, series, style, svg, swatch
+from sparsebench.reports.figures._svg import (
+    HOLLOW,
+    INK,
+    canvas,
+    hollow,
+    series,
+    style,
+    svg,
+    swatch,
+)
 
 OPEN = 16  # panels shown at once; more are folded away
 LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks where levels are many
@@ -54,13 +63,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column to draw, its interval, its name with the unit, and what the baseline has."""
+    """A column to draw, its interval, its name with the unit, and what the baseline has.
+
+    Markers are hollow where the column `hollow` says so.
+    """
 
     column: str
     low: str
     high: str
     name: str
     baseline: float | None = None
+    hollow: str = ""
 
 
 def sweep(cases: pd.DataFrame, x: str) -> Sweep:
@@ -68,9 +81,10 @@ def sweep(cases: pd.DataFrame, x: str) -> Sweep:
     return Sweep(x, np.unique(cases[x].dropna().to_numpy(dtype=float).round(4)))
 
 
-def legend(names: Mapping[str, int], solid: str) -> Markup:
-    """Name the series of a figure beside their lines, and last what the plain line is."""
+def legend(names: Mapping[str, int], solid: str, empty: str = "") -> Markup:
+    """Name the series beside their lines, what the plain line is, and what is hollow."""
     entries = [(swatch(number), name) for name, number in names.items()] + [(swatch(None), solid)]
+    entries += [(hollow(), empty)] if empty else []
     items = Markup("").join(Markup("<li>{}{}</li>").format(*entry) for entry in entries)
     return Markup('<ul class="legend">{}</ul>').format(items)
 
@@ -121,8 +135,12 @@ def _line(axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity, numb
     if cases.empty:
         return
     x, look = axis.place(cases[axis.name]), series(number)
-    low, high = (cases[name].to_numpy(dtype=float) for name in (quantity.low, quantity.high))
-    axes.plot(x, cases[quantity.column].to_numpy(dtype=float), **look)
+    columns = quantity.column, quantity.low, quantity.high
+    y, low, high = (cases[name].to_numpy(dtype=float) for name in columns)
+    axes.plot(x, y, **look)
+    if quantity.hollow:
+        empty = cases[quantity.hollow].to_numpy(dtype=bool)
+        axes.plot(x[empty], y[empty], **look | HOLLOW)
     axes.vlines(x, low, high, color=look["color"], linewidth=1.2, alpha=0.7)
     axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
 

@@ -72,9 +72,13 @@ def _answers(cases: pd.DataFrame) -> Markup:
 
 
 def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Keep, at each x, the block that gains most: blocks are different matrices, not contenders."""
-    order = cells.assign(gain=cells.speedup.fillna(0), at=cells[x].round(4))
-    return order.sort_values(["at", "clear", "gain"]).drop_duplicates("at", keep="last")
+    """Keep, at each x, the line that gains most, of those that are clearly faster if any is.
+
+    That chooses among blocks too: they are different matrices, not contenders.
+    """
+    order = cells.assign(at=cells[x].round(4), gain=cells.speedup.fillna(0), haste=-cells.median_us)
+    order = order.sort_values(["at", "clear", "gain", "haste"], kind="stable")
+    return order.drop_duplicates("at", keep="last")
 
 
 def _sentence(title: str, cases: pd.DataFrame, x: str) -> Markup:
@@ -82,14 +86,14 @@ def _sentence(title: str, cases: pd.DataFrame, x: str) -> Markup:
     ours = cases[cases.label != cases.baseline_label]
     if ours.empty:
         return where + f"only {', '.join(cases.label.unique())} ran."
-    best = _best(winners(ours), x)
+    best = _best(ours, x)
     if best.speedup.isna().all():
         words = Markup("<b>{}</b> {}, without an ok baseline to compare with.")
         return where + words.format(best.label.iloc[0], _measured(best.iloc[0], x))
     if not best.clear.any():
         bases = ", ".join(best.baseline_label.dropna().unique())
         return where + f"No contender is clearly faster than {bases} at {_others(best, x)}."
-    top = best.loc[best.speedup.where(best.clear).idxmax()]
+    top = best.iloc[best.speedup.where(best.clear).argmax()]
     words = Markup("{}<b>{}</b> {} over {} with <b>{}</b> {}. ").format(
         where, times(top.speedup), _interval(top), top.baseline_label, top.label, _measured(top, x)
     )

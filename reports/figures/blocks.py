@@ -8,8 +8,9 @@ import seaborn
 from markupsafe import Markup
 from matplotlib.colors import to_hex
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, ordered, panels
+from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
 from sparsebench.reports.figures._html import note, percent, table, times
+from sparsebench.reports.figures._verdict import meaning
 from sparsebench.results.summary import winners
 
 TITLE = "Block by sparsity"
@@ -23,6 +24,10 @@ def draw(frames: Frames) -> Markup:
     """Show, where a run has several blocks, the best speed-up of each cell and whose it is."""
     raced = frames.raced
     raced = raced[raced.label.isin(frames.series) & raced.speedup.notna()]
+    return each_measure(raced, _maps)
+
+
+def _maps(raced: pd.DataFrame) -> Markup:
     cells = winners(raced)
     if cells.block.nunique() < 2:
         return NOTHING
@@ -31,7 +36,8 @@ def draw(frames: Frames) -> Markup:
     if not maps:
         return NOTHING
     words = f"{same}. The fastest contender but the baseline, and its speed-up over the baseline; "
-    words += "≈ where the runner-up's interval overlaps. Blue is faster than the baseline."
+    words += "≈ where the runner-up is not told apart from it. Blue is faster than the baseline; "
+    words += f"hatched: {meaning(raced)[1]}."
     return note(words) + Markup('<div class="maps">{}</div>').format(Markup("").join(maps))
 
 
@@ -52,7 +58,9 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
     octaves = float(np.clip(np.log2(line.speedup), -OCTAVES, OCTAVES))
     red, green, blue, _ = COLOURS(0.5 + octaves / OCTAVES / 2)
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.45  # where white is easier to read
-    return Markup('<span class="cell" style="background:{};color:{}"><b>{}{}</b>{}</span>').format(
+    look = '<span class="cell{}" style="background-color:{};color:{}"><b>{}{}</b>{}</span>'
+    return Markup(look).format(
+        " undecided" if line.undecided else "",
         to_hex((red, green, blue)),
         "#fff" if dark else "#111",
         "≈ " if line.tied else "",

@@ -1,29 +1,29 @@
 """Every case in one table that sorts and filters, and the data it was made from."""
 
 import base64
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note, percent, plain, significant, table, times
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames
+from sparsebench.reports.figures._html import (
+    known,
+    note,
+    percent,
+    plain,
+    significant,
+    table,
+    times,
+)
+from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.results.frame import fields
 
 TITLE = "Every case"
 ORDER = 100
 
 EMBEDDED_BYTES = 2_000_000  # a larger CSV would be most of the page
-HEADS = [">sparsity", "contender", "status", ">time, µs", ">low", ">high", ">speed-up", ">low"]
-HEADS += [
-    ">high",
-    ">TFLOP/s",
-    ">GB/s",
-    ">bytes, of dense",
-    ">error, of bound",
-    ">processes",
-    "case",
-]
 
 
 def draw(frames: Frames) -> Markup:
@@ -32,26 +32,50 @@ def draw(frames: Frames) -> Markup:
     if cases.empty:
         return NOTHING
     names = [name for name in fields(cases) if name != "sparsity" and cases[name].notna().any()]
-    names = [name for name in ["op", *names] if cases[name].nunique(dropna=False) > 1]
+    names = [n for n in ["op", *names, *MEASURE] if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
-    lines = [_line(line, names) for _, line in cases.iterrows()]
+    said = cases.assign(
+        outcome=[outcome(line) for _, line in cases.iterrows()],
+        above=[above_floor(line) for _, line in cases.iterrows()],
+    )
+    heads += [head for head, _, _ in COLUMNS]
+    columns = [said[name].map(_text) for name in names]
+    columns += [said[name].map(write) for _, name, write in COLUMNS]
+    lines = [list(line) for line in zip(*columns, strict=True)]
     tool = Markup('<input type="search" placeholder="filter, e.g. bsr 4096 ok" data-filter>')
-    return _download(cases) + tool + table([*heads, *HEADS], lines, "sortable")
+    return _download(cases) + tool + table(*known(heads, lines), "sortable")
 
 
-def _line(line: "pd.Series[Any]", names: list[str]) -> list[str | Markup]:
-    return [
-        *("–" if pd.isna(line[name]) else plain(line[name]) for name in names),
-        percent(line.level),
-        line.label,
-        line.status.replace("_", " "),
-        *(significant(line[name]) for name in ("median_us", "low_us", "high_us")),
-        *(times(line[name]) for name in ("speedup", "speedup_low", "speedup_high")),
-        *(significant(line[name]) for name in ("tflops", "gb_per_s", "bytes_of_dense")),
-        significant(line.error_of_bound, 2),
-        str(line.processes),
-        Markup("<code>{}</code>").format(line.case_id),
-    ]
+def _text(value: Any) -> str:
+    return "–" if pd.isna(value) or value == "" else plain(value)
+
+
+def _status(status: str) -> str:
+    return status.replace("_", " ")
+
+
+def _megabytes(size: Any) -> str:
+    return "–" if pd.isna(size) else significant(size / 1e6)
+
+
+def _hundredths(share: float) -> str:
+    return significant(100 * share)
+
+
+def _millijoules(energy_j: float) -> str:
+    return significant(1e3 * energy_j)
+
+
+def _error(error: float) -> str:
+    return significant(error, 2)
+
+
+def _rate(q: float) -> str:
+    return "–" if pd.isna(q) else f"{q:.1g}"
+
+
+def _code(text: str) -> Markup:
+    return Markup("<code>{}</code>").format(text)
 
 
 def _download(cases: pd.DataFrame) -> Markup:
@@ -60,4 +84,34 @@ def _download(cases: pd.DataFrame) -> Markup:
         return note(f"{len(data) / 1e6:.1f} MB as CSV: too large to put into this page.")
     url = f"data:text/csv;base64,{base64.b64encode(data).decode()}"
     link = Markup('<a download="cases.csv" href="{}">cases.csv</a>').format(url)
-    return note(Markup("All columns of these {} cases: {}.").format(len(cases), link))
+    return note(Markup("All columns of these {} lines: {}.").format(len(cases), link))
+
+
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how its values are written
+    (">sparsity", "level", percent),
+    ("contender", "label", _text),
+    ("status", "status", _status),
+    (">time, µs", "median_us", significant),
+    (">low", "low_us", significant),
+    (">high", "high_us", significant),
+    (">speed-up", "speedup", times),
+    (">low", "speedup_low", times),
+    (">high", "speedup_high", times),
+    ("outcome", "outcome", _text),
+    (">q", "q", _rate),
+    (">above launch", "above", _text),
+    (">TFLOP/s", "tflops", significant),
+    (">GB/s", "gb_per_s", significant),
+    (">of bound, %", "of_bound", _hundredths),
+    ("bound by", "bound_by", _text),
+    (">bytes, of dense", "bytes_of_dense", significant),
+    (">held, MB", "held_bytes", _megabytes),
+    (">peak, MB", "peak_bytes", _megabytes),
+    (">energy, mJ a hot call", "energy_j", _millijoules),
+    (">power, W", "power_w", significant),
+    (">SM clock, MHz", "sm_mhz", significant),
+    ("mark", "mark", _text),
+    (">error, of bound", "error_of_bound", _error),
+    (">processes", "processes", _text),
+    ("case", "case_id", _code),
+]

@@ -3,7 +3,7 @@
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import note, significant, table
 from sparsebench.results.frame import fields
 
@@ -20,16 +20,18 @@ READ = (
 
 def draw(frames: Frames) -> Markup:
     """List each contender's median and highest rate, and the case of the highest."""
-    raced = frames.raced
-    if raced.empty:
+    if frames.raced.empty:
         return NOTHING
+    raced = measures(frames.raced)[0]
     heads = ["contender", ">cases"]
     for name in RATES.values():
         heads += [f">{name}, median", ">highest"]
     names = [name for name in [*fields(raced), "level"] if raced[name].nunique() > 1]
     names = [name for name in names if name != "sparsity"]
     lines = [_line(str(label), cases, names) for label, cases in raced.groupby("label", sort=False)]
-    return note(READ) + table([*heads, "most TFLOP/s at"], lines)
+    return note(f"{named(raced.iloc[0], MEASURE)}. {READ}") + table(
+        [*heads, "most TFLOP/s at"], lines
+    )
 
 
 def _line(label: str, cases: pd.DataFrame, names: list[str]) -> list[str | Markup]:

@@ -18,6 +18,7 @@ def draw(frames: Frames) -> Markup:
     cases = frames.cases
     if cases.empty:
         return note("The run has no cases.")
+    cases = cases.drop_duplicates(["case_id", "status", "detail"])  # one line for all measures
     bad = cases[cases.status != "ok"]
     alone = cases[(cases.status == "ok") & cases.speedup.isna()]
     counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]

@@ -7,22 +7,26 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, panels, swept
+from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels, swept
 from sparsebench.reports.figures._html import note, percent, significant
 from sparsebench.reports.figures._svg import INK, series, swatch
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, legend, sweep
+from sparsebench.reports.figures._verdict import meaning
 from sparsebench.results.summary import break_even
 
 TITLE = "Speed-up against the baseline"
 ORDER = 20
 
-SPEEDUP = Quantity("speedup", "speedup_low", "speedup_high", "speed-up, ×", baseline=1)
+SPEEDUP = Quantity("speedup", "speedup_low", "speedup_high", "speed-up, ×", 1, hollow="undecided")
 
 
 def draw(frames: Frames) -> Markup:
     """Draw a panel for each shape and block; bands are the intervals named above."""
     raced = frames.raced
-    raced = raced[raced.speedup.notna()]
+    return each_measure(raced[raced.speedup.notna()], lambda cases: _draw(frames, cases))
+
+
+def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     ours = raced[raced.label.isin(frames.series)]
     if ours.empty:
         return NOTHING
@@ -40,7 +44,7 @@ def draw(frames: Frames) -> Markup:
         words += " Dotted: 1 / (1 − sparsity), where time follows the non-zeros. ○ break-even."
     return (
         note(words)
-        + legend(frames.series_of(ours), "baseline")
+        + legend(frames.series_of(ours), "baseline", f"hollow: {meaning(frames.raced)[1]}")
         + draw_panels(frames, groups, axis, SPEEDUP, dress)
     )
 

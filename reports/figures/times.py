@@ -4,7 +4,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, panels, swept
+from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels, swept
 from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.figures._svg import INK
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
@@ -19,9 +19,10 @@ TIME = Quantity("median_us", "low_us", "high_us", "time, µs")
 
 def draw(frames: Frames) -> Markup:
     """Draw a panel for each shape and block; the baseline's own time is the solid line."""
-    raced = frames.raced
-    if raced.empty:
-        return NOTHING
+    return each_measure(frames.raced, lambda cases: _draw(frames, cases))
+
+
+def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     axis = sweep(raced, swept(raced))
     same, groups = panels(raced, axis.name)
     groups = [panel for panel in groups if panel[1].label.isin(frames.series).any()] or groups
@@ -36,4 +37,5 @@ def draw(frames: Frames) -> Markup:
     bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
     drawn = draw_panels(frames, groups, axis, TIME, dress)
     shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
-    return note(f"{same}. Medians.") + legend(frames.series_of(raced), bases) + shown
+    words = f"{same}. Medians; bands are their range over processes, or the quartiles in one."
+    return note(words) + legend(frames.series_of(raced), bases) + shown

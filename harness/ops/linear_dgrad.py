@@ -1,0 +1,50 @@
+"""Gradient of a linear layer's input: dX[m, k] = dY[m, n] @ W[n, k].
+
+m tokens, n output features, k input features; W is the sparse operand. With Y = X @ W.T and a loss
+L, dY is dL/dY and dX is dL/dX.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sparsebench.harness.ops._op import Op, Operand, longest_row
+from sparsebench.harness.ops.linear import LinearFields
+from sparsebench.results.record import Problem
+
+
+def definition(w: Tensor, dy: Tensor) -> Tensor:
+    """W [n, k], dY [m, n] to dX [m, k]."""
+    return dy @ w
+
+
+def spread(w: Tensor, dy: Tensor) -> Tensor:
+    """Return sqrt(dY² @ W²): one standard deviation of a dot product of random signs."""
+    return definition(w.square(), dy.square()).sqrt()
+
+
+def depth(w: Tensor, dy: Tensor) -> int:
+    """Return the most non-zeros in a column of W."""
+    return longest_row(w.t())
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add a token and non-zero."""
+    return float(2 * problem["m"] * nnz["w"])
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of W's non-zeros, dY and dX."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
+OP = Op(
+    fields=LinearFields,
+    operands={"w": Operand("weight", ("n", "k")), "dy": Operand("activation", ("m", "n"))},
+    definition=definition,
+    spread=spread,
+    depth=depth,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+)

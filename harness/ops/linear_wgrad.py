@@ -1,0 +1,55 @@
+"""Gradient of a linear layer's weight, at its pattern: dW[n, k] = dY[m, n].T @ X[m, k] where W is.
+
+m tokens, n output features, k input features. W gives the pattern and is not read: with
+Y = X @ W.T and a loss L, dY is dL/dY and dW is dL/dW. A format stores the gradient where it stores
+W: of BSR, whole blocks are wanted, and of dense, the full product.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sparsebench.harness.ops._op import Op, Operand
+from sparsebench.harness.ops.linear import LinearFields
+from sparsebench.results.record import Problem
+
+
+def definition(dy: Tensor, x: Tensor) -> Tensor:
+    """Take dY [m, n], X [m, k] to the gradient of every element of W, [n, k]."""
+    return dy.t() @ x
+
+
+def spread(dy: Tensor, x: Tensor) -> Tensor:
+    """Return sqrt((dY²).T @ X²): one standard deviation of a dot product of random signs."""
+    return definition(dy.square(), x.square()).sqrt()
+
+
+def depth(dy: Tensor, x: Tensor) -> int:
+    """Return the tokens: every sum is over them."""
+    return len(dy)
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add a token and element of the pattern."""
+    return float(2 * problem["m"] * nnz["w"])
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of dY, X and the elements of the pattern."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
+OP = Op(
+    fields=LinearFields,
+    operands={
+        "w": Operand("pattern", ("n", "k")),
+        "dy": Operand("activation", ("m", "n")),
+        "x": Operand("activation", ("m", "k")),
+    },
+    definition=definition,
+    spread=spread,
+    depth=depth,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+)

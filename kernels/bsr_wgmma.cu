@@ -1,0 +1,408 @@
+// Y[m, n] = X[m, k] @ W[n, k].T, W in blocks, on Hopper's tensor cores (wgmma), fed by its copy
+// engine (TMA). With TRANSPOSED, dX[m, k] = dY[m, n] @ W[n, k] over the same stored blocks.
+// Compute capability 9.0 alone.
+//
+//   an item: 128 features x TOKENS tokens of Y        a step: 64 of k
+//
+//      W, two slices of 64 rows          X.T                        Y.T
+//        k0   k1   k2                  +---------+                +---------+
+//      +----+----+                     | k0      |      half 0 -> | 64      |
+//      | w0 | w0 |                     | TOKENS  |                | TOKENS  |
+//      +----+----+----+           x    +---------+       =        +---------+
+//           | w1 | w1 |                | k1      |      half 1 -> | 64      |
+//           +----+----+                +---------+                | TOKENS  |
+//                                      | k2      |                +---------+
+//      steps: k0 (half 0 alone),       +---------+
+//      k1 (both), k2 (half 1)
+//
+// The two slices are the halves of a block 128 high, or two block rows 64 high. They share the X
+// tile of each step, and a half without a block there skips the step: a NaN in a column that a row
+// does not touch stays out of that row. W is the left operand, since 64 of its rows are what one
+// instruction takes; so the sum is features x tokens, and is transposed on its way out.
+//
+// The pipeline: 12 warps, one CTA an SM for the whole launch.
+//
+//    warp 8    X tile, note ---+     +--------+--------+-- --+     +--> warpgroup 0, warps 0 to 3
+//                              +---> | slot 0 | slot 1 | ... | ----+    rows of half 0
+//    warp 9    W tiles --------+     +--------+--------+-- --+     +--> warpgroup 1, warps 4 to 7
+//                 ^                                                |    rows of half 1
+//                 |               full: the bytes have landed -----+         |
+//                 +-------------- empty: both warpgroups are done with it <--+
+//
+//   A slot holds an X tile, two W tiles, and a note: which halves multiply, whether this is the
+//   item's last step, where its sums go. A warpgroup keeps the products of one step in flight and
+//   frees a slot when those of the next are issued. After the last step it stores its half, 64
+//   tokens at a time: stmatrix.trans turns 8 x 8 pieces of the sum into rows of tokens in shared
+//   memory, and TMA writes them out. Two buffers take turns, and the producers run ahead meanwhile.
+//
+// Tiles have rows of 128 bytes (64 elements), and TMA puts 16-byte piece p of row r at piece
+// p ^ (r % 8), which wgmma undoes (the 128-byte swizzle): no bank conflicts. What a tile has
+// outside of its matrix is read as zero and not written. The next 16 of k are 32 bytes on in a row.
+// With TRANSPOSED, the tile [64 of n x 64 of k] is read by columns (imm-trans-a), and the next 16
+// of n are 16 rows, 2048 bytes, on; eight rows are 1024 bytes (SBO) either way, LBO is not used.
+//
+// Counts of a step, TOKENS = 256: 2 x 64 x 256 x 64 multiply-adds = 4.2 MFLOP, 700 ns of an SM at
+// the 790 TFLOP/s that cuBLAS reaches on an H200; 48 KB of loads (X 32, W 16), 740 ns of an SM at
+// the 8.8 TB/s that TMA brings from L2 to shared memory, all SMs together, boxes and bulk copies
+// alike. So loads are the limit, tokens are many (half of them: 32 KB for half the work), and with
+// CLUSTER = 2 each CTA loads half of each W tile and sends it to both: 40 KB. Measured, n = k = m =
+// 4096, bf16, blocks of 128, half of them stored: 102 us (cuBLAS, dense: 168). A version without
+// the loads takes 84.7, without the products 93.8, without either 39.
+//
+// What it took:
+//  - The branch around the products depends on a value from memory. It goes through __shfl_sync,
+//    so that ptxas knows that a warp agrees; else it waits for each product on the spot (warning
+//    C7518, serialised wgmma).
+//  - One producer warp that handed entries round by shuffles took 380 clocks a step, a TMA itself
+//    170. Two warps, each lane issuing the steps that it read, take half.
+//  - The arrival on the other CTA's barrier has the plain form; mbarrier.arrive.release.cluster
+//    cost 45 %.
+//  - Items are assigned by their lengths (_schedule.py): a fixed order, in which CTA 0 always had
+//    the longest, cost 12 %.
+//
+// Compiled with -DTOKENS=256|128|64 -DCLUSTER=1|2 -DTRANSPOSED=0|1 -DFP16=0|1 (0 is bf16), and for
+// a look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma, mbarrier,
+// cp.async.bulk.tensor.
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int SIDE = 64, ROW_BYTES = 128;
+constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SIDE * ROW_BYTES;
+constexpr int SLOT_BYTES = X_BYTES + 2 * W_BYTES, SLOTS = 192 * 1024 / SLOT_BYTES;  // 4, 6, 8
+constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
+constexpr int NO_SLICE = 0xffff;
+enum { HALF_0 = 1, HALF_1 = 2, LAST = 4, END = 8 };  // of a note
+
+struct alignas(64) TensorMap { u64 words[16]; };
+struct Maps { TensorMap x, w, y; };
+
+// What the host lays out: Groups.steps (_wgmma.py), Schedule.items (_schedule.py). Two numbers of
+// 16 bits, one for each half, share an int: columns of a step's W tiles, an item's slices of Y.
+struct alignas(16) Step { int x, w0, w1, columns; };
+struct alignas(16) Item { int first, count, token, slices; };
+struct alignas(16) Note { int what, token, slices, unused; };
+__device__ __forceinline__ int of_half(int pair, int half) { return pair >> 16 * half & 0xffff; }
+
+// ---- mbarriers and copies ----
+
+__device__ __forceinline__ u32 address_of(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ void init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void arrive_expecting(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier, int cta) {
+#if CLUSTER == 1
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+#else
+  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
+               :: "r"(barrier), "r"(cta) : "memory");
+#endif
+}
+__device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+#ifdef WATCHDOG
+// What assert() calls: prints block, thread and what was expected, and ends the kernel.
+extern "C" __device__ void __assertfail(const char* what, const char* file, unsigned line,
+                                        const char* function, size_t size);
+__device__ __forceinline__ void wait(u32 barrier, u32 parity, const char* what) {
+  for (int tries = 0; !try_wait(barrier, parity); tries++)
+    if (tries == 1 << 18) __assertfail(what, "bsr_wgmma.cu", __LINE__, "wait", 1);
+}
+#else
+__device__ __forceinline__ void wait(u32 barrier, u32 parity, const char*) {
+  while (!try_wait(barrier, parity)) {}
+}
+#endif
+__device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, int row,
+                                     u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4}], [%2];"
+               :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int column, int row,
+                                             u32 barrier) {
+  const unsigned short ctas = (1 << CLUSTER) - 1;
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+               :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ctas) : "memory");
+}
+__device__ __forceinline__ void store(const TensorMap* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
+               :: "l"(map), "r"(from), "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void write(u32 to, Note note) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(to), "r"(note.what), "r"(note.token), "r"(note.slices), "r"(note.unused)
+               : "memory");
+}
+__device__ __forceinline__ Note read(u32 from) {
+  Note note;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(note.what), "=r"(note.token), "=r"(note.slices), "=r"(note.unused)
+               : "r"(from) : "memory");
+  return note;
+}
+__device__ __forceinline__ void all_ctas() {
+  if (CLUSTER == 1) __syncthreads();
+  else asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                    "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// ---- wgmma: d[64 x TOKENS] += A[64 x 16] B[16 x TOKENS] ----
+// A thread holds TOKENS / 2 of the sums, and the instruction wants each register spelled out.
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+#define FIVE(t, a, b, c, d, e) "%" #t #a ", %" #t #b ", %" #t #c ", %" #t #d ", %" #t #e ", "
+#define TEN(t) FIVE(t, 0, 1, 2, 3, 4) FIVE(t, 5, 6, 7, 8, 9)
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D32(i) D16(i), D16(i + 16)
+#define TENS_TO_29 TEN() TEN(1) TEN(2)
+#define TENS_TO_59 TENS_TO_29 TEN(3) TEN(4) TEN(5)
+#define TENS_TO_119 TENS_TO_59 TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
+#if TOKENS == 256
+#define SUM TENS_TO_119 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define A_AND_B "%128, %129"
+#define REGISTERS D32(0), D32(32), D32(64), D32(96)
+#elif TOKENS == 128
+#define SUM TENS_TO_59 "%60, %61, %62, %63"
+#define A_AND_B "%64, %65"
+#define REGISTERS D32(0), D32(32)
+#else
+#define SUM TENS_TO_29 "%30, %31"
+#define A_AND_B "%32, %33"
+#define REGISTERS D32(0)
+#endif
+#if FP16
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+
+__device__ __forceinline__ void multiply_16(float (&d)[TOKENS / 2], u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) "k16.f32." TYPE "." TYPE
+               " {" SUM "}, " A_AND_B ", 1, 1, 1, " TEXT(TRANSPOSED) ", 0;"
+               : REGISTERS : "l"(a), "l"(b));
+}
+__device__ __forceinline__ u64 descriptor(u32 tile) {
+  // Address / 16, LBO 1 (not used), SBO 1024 / 16, 128-byte swizzle.
+  return (u64)(tile >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], u32 w, u32 x) {
+  constexpr int A_STEP = (TRANSPOSED ? 16 * ROW_BYTES : 32) >> 4, B_STEP = 32 >> 4;
+  const u64 a = descriptor(w), b = descriptor(x);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  #pragma unroll
+  for (int i = 0; i < SIDE / 16; i++) multiply_16(d, a + i * A_STEP, b + i * B_STEP);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int LEFT> __device__ __forceinline__ void products_left() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+}
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 pair;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// ---- the ring of slots, and where in it a thread is ----
+
+struct Ring {
+  u32 tiles, notes, full, empty;  // shared memory
+  int slot;
+  u32 parity;
+  __device__ __forceinline__ u32 x() const { return tiles + slot * SLOT_BYTES; }
+  __device__ __forceinline__ u32 w(int half) const { return x() + X_BYTES + half * W_BYTES; }
+  __device__ __forceinline__ u32 note() const { return notes + 16 * slot; }
+  __device__ __forceinline__ u32 filled() const { return full + 8 * slot; }
+  __device__ __forceinline__ u32 freed() const { return empty + 8 * slot; }
+  __device__ __forceinline__ void wait_filled() const { wait(filled(), parity, "a full slot"); }
+  __device__ __forceinline__ void wait_freed() const { wait(freed(), parity, "a free slot"); }
+  __device__ __forceinline__ void advance() {
+    if (++slot == SLOTS) { slot = 0; parity ^= 1; }
+  }
+};
+
+// A warpgroup's word that it is done with a slot, to every CTA that sends tiles into it.
+__device__ __forceinline__ void release(const Ring& ring, int slot) {
+  const int thread = threadIdx.x % 128;
+  if (thread < CLUSTER) arrive(ring.empty + 8 * slot, thread);
+}
+
+// ---- producers ----
+
+__device__ __forceinline__ void bring_x(const Maps& maps, const Ring& ring, Step step, int token,
+                                        int slices, bool last) {
+  const int what = (step.w0 >= 0 ? HALF_0 : 0) | (step.w1 >= 0 ? HALF_1 : 0) | (last ? LAST : 0);
+  write(ring.note(), Note{what, token, slices, 0});
+  arrive_expecting(ring.filled(), step.x >= 0 ? X_BYTES : 0);  // an empty row's step has no tiles
+  if (step.x >= 0) load(ring.x(), &maps.x, step.x, token, ring.filled());
+}
+
+__device__ __forceinline__ void bring_w(const Maps& maps, const Ring& ring, Step step, int rank) {
+  const int first = rank * (SIDE / CLUSTER);  // of the rows that this CTA loads
+  arrive_expecting(ring.filled(), (step.w0 >= 0 ? W_BYTES : 0) + (step.w1 >= 0 ? W_BYTES : 0));
+  #pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = half ? step.w1 : step.w0, column = of_half(step.columns, half);
+    const u32 to = ring.w(half) + first * ROW_BYTES;
+    if (row < 0) continue;
+    if (CLUSTER == 1) load(to, &maps.w, column, row, ring.filled());
+    else load_for_all(to, &maps.w, column, row + first, ring.filled());
+  }
+}
+
+// Lane j of either warp issues steps j, j + 32, ... of an item; the next steps and items are read
+// while those are under way.
+__device__ __forceinline__ void produce(const Maps& maps, const Step* steps, const Item* items,
+                                        const int* starts, Ring ring, bool brings_x) {
+  const int lane = threadIdx.x % 32, worker = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  int at = starts[worker];
+  const int end = starts[worker + 1];
+  Item item = items[at], next = items[at + 1];
+  Step mine = steps[item.first + lane];
+  for (; at < end; at++) {
+    const Item after = items[at + 2];
+    const int token = item.token + rank * TOKENS;
+    for (int base = 0; base < item.count; base += 32) {
+      const int later = base + 32 < item.count ? item.first + base + 32 : next.first;
+      const int count = min(32, item.count - base);
+      const Step ahead = steps[later + lane];
+      for (int i = 0; i < count; i++) {
+        if (lane == i) {
+          ring.wait_freed();
+          if (brings_x) bring_x(maps, ring, mine, token, item.slices, base + i + 1 == item.count);
+          else bring_w(maps, ring, mine, rank);
+        }
+        __syncwarp();
+        ring.advance();
+      }
+      mine = ahead;
+    }
+    item = next;
+    next = after;
+  }
+  if (lane == 0) {
+    ring.wait_freed();
+    if (brings_x) write(ring.note(), Note{LAST | END, 0, 0, 0});
+    arrive_expecting(ring.filled(), 0);
+  }
+  __syncwarp();
+}
+
+// ---- consumers ----
+
+// Add up the products of one half of an item; returns the note of its last step.
+__device__ __forceinline__ Note add_up(float (&d)[TOKENS / 2], Ring& ring, int half) {
+  #pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
+  int held = -1;  // the slot that products in flight read
+  for (;;) {
+    ring.wait_filled();
+    const Note note = read(ring.note());
+    const int what = __shfl_sync(~0u, note.what, 0);
+    if (what >> half & 1) {
+      multiply(d, ring.w(half), ring.x());
+      products_left<1>();
+      if (held >= 0) release(ring, held);
+      held = ring.slot;
+    } else {
+      products_left<0>();
+      if (held >= 0) release(ring, held);
+      held = -1;
+      // Products bring the four warps into step. Without them one may not have read the note yet.
+      asm volatile("bar.sync %0, 128;" :: "r"(half + 1) : "memory");
+      release(ring, ring.slot);
+    }
+    ring.advance();
+    if (what & LAST) {
+      products_left<0>();
+      if (held >= 0) release(ring, held);
+      return Note{what, note.token, note.slices, 0};
+    }
+  }
+}
+
+// A warp's 16 features x 16 tokens are four pieces of 8 x 8, of each of which a lane holds two
+// neighbouring tokens of a feature. stmatrix.trans stores them as 16 rows of tokens; lane l gives
+// the address of row l % 8 of piece l / 8.
+__device__ __forceinline__ void put_out(const float (&d)[TOKENS / 2], const TensorMap* y, u32 out,
+                                        Note note, int half) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, leader = threadIdx.x % 128 == 0;
+  const int row = lane % 8 + lane / 16 * 8, piece = 2 * warp + lane / 8 % 2;
+  const int slice = of_half(note.slices, half);
+  const u32 at = out + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
+  #pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int buffer = c % BUFFERS * CHUNK_BYTES;
+    if (leader) asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(BUFFERS - 1) : "memory");
+    asm volatile("bar.sync %0, 128;" :: "r"(half + 1) : "memory");
+    #pragma unroll
+    for (int i = 0; i < SIDE / 16; i++) {
+      const float* s = d + 8 * (c * (SIDE / 16) + i);
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                   :: "r"(at + buffer + i * 16 * ROW_BYTES), "r"(pair_of(s[0], s[1])),
+                      "r"(pair_of(s[2], s[3])), "r"(pair_of(s[4], s[5])), "r"(pair_of(s[6], s[7]))
+                   : "memory");
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" :: "r"(half + 1) : "memory");
+    if (leader) {
+      if (slice != NO_SLICE) store(y, out + buffer, slice * SIDE, note.token + c * SIDE);
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+  }
+}
+
+// ---- the kernel: 132 / CLUSTER workers, each with its own list of items ----
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+multiply_blocks(const __grid_constant__ Maps maps, const Step* steps, const Item* items,
+                const int* starts) {
+  extern __shared__ char shared[];
+  __shared__ Note notes[SLOTS];
+  __shared__ u64 full[SLOTS], empty[SLOTS];
+  const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
+  Ring ring{tiles, address_of(notes), address_of(full), address_of(empty), 0, 0};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      init(ring.full + 8 * i, 2);             // the producer warps, each with bytes to expect
+      init(ring.empty + 8 * i, 2 * CLUSTER);  // two warpgroups in each CTA
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  all_ctas();
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    ring.parity = 1;  // slots are free before the first round
+    if (warp < 2) produce(maps, steps, items, starts, ring, warp == 0);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const u32 out = tiles + SLOTS * SLOT_BYTES + group * BUFFERS * CHUNK_BYTES;
+    float d[TOKENS / 2];
+    for (;;) {
+      const Note note = add_up(d, ring, group);
+      if (note.what & END) break;
+      put_out(d, &maps.y, out, note, group);
+    }
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+  if (CLUSTER > 1) all_ctas();  // the other CTA may still send words to this one's barriers
+}

@@ -1,0 +1,24 @@
+"""Gradient of a block-sparse linear layer's input, in CUDA C++ for Hopper: dX = dY @ W.
+
+dX[m, k] = dY[m, n] @ W[n, k] is a linear layer with the weights W.T, and bsr_wgmma.cu computes it
+from the blocks as they are stored for the forward pass: the index is transposed on the host, and
+the tensor cores read a tile of W by columns. No value is copied.
+
+    W, stored by block rows      what an item multiplies: block columns
+      ## .. ##                     ##        ..  ##
+      .. ## ##                     ..   ->   ##  ##      dX's 64 features of a slice
+"""
+
+from sparsebench.kernels._cuda import supports_hopper
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr_wgmma import tuned
+
+
+def prepare(operands: Operands) -> Launch:
+    """Pair the columns, assign the work, compile and time the configurations."""
+    return tuned(operands, operands.activations["dy"], transposed=True)
+
+
+KERNEL = Kernel(
+    op="linear_dgrad", consumes="bsr", device="cuda", supports=supports_hopper, prepare=prepare
+)

@@ -1,0 +1,43 @@
+"""Weight gradient in CSR by torch.sparse.sampled_addmm: cuSPARSE's SDDMM, or its own loop on a CPU.
+
+fp32 alone: torch dispatches it for fp32, fp64 and complex types. On a GPU each call also asks for
+the workspace's size and runs the SDDMM's preprocessing. The launch zeroes its output first: torch
+multiplies what was there by beta = 0, on the CPU at least, and NaN would stay.
+Source: ATen/native/sparse/cuda/SparseBlasImpl.cpp; ATen/native/cpu/SampledAddmmKernel.cpp.
+"""
+
+import warnings
+from dataclasses import replace
+
+import torch
+
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Refuse 16-bit types."""
+    dtype = problem["dtype"]
+    return None if dtype == "fp32" else f"torch.sparse.sampled_addmm expected fp32, found {dtype}"
+
+
+def prepare(operands: Operands) -> Launch:
+    """Hand torch the pattern's arrays and values of its own, which every launch overwrites."""
+    dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
+    assert isinstance(w, Csr)
+    gradient = replace(w, values=torch.zeros_like(w.values))
+    arrays = gradient.offsets, gradient.columns, gradient.values
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        csr = torch.sparse_csr_tensor(*arrays, size=w.shape, check_invariants=False)
+
+    def run() -> Csr:
+        gradient.values.zero_()
+        torch.sparse.sampled_addmm(csr, dy.t(), x, beta=0.0, out=csr)
+        return gradient
+
+    return Launch(run)
+
+
+KERNEL = Kernel("linear_wgrad", "csr", "any", prepare, supports)

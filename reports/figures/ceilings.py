@@ -1,0 +1,99 @@
+"""How close each contender comes to what this device allows, by measured ceilings.
+
+    bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
+    of bound = bound / median time
+
+Bandwidth and rates are measured on the device itself in the run (harness/ceilings.py).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
+from sparsebench.reports.figures._html import known, note, significant, table
+from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
+from sparsebench.results.noise import LAUNCH_US, classes
+
+TITLE = "How close to the bound"
+ORDER = 65
+
+CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # and their markers
+SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
+WIDTH_PX, LINE_PX = 620, 30
+READ = (
+    "Circles: bound by memory; squares: by compute; hollow: below "
+    f"{LAUNCH_US:g} µs, where launching is much of the time whatever the bound. "
+    "The bound counts non-zeros alone: at 90 % sparsity dense can reach 10 % of it where computing "
+    "is the bound. The table has counts, medians and best."
+)
+
+
+def draw(frames: Frames) -> Markup:
+    """Name the ceilings in a line, draw a point a case, and list medians by what bounds them."""
+    line = _ceilings(frames.run.environment.get("ceilings") or {})
+    bounded = frames.raced[frames.raced.of_bound.notna()]
+    if bounded.empty:
+        return note(line) if line else NOTHING
+    first = measures(bounded)[0]
+    first = first.assign(bounded=classes(first))
+    labels = list(first.groupby("label").of_bound.median().sort_values().index)
+    heads = ["contender"]
+    for name in CLASSES:
+        heads += [f">{name}", ">median, %", ">best, %"]
+    lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
+    words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
+    return words + _drawn(frames, first, labels) + table(*known(heads, lines))
+
+
+def _ceilings(found: Mapping[str, Any]) -> str:
+    """Write the ceilings of the device as a sentence; empty where the run has none."""
+    if not found:
+        return ""
+    rates = [f"{name} {significant(rate)}" for name, rate in found["matrix_tflops"].items()]
+    said = [
+        f"reading {significant(found['read_gb_per_s'])} GB/s",
+        f"copying {significant(found['copy_gb_per_s'])} GB/s",
+        f"matrix products {', '.join(rates)} TFLOP/s",
+        f"a launch {significant(found['launch_us'])} µs",
+        f"L2 cache {significant(found['l2_bytes'] / 2**20)} MiB",
+    ]
+    return f"Ceilings, measured on this device: {'; '.join(said)}."
+
+
+def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
+    with style():
+        figure, axes = canvas((WIDTH_PX, 50 + LINE_PX * len(labels)))
+        for y, label in enumerate(labels):
+            number = frames.series.get(label)
+            color = INK if number is None else series(number)["color"]
+            for name, group in cases[cases.label == label].groupby("bounded"):
+                kind = str(name) if name in CLASSES else "launch"
+                look: dict[str, Any] = {
+                    "color": color,
+                    "marker": CLASSES[kind],
+                    "linestyle": "none",
+                }
+                look |= HOLLOW if kind == "launch" else {"markeredgewidth": 0}
+                x = 100 * group.of_bound
+                axes.plot(x, [y + SHIFT[kind]] * len(x), markersize=4, alpha=0.6, **look)
+        axes.axvline(100, color=INK, linewidth=1.2)
+        axes.set_xlim(0, 105)
+        axes.set_ylim(-0.6, len(labels) - 0.4)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_xlabel("of the bound, %")
+        axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
+        axes.tick_params(length=3)
+        drawing = svg(figure, "fraction of the bound by contender")
+    return Markup('<figure class="wide">{}</figure>').format(drawing)
+
+
+def _line(label: str, cases: pd.DataFrame) -> list[str | Markup]:
+    cells: list[str | Markup] = [label]
+    for name in CLASSES:
+        found = cases.of_bound[cases.bounded == name]
+        cells += [str(len(found) or "–")]
+        cells += [significant(100 * share) for share in (found.median(), found.max())]
+    return cells

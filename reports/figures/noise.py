@@ -1,0 +1,102 @@
+"""The noise floor: every A/A pair (one kernel twice in one contest) around 1, by class of op.
+
+ │▒▒▒|▒▒▒▒▒│          ▒  the floor of the class: what is inside means nothing
+ │  ├─●─┤  │          ●  ratio of the pair, and its 95 % interval over the processes
+ │▒▒|▒┼▒├◆─┼─┤        |  one process     ◆  called different: the interval excludes 1
+-1%   0   +1%
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
+from sparsebench.reports.figures._html import folded, known, note, significant, table
+from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
+
+TITLE = "Noise floor"
+ORDER = 75
+
+HEADS = ["class", "pair", "problem", "measure", ">time, µs", ">difference, %", ">interval, %"]
+HEADS += ["different"]
+PAIR_PX, MOST_PX = 10, 420  # height of a pair, and of a panel of many
+READ = (
+    "A pair is one kernel twice in one contest, prepared twice. Point: its difference over the "
+    "processes, with the 95 % interval; ticks: single processes; shaded: the floor. Squares are "
+    "the pairs that every run has, circles the twins hidden in the suite, diamonds those called "
+    "different."
+)
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw a forest plot a class, all on one scale, and list the pairs."""
+    pairs = frames.noise.pairs
+    if pairs.empty:
+        return NOTHING
+    floors = frames.noise.floors
+    most = max(*pairs.logs.explode().abs(), *floors.values(), *_width(pairs))
+    with style():
+        figures = [
+            _forest(str(name), group.sort_values("ratio"), floors[str(name)], 110 * most)
+            for name, group in pairs.groupby("class")
+        ]
+    body = Markup('<div class="panels">{}</div>').format(Markup("").join(figures))
+    lines = [_line(pair) for _, pair in pairs.sort_values(["class", "ratio"]).iterrows()]
+    listed = folded(f"All {len(lines)} pairs", table(*known(HEADS, lines)))
+    return note(READ) + body + listed
+
+
+def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Markup:
+    figure, axes = canvas((SIZE[0], 60 + min(PAIR_PX * len(pairs), MOST_PX)))
+    axes.axvspan(-100 * floor, 100 * floor, color=INK, alpha=0.08, linewidth=0)
+    axes.axvline(0, color=INK, linewidth=0.8)
+    for y, (_, pair) in enumerate(pairs.iterrows()):
+        _pair(axes, y, pair)
+    axes.set_xlim(-limit, limit)
+    axes.set_ylim(-1, len(pairs))
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("difference, %")
+    judged = pairs.different.dropna()
+    called = f"{judged.sum()} of {len(judged)}" if len(judged) else "too few processes to say"
+    words = f"floor {100 * floor:.2g} %; called different: {called}"
+    drawing = svg(figure, f"A/A pairs, {name}")
+    text = "<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>"
+    return Markup(text).format(name, drawing, words)
+
+
+def _pair(axes: Axes, y: int, pair: "pd.Series[Any]") -> None:
+    called = not pd.isna(pair.different) and pair.different
+    color = series(int(called))["color"]
+    marker = "D" if called else "s" if pair.reference else "o"
+    ticks = [_percent(np.exp(log)) for log in pair.logs]
+    axes.plot(ticks, [y] * len(ticks), "|", color=color, alpha=0.45, markersize=4)
+    axes.hlines(y, _percent(pair.low), _percent(pair.high), color=color, linewidth=1.2)
+    axes.plot([_percent(pair.ratio)], [y], marker, color=color, markersize=4, markeredgewidth=0)
+
+
+def _width(pairs: pd.DataFrame) -> list[float]:
+    """Return how far the ends of the intervals are from 1."""
+    ends = pairs[["low", "high"]].to_numpy(dtype=float)
+    return [float(end) for end in np.abs(ends - 1).ravel() if not np.isnan(end)]
+
+
+def _line(pair: "pd.Series[Any]") -> list[str | Markup]:
+    ends = [significant(_percent(end), 2) for end in (pair.low, pair.high)]
+    return [
+        pair["class"],
+        pair.label,
+        pair.problem,
+        named(pair, MEASURE),
+        significant(pair.median_us),
+        significant(_percent(pair.ratio), 2),
+        "–" if pd.isna(pair.low) else f"[{ends[0]} to {ends[1]}]",
+        "–" if pd.isna(pair.different) else "yes" if pair.different else "no",
+    ]
+
+
+def _percent(ratio: float) -> float:
+    return 100 * (ratio - 1)

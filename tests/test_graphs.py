@@ -1,0 +1,115 @@
+"""Small worlds, checked by hand where they are small and by their laws where they are not."""
+
+import networkx
+import numpy as np
+import pytest
+from scipy.sparse.csgraph import shortest_path
+
+from sparsebench.harness.graphs import (
+    MOVED,
+    clique_cells,
+    cliques,
+    hub_cells,
+    hubs,
+    ring,
+    ring_cells,
+)
+
+SIZES = [(3, 1), (10, 1), (10, 4), (64, 5), (101, 20)]
+
+
+def dice(nodes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**31, (nodes, nodes), dtype=np.int32)
+
+
+def drawn(rows: list[str]) -> np.ndarray:
+    return np.array([[cell == "#" for cell in row] for row in rows])
+
+
+def test_one_link_of_a_ring_moves_where_the_scores_say() -> None:
+    scores = np.full((6, 6), 5, np.int32)
+    scores[5, 0], scores[5, 2] = 1, 9  # the lowest link of the ring, and where its end goes
+    assert (
+        ring(scores, 1) == drawn(["##....", "###...", ".###.#", "..###.", "...###", "..#.##"])
+    ).all()
+
+
+def test_of_equal_scores_the_first_links_move_to_the_first_free_nodes() -> None:
+    found = ring(np.zeros((10, 10), np.int32), 1)  # 2 of 10: 0-1 to 0-2, then 1-2 to 1-0
+    assert found[0, :4].tolist() == [True, True, True, False]
+    assert found[1, :4].tolist() == [True, True, False, False]
+
+
+def test_a_node_that_is_linked_to_all_keeps_its_links() -> None:
+    assert ring(dice(5), 2).all()
+
+
+@pytest.mark.parametrize(("nodes", "m"), SIZES)
+def test_a_ring_has_the_cells_of_its_level(nodes: int, m: int) -> None:
+    found = ring(dice(nodes), m)
+    assert found.sum() == ring_cells(nodes)[m - 1] == nodes * (2 * m + 1)
+    assert (found == found.T).all()
+    assert found.diagonal().all()
+
+
+def test_a_fifth_of_the_links_of_a_ring_have_moved() -> None:
+    nodes, m = 200, 6
+    apart = np.abs(np.subtract.outer(np.arange(nodes), np.arange(nodes)))
+    near = np.minimum(apart, nodes - apart) <= m
+    gone = (near & ~ring(dice(nodes), m)).sum() / 2
+    assert gone <= MOVED * nodes * m
+    assert gone > 0.9 * MOVED * nodes * m  # some move to a place that another has left
+
+
+def test_a_small_world_is_small() -> None:
+    """Watts and Strogatz 1998: paths as short as a random graph's, neighbours that know another."""
+    nodes, m = 400, 4
+    ours = networkx.from_numpy_array(ring(dice(nodes), m) & ~np.eye(nodes, dtype=bool))
+    theirs = networkx.watts_strogatz_graph(nodes, 2 * m, MOVED, seed=1)
+    for measure in (networkx.average_shortest_path_length, networkx.average_clustering):
+        assert measure(ours) == pytest.approx(measure(theirs), rel=0.1)
+    regular = networkx.watts_strogatz_graph(nodes, 2 * m, 0)
+    lengths = [shortest_path(networkx.to_scipy_sparse_array(g)).mean() for g in (ours, regular)]
+    assert lengths[0] < lengths[1] / 4
+
+
+def test_hubs_are_drawn_by_dice_among_the_links_so_far() -> None:
+    scores = np.zeros((4, 4), np.int32)
+    scores[2, 0], scores[3, 0] = 1, 3  # of ends 0, 1; then of 0, 1, 1, 2
+    assert (hubs(scores, 1) == drawn(["##..", "###.", ".###", "..##"])).all()
+    scores[3, 0] = 2
+    assert (hubs(scores, 1) == drawn(["##..", "####", ".##.", ".#.#"])).all()
+
+
+@pytest.mark.parametrize(("nodes", "m"), [*SIZES, (10, 9)])
+def test_hubs_have_the_cells_of_their_level(nodes: int, m: int) -> None:
+    found = hubs(dice(nodes), m)
+    links = 2 * m * (nodes - m)
+    assert found.sum() == hub_cells(nodes)[m - 1] == links + m * m + nodes - m
+    assert (found == found.T).all()
+    assert found.diagonal().all()
+    assert found[:m, :m].all()
+
+
+def test_the_largest_hubs_are_as_large_as_a_library_s() -> None:
+    """Barabasi and Albert 1999: the few oldest nodes have many times the typical links."""
+    nodes, m = 400, 4
+    ours, theirs = [], []
+    for seed in range(10):
+        linked = hubs(dice(nodes, seed), m) & ~np.eye(nodes, dtype=bool)
+        linked[:m, :m] = False
+        ours.append(linked.sum(1).max())
+        start = networkx.star_graph(m)
+        graph = networkx.barabasi_albert_graph(nodes, m, seed=seed, initial_graph=start)
+        theirs.append(max(degree for _, degree in graph.degree))
+    assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.25)
+    assert np.mean(ours) > 5 * 2 * m
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (6, 6), (7, 4), (5, 12)])
+def test_cliques_share_rows_and_columns_evenly(shape: tuple[int, int]) -> None:
+    for parts, cells in enumerate(clique_cells(*shape), start=1):
+        found = cliques(np.zeros(shape, np.int32), parts)
+        assert found.sum() == cells
+        assert len(np.unique(found, axis=0)) == parts
+        assert np.ptp(found.sum(1)) <= 1

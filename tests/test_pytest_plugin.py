@@ -1,0 +1,208 @@
+"""`pytest SUITE.yaml` in sessions of their own, as somebody else's: a warning is an error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUITE = """
+schema: sparsebench/suite@1
+title: two problems, good and bad kernels
+problems:
+  - {op: linear, m: [4, 8], n: 64, k: 512, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}
+contenders:
+  - {format: bsr, kernel: scipy_bsr, params: {block: [16, 32]}}
+  - {format: dense, kernel: cublas}
+  - {format: dense, kernel: wrong.zeros}
+  - {format: dense, kernel: wrong.turns_wrong}
+  - {format: dense, kernel: faulty.raises}
+baselines:
+  - {format: dense, kernel: torch_dense}
+"""
+ONE = """
+schema: sparsebench/suite@1
+title: one problem
+problems:
+  - {op: linear, m: 4, n: 32, k: 32, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}
+contenders:
+  - {format: dense, kernel: KERNEL}
+baselines:
+  - {format: dense, kernel: torch_dense}
+"""
+PROBLEM = "linear-dtype:fp32-pattern:blocks-sparsity:0.5-block:16-m:4-n:64-k:512"
+BREAKS = """
+from sparsebench.kernels._kernel import Kernel, Launch
+
+def prepare(operands):
+    w, x = operands.weights["w"].to_dense(), operands.activations["x"]
+    calls = iter(range(6))
+    return Launch(lambda: x @ w.T * (next(calls) >= 0))
+
+KERNEL = Kernel(op="linear", consumes="dense", device="any", prepare=prepare)
+"""
+LIGHT = """
+import sys
+
+def test_light():
+    ours = {name for name in sys.modules if name.startswith("sparsebench")}
+    assert "torch" not in sys.modules
+    assert ours == {"sparsebench", "sparsebench.harness", "sparsebench.harness.pytest_plugin"}
+"""
+
+
+def run(folder: Path, *arguments: str, device: str = "cpu") -> tuple[int, str]:
+    """Return the exit code of a session in the folder, and what it said."""
+    paths = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    asked = ["-W", "error", "--sparsebench-device", device, *arguments]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *asked],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """Return what a session over SUITE said, and its JSON."""
+    folder = tmp_path_factory.mktemp("session")
+    (folder / "suite.yaml").write_text(SUITE)
+    _, said = run(folder, "suite.yaml", "--benchmark-only", "-rs", "--benchmark-json=out.json")
+    return said, json.loads((folder / "out.json").read_text())
+
+
+def test_cases_are_benchmarks_grouped_by_problem(session: tuple[str, dict[str, Any]]) -> None:
+    _, found = session
+    names = ["dense/torch_dense", "bsr/scipy_bsr", "bsr/scipy_bsr-block:32"]
+    assert [bench["name"] for bench in found["benchmarks"]] == 2 * names
+    groups = [bench["group"] for bench in found["benchmarks"]]
+    assert groups == 3 * [PROBLEM] + 3 * [PROBLEM.replace("m:4", "m:8")]
+    assert found["benchmarks"][1]["params"]["kernel"] == "scipy_bsr"
+
+
+def test_the_timer_is_device_time(session: tuple[str, dict[str, Any]]) -> None:
+    for bench in session[1]["benchmarks"]:
+        samples = bench["stats"]["data"]
+        assert bench["options"]["timer"] == "device_time"
+        assert len(samples) == bench["stats"]["rounds"] >= 5
+        assert min(samples) > 0
+        assert sum(samples) < 1
+        assert samples == pytest.approx([round(s, 9) for s in samples])  # rows hold nanoseconds
+
+
+def test_extra_info_tells_what_was_measured(session: tuple[str, dict[str, Any]]) -> None:
+    dense, sparse, _ = (bench["extra_info"] for bench in session[1]["benchmarks"][:3])
+    assert sparse["problem"]["m"] == 4
+    assert (sparse["sparsity"], sparse["nnz"]) == (0.5, 64 * 512 // 2)
+    assert dense["stored_bytes"] == dense["dense_bytes"] == 4 * 64 * 512 > sparse["stored_bytes"]
+    assert 0 < sparse["error"] < 1e-5
+    assert dense["digest"] == sparse["digest"]
+    assert (dense["baseline"], sparse["clock"], sparse["gpu"]) == (True, "host", None)
+
+
+def test_what_is_unsupported_is_skipped_with_its_reason(session: tuple[str, Any]) -> None:
+    skips = [line for line in session[0].splitlines() if line.startswith("SKIPPED")]
+    assert len(skips) == 1
+    assert skips[0].startswith("SKIPPED [2]")
+    assert skips[0].endswith("runs on cuda, not on cpu")
+
+
+def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[str, Any]) -> None:
+    said, _ = session
+    assert "6 failed, 6 passed, 2 skipped" in said
+    assert said.count("\nwrong: before timing: relative error 1.00e+00") == 2
+    assert said.count("\nwrong: after timing: relative error") == 2
+    assert said.count("\nfailed: prepare: RuntimeError: no such instruction") == 2
+    assert "Traceback" not in said
+
+
+def test_deselected_cases_take_no_part(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty.crashes"))
+    code, said = run(tmp_path, "suite.yaml", "-k", "torch_dense and m:4")
+    assert (code, "1 passed, 1 deselected" in said) == (0, True)
+
+
+def test_a_case_is_named_by_its_id_and_compared_with_before(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text(SUITE)
+    case = f"suite.yaml::{PROBLEM}::bsr/scipy_bsr"
+    assert run(tmp_path, case, "--benchmark-save=before")[0] == 0
+    code, said = run(tmp_path, "suite.yaml", "-k", "m:4 and bsr", "--benchmark-compare")
+    assert (code, "2 passed" in said) == (0, True)
+    assert "bsr/scipy_bsr (NOW)" in said
+    assert "bsr/scipy_bsr (0001_before)" in said
+
+
+def test_only_is_that_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text(SUITE)
+    only = ("--sparsebench-only", "kernel=scipy_bsr m=8")
+    code, said = run(tmp_path, "suite.yaml", "--collect-only", "-q", *only)
+    ids = [line for line in said.splitlines() if "::" in line]
+    eight = f"suite.yaml::{PROBLEM.replace('m:4', 'm:8')}::"
+    names = ["dense/torch_dense", "bsr/scipy_bsr", "bsr/scipy_bsr-block:32"]
+    assert (code, ids) == (0, [eight + name for name in names])
+
+
+def test_a_bad_suite_is_one_line(tmp_path: Path) -> None:
+    bad = {
+        "version": ("suite@1", "suite@9", "schema: expected 'sparsebench/suite@1'; found"),
+        "op": ("op: linear", "op: linar", "linear?"),
+        "kernel": ("KERNEL", "cubals", "cublas?"),
+    }
+    for name, (right, wrong, _) in bad.items():
+        (tmp_path / f"{name}.yaml").write_text(ONE.replace(right, wrong, 1))
+    code, said = run(tmp_path, *(f"{name}.yaml" for name in bad))
+    assert (code, "Traceback" in said) == (2, False)
+    for name, (_, _, expected) in bad.items():
+        lines = [line for line in said.splitlines() if f"{name}.yaml: " in line]
+        assert len(lines) == 1
+        assert expected in lines[0]
+
+
+def test_without_pytest_benchmark_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "cublas"))
+    code, said = run(tmp_path, "suite.yaml", "-p", "no:benchmark")
+    assert (code, "expected pytest-benchmark to run it, found none" in said) == (2, True)
+
+
+def test_other_sessions_are_left_alone_and_import_nothing(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text(SUITE)  # in the folder, but not named
+    (tmp_path / "compose.yaml").write_text("services: {}\n")
+    (tmp_path / "test_light.py").write_text(LIGHT)
+    code, said = run(tmp_path, ".")
+    assert (code, "1 passed" in said) == (0, True)
+    assert "collected 0 items" in run(tmp_path, "compose.yaml")[1]
+
+
+def test_a_lost_device_ends_the_session(tmp_path: Path) -> None:
+    (tmp_path / "breaks").mkdir()
+    (tmp_path / "breaks" / "kernel.py").write_text(BREAKS)
+    two = ONE.replace("KERNEL", "breaks.kernel").replace("m: 4", "m: [4, 8]")
+    (tmp_path / "suite.yaml").write_text(two)
+    code, said = run(tmp_path, "suite.yaml")
+    assert code == 2
+    assert "one of the contest: timing: StopIteration" in said
+    assert "nothing more can be trusted" in said
+    assert "1 error" in said
+
+
+@pytest.mark.gpu
+def test_scopes_and_caches_are_cases_of_their_own_on_a_gpu(tmp_path: Path) -> None:
+    measures = "scopes: [kernel, op]\ncaches: [cold, hot]\n"
+    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "cublas").strip() + "\n" + measures)
+    code, said = run(
+        tmp_path, "suite.yaml", "-k", "cublas", "--benchmark-json=out.json", device="cuda"
+    )
+    assert code == 0, said
+    found = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    names = [bench["name"].removeprefix("dense/cublas") for bench in found]
+    assert names == ["", "-kernel-hot", "-op-cold", "-op-hot"]
+    assert [bench["extra_info"]["clock"] for bench in found] == ["graph"] * 2 + ["events"] * 2
+    assert len({bench["group"] for bench in found}) == 4
+    assert found[0]["extra_info"]["gpu"]

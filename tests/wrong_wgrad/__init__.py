@@ -1,0 +1,1 @@
+"""Weight gradients that are wrong, each in its own way: every one of them must be rejected."""
