@@ -51,6 +51,7 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
     with warnings.catch_warnings():
         # Once a process that BSR is beta, once a shape that the table lacks this GPU.
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         warnings.filterwarnings("ignore", message=".*non-optimal triton kernel parameters")
         bsr = torch.sparse_bsr_tensor(
             w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
