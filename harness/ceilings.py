@@ -71,13 +71,13 @@ def measure(device: torch.device) -> Ceilings:
         read_gb_per_s=round(size / read_us / 1e3, 1),
         copy_gb_per_s=round(2 * size / copy_us / 1e3, 1),
         matrix_tflops={name: round(_matrix(name, device, best), 2) for name in [*DTYPES, TF32]},
-        launch_us=_launch_us(device),
+        launch_us=round(nothing_us(device), 2),
         l2_bytes=_l2_bytes(device),
     )
 
 
-def _launch_us(device: torch.device) -> float:
-    """Return what a sample of almost nothing takes."""
+def nothing_us(device: torch.device) -> float:
+    """Return the µs of a sample of almost nothing: what launching costs every sample."""
     small = torch.zeros(32, device=device)
     small.add_(1)  # compiled and loaded before a graph is captured
     (taken,) = time_together([ready(Launch(lambda: small.add_(1)), device)], device, "launch")

@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity
 
 from sparsebench.harness import references
 from sparsebench.harness.findings import Finding, Level, ok
-from sparsebench.harness.timing import Samples, Timed, ready, time_together
+from sparsebench.harness.timing import Timed, ready, time_together
 from sparsebench.kernels._kernel import DTYPES, Launch
-from sparsebench.results.statistics import Floats, block_logs
+from sparsebench.results.statistics import block_logs, by_block
 
 PAIRS = 3
 KINDS = "launch", "memory", "compute"  # of references.py's sizes
@@ -53,13 +53,6 @@ def read_clocks(device: torch.device) -> list[dict[str, float]]:
     events = [median(_by_events(call, device)) for call in calls]
     graphs = [_by_graph(_captured(call, device), device) for call in calls]
     return [graph | {"events": us} for graph, us in zip(graphs, events, strict=True)]
-
-
-def read_nothing(device: torch.device) -> float:
-    """Return the µs of a sample of almost nothing."""
-    small = torch.zeros(32, device=device)
-    (taken,) = time_together([_captured(Launch(lambda: small.add_(1)), device)], device, "nothing")
-    return median(taken.times_us)
 
 
 def floor(kind: str, logs: Sequence[float]) -> Finding:
@@ -116,12 +109,8 @@ def _pair(call: Launch, device: torch.device, seed: str) -> float:
     """Return log(second / first), the median over blocks, of a call and its twin."""
     both = [_captured(call, device) for _ in range(2)]
     first, second = time_together(both, device, seed)
-    return float(np.median(block_logs(_blocks(second), _blocks(first))))
-
-
-def _blocks(samples: Samples) -> Floats:
-    whole = len(samples.times_us) // samples.per_block * samples.per_block
-    return np.reshape(samples.times_us[:whole], (-1, samples.per_block))
+    blocks = (by_block(own.times_us, own.per_block) for own in (second, first))
+    return float(np.median(block_logs(*blocks)))
 
 
 def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:

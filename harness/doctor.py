@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch.nn.functional import linear
 
-from sparsebench.harness import crosscheck, findings, host
+from sparsebench.harness import ceilings, crosscheck, findings, host
 from sparsebench.harness._nvml import Board, NoNvml, board
 from sparsebench.harness.device import identity
 from sparsebench.harness.findings import Finding, Level
@@ -35,7 +35,7 @@ def examine(device: torch.device) -> list[Finding]:
     found += _on_host(device, runnable)
     found += [crosscheck.floor(*pairs) for pairs in crosscheck.read_pairs(device).items()]
     if device.type == "cuda":
-        nothing_us = crosscheck.read_nothing(device)
+        nothing_us = ceilings.nothing_us(device)
         found.append(crosscheck.nothing(nothing_us))
         clocks = crosscheck.read_clocks(device)
         found += [crosscheck.agreement(times_us, nothing_us) for times_us in clocks]

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.harness.measure import Flags, Progress, measure
-from sparsebench.harness.runner import Log, Settled, Worker
+from sparsebench.harness.runner import Log, Worker, settled_in
 from sparsebench.harness.validate import data_of, own_suite, require_planned
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
 from sparsebench.results.inspection import inspect
-from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
 
@@ -61,7 +60,7 @@ def again(
     recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
     flags = Flags(**{**recorded, "device": device, "data": data, **changed})
     same_kind = device_name(_environment(device, data)) == device_name(run.environment)
-    settled = _settled(run) if same_kind else None
+    settled = settled_in([*run.reference, *run.rows]) if same_kind else None
     stopped = out if out and _is_of(out, origin) else None
     return measure(suite, flags, out, stopped, progress, settled, origin)
 
@@ -79,8 +78,3 @@ def _environment(device: str, data: Path | None) -> dict[str, Any]:
     worker.kill()
     found: dict[str, Any] = worker.about["environment"]
     return found
-
-
-def _settled(run: Run) -> Settled:
-    rows = [*run.reference, *run.rows]
-    return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}

@@ -41,6 +41,11 @@ Settled = Mapping[str, Mapping[str, Any]]
 """By case id, what a kernel settled on (Row.choice)."""
 
 
+def settled_in(rows: Iterable[Row]) -> Settled:
+    """Return what kernels settled on in these rows, the ok ones."""
+    return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
+
+
 @dataclass(frozen=True)
 class Lost:
     """How a worker was lost: the case last announced ("" between cases), and why."""
@@ -240,7 +245,7 @@ class Runner:
 
     def settle(self, rows: Iterable[Row]) -> None:
         """Remember what kernels settled on."""
-        self.settled |= {r.case.id: r.choice for r in rows if r.status is Status.OK and r.choice}
+        self.settled |= settled_in(rows)
 
     def fresh(self) -> None:
         """Start a worker for the next contests: the process is the unit of replication."""

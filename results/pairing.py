@@ -9,10 +9,8 @@ A contest is one problem in one process, scope and cache state; a later attempt 
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
-
 from sparsebench.results.record import Contender, Row, Status
-from sparsebench.results.statistics import Floats, block_logs
+from sparsebench.results.statistics import Floats, block_logs, by_block
 
 
 def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
@@ -41,7 +39,8 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
 
 def logs_over(ours: Row, theirs: Row) -> Floats:
     """Return log(theirs / ours) of each block that both have: above 0 where ours is faster."""
-    return block_logs(_blocks(theirs), _blocks(ours))
+    blocks = (by_block(row.samples_us, row.samples_per_block) for row in (theirs, ours))
+    return block_logs(*blocks)
 
 
 def _original(
@@ -54,10 +53,3 @@ def _recipe(contender: Contender) -> Hashable:
     """Return what the two halves of an A/A pair have in common."""
     given = contender.params, contender.options
     return contender.format, contender.kernel, *(str(sorted(g.items())) for g in given)
-
-
-def _blocks(row: Row) -> Floats:
-    """Return the samples by block; those after the last whole block belong to none."""
-    size = min(row.samples_per_block, len(row.samples_us))
-    whole = len(row.samples_us) // size * size
-    return np.reshape(row.samples_us[:whole], (-1, size))

@@ -16,6 +16,7 @@ centre: below FEWEST processes there is no such interval. No outlier is ever dro
 eight moves the ratio little. Everything but `outcome` takes natural logs, processes last.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -49,6 +50,13 @@ class Interval:
     estimate: Any
     low: Any
     high: Any
+
+
+def by_block(samples: Sequence[float], size: int) -> Floats:
+    """Return samples [blocks, size] as they were taken; those after the last whole one are left."""
+    size = min(size, len(samples))
+    whole = len(samples) // size * size
+    return np.reshape(samples[:whole], (-1, size))
 
 
 def block_logs(theirs: Floats, ours: Floats) -> Floats:
