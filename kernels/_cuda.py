@@ -96,9 +96,11 @@ def compiled(name: str, constants: Constants) -> bytes:
     """Return the machine code of kernels/NAME.cu; needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
-    source = files("sparsebench.kernels").joinpath(f"{name}.cu").read_text()
+    folder = files("sparsebench.kernels")
+    source = folder.joinpath(f"{name}.cu").read_text()
+    shared = {p.name: p.read_text() for p in folder.iterdir() if p.name.endswith(".cuh")}
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
-    program = nvrtc.createProgram(source, f"{name}.cu", (), ())
+    program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
         nvrtc.compileProgram(program, OPTIONS + macros)
         code: bytes = nvrtc.getCUBIN(program)

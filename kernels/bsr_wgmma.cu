@@ -64,17 +64,16 @@
 // a look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma, mbarrier,
 // cp.async.bulk.tensor.
 
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "hopper.cuh"
 
 constexpr int SIDE = 64, ROW_BYTES = 128;
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SIDE * ROW_BYTES;
 constexpr int SLOT_BYTES = X_BYTES + 2 * W_BYTES, SLOTS = 192 * 1024 / SLOT_BYTES;  // 4, 6, 8
 constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
 constexpr int NO_SLICE = 0xffff;
+constexpr unsigned short ALL = (1 << CLUSTER) - 1;  // CTAs
 enum { HALF_0 = 1, HALF_1 = 2, LAST = 4, END = 8 };  // of a note
 
-struct alignas(64) TensorMap { u64 words[16]; };
 struct Maps { TensorMap x, w, y; };
 
 // What the host lays out: Groups.steps (_wgmma.py), Schedule.items (_schedule.py). Two numbers of
@@ -84,64 +83,6 @@ struct alignas(16) Item { int first, count, token, slices; };
 struct alignas(16) Note { int what, token, slices, unused; };
 __device__ __forceinline__ int of_half(int pair, int half) { return pair >> 16 * half & 0xffff; }
 
-// ---- mbarriers and copies ----
-
-__device__ __forceinline__ u32 address_of(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void init(u32 barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void arrive_expecting(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-               :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier, int cta) {
-#if CLUSTER == 1
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
-#else
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-               "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
-               :: "r"(barrier), "r"(cta) : "memory");
-#endif
-}
-__device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
-               "selp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-#ifdef WATCHDOG
-// What assert() calls: prints block, thread and what was expected, and ends the kernel.
-extern "C" __device__ void __assertfail(const char* what, const char* file, unsigned line,
-                                        const char* function, size_t size);
-__device__ __forceinline__ void wait(u32 barrier, u32 parity, const char* what) {
-  for (int tries = 0; !try_wait(barrier, parity); tries++)
-    if (tries == 1 << 18) __assertfail(what, "bsr_wgmma.cu", __LINE__, "wait", 1);
-}
-#else
-__device__ __forceinline__ void wait(u32 barrier, u32 parity, const char*) {
-  while (!try_wait(barrier, parity)) {}
-}
-#endif
-__device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, int row,
-                                     u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-               "[%0], [%1, {%3, %4}], [%2];"
-               :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
-}
-__device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int column, int row,
-                                             u32 barrier) {
-  const unsigned short ctas = (1 << CLUSTER) - 1;
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-               ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-               :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ctas) : "memory");
-}
-__device__ __forceinline__ void store(const TensorMap* map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
-               :: "l"(map), "r"(from), "r"(column), "r"(row) : "memory");
-}
 __device__ __forceinline__ void write(u32 to, Note note) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "r"(to), "r"(note.what), "r"(note.token), "r"(note.slices), "r"(note.unused)
@@ -154,68 +95,14 @@ __device__ __forceinline__ Note read(u32 from) {
                : "r"(from) : "memory");
   return note;
 }
-__device__ __forceinline__ void all_ctas() {
-  if (CLUSTER == 1) __syncthreads();
-  else asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                    "barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
-// ---- wgmma: d[64 x TOKENS] += A[64 x 16] B[16 x TOKENS] ----
-// A thread holds TOKENS / 2 of the sums, and the instruction wants each register spelled out.
-
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-#define FIVE(t, a, b, c, d, e) "%" #t #a ", %" #t #b ", %" #t #c ", %" #t #d ", %" #t #e ", "
-#define TEN(t) FIVE(t, 0, 1, 2, 3, 4) FIVE(t, 5, 6, 7, 8, 9)
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-#define D32(i) D16(i), D16(i + 16)
-#define TENS_TO_29 TEN() TEN(1) TEN(2)
-#define TENS_TO_59 TENS_TO_29 TEN(3) TEN(4) TEN(5)
-#define TENS_TO_119 TENS_TO_59 TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
-#if TOKENS == 256
-#define SUM TENS_TO_119 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define A_AND_B "%128, %129"
-#define REGISTERS D32(0), D32(32), D32(64), D32(96)
-#elif TOKENS == 128
-#define SUM TENS_TO_59 "%60, %61, %62, %63"
-#define A_AND_B "%64, %65"
-#define REGISTERS D32(0), D32(32)
-#else
-#define SUM TENS_TO_29 "%30, %31"
-#define A_AND_B "%32, %33"
-#define REGISTERS D32(0)
-#endif
-#if FP16
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
-
-__device__ __forceinline__ void multiply_16(float (&d)[TOKENS / 2], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) "k16.f32." TYPE "." TYPE
-               " {" SUM "}, " A_AND_B ", 1, 1, 1, " TEXT(TRANSPOSED) ", 0;"
-               : REGISTERS : "l"(a), "l"(b));
-}
-__device__ __forceinline__ u64 descriptor(u32 tile) {
-  // Address / 16, LBO 1 (not used), SBO 1024 / 16, 128-byte swizzle.
-  return (u64)(tile >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
 __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], u32 w, u32 x) {
   constexpr int A_STEP = (TRANSPOSED ? 16 * ROW_BYTES : 32) >> 4, B_STEP = 32 >> 4;
   const u64 a = descriptor(w), b = descriptor(x);
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  begin_products();
   #pragma unroll
-  for (int i = 0; i < SIDE / 16; i++) multiply_16(d, a + i * A_STEP, b + i * B_STEP);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int LEFT> __device__ __forceinline__ void products_left() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
-}
-__device__ __forceinline__ u32 pair_of(float low, float high) {
-  u32 pair;
-  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
+  for (int i = 0; i < SIDE / 16; i++) WGMMA(TOKENS, a + i * A_STEP, b + i * B_STEP, TRANSPOSED, 0);
+  end_of_products();
 }
 
 // ---- the ring of slots, and where in it a thread is ----
@@ -239,7 +126,8 @@ struct Ring {
 // A warpgroup's word that it is done with a slot, to every CTA that sends tiles into it.
 __device__ __forceinline__ void release(const Ring& ring, int slot) {
   const int thread = threadIdx.x % 128;
-  if (thread < CLUSTER) arrive(ring.empty + 8 * slot, thread);
+  if (CLUSTER == 1 && thread == 0) arrive(ring.empty + 8 * slot);
+  if (CLUSTER > 1 && thread < CLUSTER) arrive_in(ring.empty + 8 * slot, thread);
 }
 
 // ---- producers ----
@@ -261,7 +149,7 @@ __device__ __forceinline__ void bring_w(const Maps& maps, const Ring& ring, Step
     const u32 to = ring.w(half) + first * ROW_BYTES;
     if (row < 0) continue;
     if (CLUSTER == 1) load(to, &maps.w, column, row, ring.filled());
-    else load_for_all(to, &maps.w, column, row + first, ring.filled());
+    else load_for(ALL, to, &maps.w, column, row + first, ring.filled());
   }
 }
 
@@ -324,7 +212,7 @@ __device__ __forceinline__ Note add_up(float (&d)[TOKENS / 2], Ring& ring, int h
       if (held >= 0) release(ring, held);
       held = -1;
       // Products bring the four warps into step. Without them one may not have read the note yet.
-      asm volatile("bar.sync %0, 128;" :: "r"(half + 1) : "memory");
+      warpgroup_in_step(half + 1);
       release(ring, ring.slot);
     }
     ring.advance();
@@ -348,8 +236,8 @@ __device__ __forceinline__ void put_out(const float (&d)[TOKENS / 2], const Tens
   #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int buffer = c % BUFFERS * CHUNK_BYTES;
-    if (leader) asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(BUFFERS - 1) : "memory");
-    asm volatile("bar.sync %0, 128;" :: "r"(half + 1) : "memory");
+    if (leader) stores_have_read<BUFFERS - 1>();
+    warpgroup_in_step(half + 1);
     #pragma unroll
     for (int i = 0; i < SIDE / 16; i++) {
       const float* s = d + 8 * (c * (SIDE / 16) + i);
@@ -358,11 +246,11 @@ __device__ __forceinline__ void put_out(const float (&d)[TOKENS / 2], const Tens
                       "r"(pair_of(s[2], s[3])), "r"(pair_of(s[4], s[5])), "r"(pair_of(s[6], s[7]))
                    : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" :: "r"(half + 1) : "memory");
+    show_to_copies();
+    warpgroup_in_step(half + 1);
     if (leader) {
       if (slice != NO_SLICE) store(y, out + buffer, slice * SIDE, note.token + c * SIDE);
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      end_of_stores();
     }
   }
 }
@@ -387,7 +275,8 @@ multiply_blocks(const __grid_constant__ Maps maps, const Step* steps, const Item
     }
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
-  all_ctas();
+  if (CLUSTER > 1) cluster_in_step();
+  else __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -402,7 +291,7 @@ multiply_blocks(const __grid_constant__ Maps maps, const Step* steps, const Item
       if (note.what & END) break;
       put_out(d, &maps.y, out, note, group);
     }
-    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (threadIdx.x % 128 == 0) stores_are_done();
   }
-  if (CLUSTER > 1) all_ctas();  // the other CTA may still send words to this one's barriers
+  if (CLUSTER > 1) cluster_in_step();  // the other CTA may still send words to this one's barriers
 }
