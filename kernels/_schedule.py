@@ -39,20 +39,29 @@ class Schedule:
 
 def schedule(groups: Groups, m: int, tokens: int, workers: int) -> Schedule:
     """Assign every group and tile of `tokens` of m tokens; no worker is left without an item."""
-    steps, tiles = np.diff(groups.first), -(-m // tokens)
-    longest_first = np.argsort(-steps, kind="stable").repeat(tiles)
+    steps = np.diff(groups.first)
+    group, token, starts = assigned(steps + STORING, m, tokens, workers)
+    items = np.zeros((len(group) + READ_AHEAD, 4), np.int32)
+    items[: len(group)] = np.column_stack(
+        [groups.first[group], steps[group], token, packed(groups.slices[group])]
+    )
+    return Schedule(items, starts.astype(np.int32))
+
+
+def assigned(costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints, Ints]:
+    """Return group and first token of every item, by worker, and where each worker's start.
+
+    An item is a group and a tile of `tokens` of m tokens, and costs what its group does.
+    """
+    tiles = -(-m // tokens)
+    longest_first = np.argsort(-costs, kind="stable").repeat(tiles)
     loads = [(0, worker) for worker in range(min(workers, len(longest_first)))]
     owners = []
-    for cost in (steps[longest_first] + STORING).tolist():
+    for cost in costs[longest_first].tolist():
         load, worker = loads[0]
         owners.append(worker)
         heapreplace(loads, (load + cost, worker))
-    owner, token = np.array(owners), np.tile(np.arange(tiles) * tokens, len(steps))
+    owner, token = np.array(owners), np.tile(np.arange(tiles) * tokens, len(costs))
     listed = np.lexsort((token, owner))
-    group, token = longest_first[listed], token[listed]
-    items = np.zeros((len(listed) + READ_AHEAD, 4), np.int32)
-    items[: len(listed)] = np.column_stack(
-        [groups.first[group], steps[group], token, packed(groups.slices[group])]
-    )
     starts = np.searchsorted(owner[listed], np.arange(len(loads) + 1))
-    return Schedule(items, starts.astype(np.int32))
+    return longest_first[listed], token[listed], starts

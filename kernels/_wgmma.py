@@ -92,7 +92,7 @@ class _Tiles:
 
 
 def _tiles(w: Bsr, transposed: bool) -> _Tiles:
-    block_rows, block_columns = _checked(w)
+    block_rows, block_columns = checked(w)
     (n, k), (r, c) = w.shape, w.block
     block, i, j = np.ix_(range(len(block_rows)), range(r // SIDE), range(c // SIDE))
     row, column = np.broadcast_arrays(block * r + i * SIDE, j * SIDE)
@@ -117,21 +117,35 @@ def _pairs(tiles: _Tiles) -> Ints:
     left = index[tiles.owner] >= 0
     touched = np.zeros((len(single), tiles.places), np.float32)
     touched[index[tiles.owner[left]], tiles.place[left]] = 1
+    pairs = matched(touched)
+    alone = np.setdiff1d(np.arange(len(single)), pairs)
+    return np.concatenate(
+        [
+            np.column_stack([lead[whole], lead[whole] + 1]),
+            single[pairs],
+            np.column_stack([single[alone], np.full(len(alone), NO_SLICE)]),
+        ]
+    )
+
+
+def matched(touched: Ints) -> Ints:
+    """Pair rows [rows, places], those first that touch the most places in common: int [pairs, 2].
+
+    With an odd number of rows one is left.
+    """
     shared = touched @ touched.T
-    one, other = np.triu_indices(len(single), 1)
+    one, other = np.triu_indices(len(touched), 1)
     order = np.argsort(-shared[one, other], kind="stable")
-    free, found = dict.fromkeys(range(len(single))), []
+    free, found = [True] * len(touched), []
     for a, b in zip(one[order].tolist(), other[order].tolist(), strict=True):
-        if a in free and b in free:
-            del free[a], free[b]
-            found.append((single[a], single[b]))
-    found += [(single[a], NO_SLICE) for a in free]
-    halves = np.column_stack([lead[whole], lead[whole] + 1])
-    return np.concatenate([halves, np.array(found, halves.dtype).reshape(-1, 2)])
+        if free[a] and free[b]:
+            free[a] = free[b] = False
+            found.append((a, b))
+    return np.array(found, np.int64).reshape(-1, 2)
 
 
-def _checked(w: Bsr) -> tuple[Ints, Ints]:
-    """Return block row and block column of each block, or say what is wrong with the arrays."""
+def checked(w: Bsr) -> tuple[Ints, Ints]:
+    """Return block row and block column of each block; FormatError if the arrays are no BSR."""
     (n, k), (r, c) = w.shape, w.block
     offsets, columns = w.offsets.cpu().numpy(), w.columns.cpu().numpy()
     rows, width, blocks = -(-n // r), -(-k // c), len(w.values)
