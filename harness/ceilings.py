@@ -12,8 +12,7 @@ no power limit. A time below LIGHT x bound is no record but an error: `faster_th
 Datasheets are no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -23,6 +22,7 @@ import torch
 
 from sparsebench.harness.timing import ready, time_together
 from sparsebench.kernels._kernel import DTYPES, Launch
+from sparsebench.kernels.cublas import tf32_products
 
 LIGHT = 0.95  # of the bound: ceilings are measured too
 BURSTS = 8
@@ -70,7 +70,7 @@ def measure(device: torch.device) -> Ceilings:
     return Ceilings(
         read_gb_per_s=round(size / read_us / 1e3, 1),
         copy_gb_per_s=round(2 * size / copy_us / 1e3, 1),
-        matrix_tflops={name: round(_matrix(name, device, best), 2) for name in [*DTYPES, TF32]},
+        matrix_tflops={name: round(_matrix(name, device, best), 2) for name in DTYPES},
         launch_us=round(nothing_us(device), 2),
         l2_bytes=_l2_bytes(device),
     )
@@ -87,21 +87,10 @@ def nothing_us(device: torch.device) -> float:
 def _matrix(name: str, device: torch.device, best: Callable[[Callable[[], Any]], float]) -> float:
     """Return the TFLOP/s of a large product of random matrices; zeros would draw less power."""
     side = MATRIX_SIDE[device.type]
-    dtype = DTYPES.get(name, torch.float32)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).to(DTYPES[name]) for _ in range(2))
     out = torch.empty_like(a)
-    with _tf32(name == TF32):
+    with tf32_products(name == TF32):
         return 2 * side**3 / best(lambda: torch.matmul(a, b.t(), out=out)) / 1e6
-
-
-@contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if wanted else before
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _best_us(device: torch.device) -> Callable[[Callable[[], Any]], float]:

@@ -1,13 +1,18 @@
 """Is the output right? Two questions, both against the op's definition in fp64.
 
     whole      ||Y - R|| <= eps ||S||
-    element    |Y - R| <= eps |R| + 8 eps S
+    element    |Y - R| <= eps |R| + 8 eps S + t, where S > 0
 
 R is the reference, S the op's `spread` (for a dot product sqrt(sum (x w)²), what random signs leave
 of it), and eps = eps(dtype) + eps(fp32) sqrt(d): one rounding to the output's dtype, and fp32
 accumulation over d, the most non-zero terms of a sum. A kernel that accumulates in 16 bits drifts
 by about 0.2 eps(dtype) sqrt(d) and fails the first; one wrong element fails the second. S is zero
-where a row of weights is empty: only an exact zero passes there.
+where a row of weights is empty: only an exact zero passes there. t is half of the dtype's smallest
+subnormal (fp16: 3e-8), to which a product near zero is rounded whatever its size.
+
+In a tf32 problem both operands of a product may lose all but 10 bits of mantissa: eps is 2^-10
+larger, which is 2^-11 for each. Of that bound, operands rounded to 10 bits take 0.3, operands cut
+off there (what tensor cores do unasked) 0.8, and operands rounded to bf16 2.4.
 
 A packed output (a weight's gradient) must have the pattern's own indices. R and S are then taken
 where it stores elements; the padding of a block that leaves the matrix must be zero.
@@ -23,22 +28,27 @@ from torch import Tensor
 from sparsebench.formats._format import Format
 
 ELEMENT = 8.0
+TF32 = 2.0**-10
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The right answer [rows, columns] in fp64, and how far from it is still right."""
+    """The right answer [rows, columns] in fp64, and how far from it is still right.
+
+    `products` is the relative error that each product may have: TF32 in a tf32 problem.
+    """
 
     reference: Tensor
     spread: Tensor
     dtype: torch.dtype
     depth: int
+    products: float = 0.0
 
     @property
     def eps(self) -> float:
         """Return the relative size of one output's rounding errors."""
         accumulated = float(torch.finfo(torch.float32).eps * self.depth**0.5)
-        return float(torch.finfo(self.dtype).eps) + accumulated
+        return float(torch.finfo(self.dtype).eps) + accumulated + self.products
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,9 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     distance = (out.double() - reference).abs()
     scale, whole = float(reference.norm()), float(distance.norm())
     error = whole / scale if scale else whole
-    bound = eps * reference.abs() + ELEMENT * eps * spread
+    limits = torch.finfo(expected.dtype)
+    smallest = limits.smallest_normal * limits.eps / 2
+    bound = eps * reference.abs() + ELEMENT * eps * spread + smallest * (spread > 0)
     excess = float(
         (distance / bound).nan_to_num(nan=0.0, posinf=torch.finfo(torch.float64).max).max()
     )

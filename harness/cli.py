@@ -283,19 +283,43 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
         raise typer.Exit(UNFIT)
 
 
+@app.command()
+def tune(
+    suite: Annotated[str, typer.Argument(help="A suite's name, or a file.yaml.")] = "sparsity",
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(help="Time to take, about.", min=0.1)] = 10.0,
+    only: Only = "",
+    to: Annotated[
+        Path | None, typer.Option("--out", help="Table to write; default: yours, for this GPU.")
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Search the best configurations for this GPU into a table that runs then take them from."""
+    from sparsebench.harness.device import named
+    from sparsebench.harness.suite import read
+    from sparsebench.harness.tune import tune as tuned
+
+    with _measuring("tune") as show:
+        found = tuned(read(suite, data), named(device), minutes, only, to, data, show)
+    for line in found.lines:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+    if found.failed:
+        raise typer.Exit(SOME_FAILED)
+
+
 def _wide() -> Console:
     return Console(width=max(out.width, WIDE))
 
 
 @contextmanager
-def _measuring() -> Iterator[Callable[[int, int, str], None]]:
+def _measuring(again: str = "run --resume") -> Iterator[Callable[[int, int, str], None]]:
     """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _progress() as show:
             yield show
     except KeyboardInterrupt as stop:
-        err.print("interrupted; what was measured is kept, and run --resume goes on")
+        err.print(f"interrupted; what was measured is kept, and {again} goes on")
         raise typer.Exit(INTERRUPTED) from stop
 
 

@@ -25,7 +25,7 @@ from sparsebench.formats._format import Format
 from sparsebench.harness import operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ceilings import LIGHT
-from sparsebench.harness.check import Expected, check
+from sparsebench.harness.check import TF32, Expected, check
 from sparsebench.harness.device import identity
 from sparsebench.harness.energy import energy
 from sparsebench.harness.entry import (
@@ -155,7 +155,8 @@ def _expected(contest: Contest) -> Expected:
     depth = contest.op.depth(**arguments)
     reference = bound(contest.op.definition, contest.problem)(**arguments)
     spread = bound(contest.op.spread, contest.problem)(**arguments)
-    return Expected(reference, spread, DTYPES[contest.problem["dtype"]], depth)
+    dtype = contest.problem["dtype"]
+    return Expected(reference, spread, DTYPES[dtype], depth, TF32 if dtype == "tf32" else 0.0)
 
 
 def _run_poisoned(call: Callable[[], Output]) -> Output:

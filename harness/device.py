@@ -14,8 +14,12 @@ import torch
 
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.sim_clock import simulated
+from sparsebench.kernels import _tuned
 
-LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "numpy", "scipy", "pandas"
+LIBRARIES = (
+    *("torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"),
+    *("numpy", "scipy", "pandas"),
+)
 FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
 SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
 
@@ -72,6 +76,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sparsebench": version("sparsebench"),
         **commit(),
         "code_sha256": code_sha256(),
+        "tuned": _tuned.in_force(device),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "torch_settings": {
             "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
@@ -83,6 +88,21 @@ def environment(device: torch.device) -> dict[str, Any]:
             ),
         },
     }
+
+
+def tuned_tables() -> None:
+    """Raise SuiteError where a table of tuned configurations cannot be read."""
+    for folder in _tuned.folders().values():
+        for file in sorted(folder.glob("sm*.json")):
+            tuned_table(file)
+
+
+def tuned_table(file: Path) -> _tuned.Table:
+    """Read a table of tuned configurations; SuiteError says what is wrong with it."""
+    try:
+        return _tuned.read(file)
+    except _tuned.TableError as error:
+        raise SuiteError(str(error)) from error
 
 
 def code_sha256() -> str:

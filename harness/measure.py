@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.device import tuned_tables
 from sparsebench.harness.energy import require_meter
 from sparsebench.harness.runner import Runner, Settled, Wanted
 from sparsebench.harness.selection import meets, planned, text
@@ -64,6 +65,7 @@ def measure(
             f"--out {path}: expected a new directory, found one; --resume continues a run"
         )
     done = _finished(resume, suite, flags, contests) if resume else []
+    tuned_tables()
     runner = Runner(flags.device, flags.data, flags.timeout_s, settled)
     runner.settle(done)
     try:
@@ -137,7 +139,7 @@ def _rows(
                 runner.fresh()
             left = [c for c in order if (replicate, c.problem.id) not in seen]
             window()  # what was before the first contest is no contest's
-            progress(finished, total, _describe(left[0]) if left else "")
+            progress(finished, total, describe(left[0]) if left else "")
             for number, measured in enumerate(runner.run(left, replicate, wanted), start=1):
                 seen_meanwhile = window()
                 store.append(
@@ -146,7 +148,7 @@ def _rows(
                 )
                 finished += 1
                 spent_s.update(measured.spent_s)
-                progress(finished, total, _describe(left[number]) if number < len(left) else "")
+                progress(finished, total, describe(left[number]) if number < len(left) else "")
 
 
 @contextmanager
@@ -162,7 +164,8 @@ def _truthful(path: Path, state: Callable[[str], dict[str, Any]]) -> Iterator[No
         bundle.seal(path)
 
 
-def _describe(contest: Contest) -> str:
+def describe(contest: Contest) -> str:
+    """Name a problem for a line of progress."""
     shown = {k: v for k, v in contest.problem.fields.items() if k not in ("pattern", "dtype")}
     return " ".join(f"{name}={text(value)}" for name, value in shown.items())
 
@@ -200,7 +203,8 @@ def _same_place(path: Path, here: dict[str, Any]) -> None:
     """Refuse to go on with other code, on another device or with other libraries."""
     there = store.read(path).environment
     device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
-    for what in ("code_sha256", *device, *(f"versions.{name}" for name in here["versions"])):
+    versions = (f"versions.{name}" for name in here["versions"])
+    for what in ("code_sha256", "tuned", *device, *versions):
         outer, _, inner = what.partition(".")
         before, now = there.get(outer), here.get(outer)
         if inner:

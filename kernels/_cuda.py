@@ -13,7 +13,7 @@ device memory they would need a fence before their first use.
 import ctypes
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,7 @@ OPTIONS = "-std=c++17", "-arch=sm_90a"
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
-SWIZZLE_128B, L2_PROMOTION_128B = 3, 2  # CUtensorMapSwizzle, CUtensorMapL2promotion
+SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -54,13 +54,29 @@ class Program:
     code: str
 
     def __call__(self) -> Tensor:
-        """Enqueue the kernel on torch's current stream."""
-        import cupy
+        """Enqueue the kernel on torch's current stream. Raises RuntimeError.
 
-        stream = torch.cuda.current_stream(self.out.device)
-        with cupy.cuda.Stream.from_external(stream):
-            self.kernel((self.grid,), (self.threads,), self.args, shared_mem=self.shared_bytes)
+        By the driver: CuPy's own launch, with the stream made current for it, takes the host longer
+        than torch's whole dense layer, and a layer's step in training has three.
+        """
+        from cupy.cuda import runtime
+
+        device = self.out.device.index
+        runtime.setDevice(device)  # a new thread has no context
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        size, shared = (self.grid, 1, 1, self.threads, 1, 1), self.shared_bytes
+        kernel, (parameters, _) = ctypes.c_void_p(self.kernel.ptr), self._parameters
+        require_success(
+            _driver().cuLaunchKernel(kernel, *size, shared, stream, parameters, None),
+            f"cuLaunchKernel, {self.grid} CTAs of {self.threads}",
+        )
         return self.out
+
+    @cached_property
+    def _parameters(self) -> tuple[Any, list[Any]]:
+        """Return the addresses of the arguments, and the arguments."""
+        args = [np.atleast_1d(arg) for arg in self.args]
+        return (ctypes.c_void_p * len(args))(*(arg.ctypes.data for arg in args)), args
 
 
 def supports_hopper(problem: Problem, device: torch.device) -> str | None:
@@ -89,7 +105,7 @@ def load(
         path.write_bytes(code)
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
-    return kernel, hashlib.sha256(code).hexdigest()[:16]
+    return kernel.kernel, hashlib.sha256(code).hexdigest()[:16]
 
 
 def compiled(name: str, constants: Constants) -> bytes:
@@ -98,7 +114,7 @@ def compiled(name: str, constants: Constants) -> bytes:
 
     folder = files("sparsebench.kernels")
     source = folder.joinpath(f"{name}.cu").read_text()
-    shared = {p.name: p.read_text() for p in folder.iterdir() if p.name.endswith(".cuh")}
+    shared = {p.name.encode(): p.read_bytes() for p in folder.iterdir() if p.name.endswith(".cuh")}
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
     program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
@@ -114,8 +130,9 @@ def compiled(name: str, constants: Constants) -> bytes:
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
-    """Describe a fp16 or bf16 matrix that is copied in boxes of rows x columns, swizzled by 128.
+    """Describe a fp16 or bf16 matrix that is copied in boxes of rows x columns, swizzled.
 
+    A row of a box has 32, 64 or 128 bytes, and the pattern of the swizzle as many (hopper.cuh).
     What a box has outside of the matrix is read as zero and not written. Raises Unsupported.
     """
     size, step = matrix.element_size(), matrix.stride(0) * matrix.element_size()
@@ -125,22 +142,40 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
             f"{TMA_ALIGNMENT}, found {list(matrix.shape)} with strides {list(matrix.stride())} of "
             f"{size} bytes at address {matrix.data_ptr() % TMA_ALIGNMENT} modulo {TMA_ALIGNMENT}"
         )
-    driver = ctypes.CDLL("libcuda.so.1")
+    sizes = (matrix.shape[0], matrix.shape[1], step)
+    return _encoded(matrix.data_ptr(), *sizes, matrix.dtype, rows, columns)
+
+
+@lru_cache(4096)  # the allocator hands out the same addresses again: three maps a launch
+def _encoded(
+    address: int, height: int, width: int, step: int, dtype: torch.dtype, rows: int, columns: int
+) -> bytes:
+    driver = _driver()
     space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    sizes = (ctypes.c_uint64 * 2)(matrix.shape[1], matrix.shape[0])
+    sizes = (ctypes.c_uint64 * 2)(width, height)
     box, every = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
     result = driver.cuTensorMapEncodeTiled(
-        *(ctypes.c_void_p(place), MAP_TYPES[matrix.dtype], 2),
-        *(ctypes.c_void_p(matrix.data_ptr()), sizes, (ctypes.c_uint64 * 1)(step), box, every),
-        *(0, SWIZZLE_128B, L2_PROMOTION_128B, 0),
+        *(ctypes.c_void_p(place), MAP_TYPES[dtype], 2),
+        *(ctypes.c_void_p(address), sizes, (ctypes.c_uint64 * 1)(step), box, every),
+        *(0, SWIZZLES[columns * dtype.itemsize], L2_PROMOTION_128B, 0),
     )
+    what = f"[{height}, {width}] with rows of {step} bytes, in boxes of {rows} x {columns}"
+    require_success(result, f"cuTensorMapEncodeTiled, {what}")
+    return ctypes.string_at(place, MAP_BYTES)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def require_success(result: int, what: str) -> None:
+    """Raise RuntimeError unless the driver's call succeeded."""
     if result:
         error = ctypes.c_char_p()
-        driver.cuGetErrorName(result, ctypes.byref(error))
-        what = f"{list(matrix.shape)} with rows of {step} bytes, in boxes of {rows} x {columns}"
-        raise RuntimeError(f"cuTensorMapEncodeTiled, {what}: {(error.value or b'?').decode()}")
-    return ctypes.string_at(place, MAP_BYTES)
+        _driver().cuGetErrorName(result, ctypes.byref(error))
+        raise RuntimeError(f"{what}: {(error.value or b'?').decode()}")
 
 
 def by_value(*structs: bytes) -> Any:

@@ -55,8 +55,8 @@ Output = Tensor | Format
 class Launch:
     """The timed work and nothing else: call it for the product, on the operands' device.
 
-    `choice` records what `prepare` settled on (tile, layout, algorithm), `code` is a digest of the
-    machine code, where it is ours; both go into the row.
+    `choice` records what `prepare` settled on (tile, layout, algorithm), and how where the kernel
+    tunes (`by`). `code` is a digest of the machine code, where it is ours. Both go into the row.
     """
 
     run: Callable[[], Output]
@@ -77,6 +77,7 @@ class Kernel:
     device    "cuda", "cpu" or "any"
     supports  (problem, device) to a reason why not, or None
     prepare   (operands, **options) to a Launch; raises Unsupported, and never falls back
+    tunes     `prepare` takes the option `tuned` of _tuned.py: tables hold its configurations
     """
 
     op: str
@@ -84,7 +85,16 @@ class Kernel:
     device: str
     prepare: Callable[..., Launch]
     supports: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
+    tunes: bool = False
 
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""The dtypes of a problem, by the name a suite uses."""
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+}
+"""The dtypes of a problem, by the name a suite uses, and how its operands are stored.
+
+tf32 is fp32 of which a product may use 10 bits of mantissa. An exact kernel may run it too.
+"""

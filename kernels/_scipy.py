@@ -16,9 +16,10 @@ from sparsebench.results.record import Problem
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
-    """Refuse 16-bit types, which scipy.sparse does not multiply."""
+    """Refuse 16-bit types, which scipy.sparse does not multiply; tf32 problems run exactly."""
     dtype = problem["dtype"]
-    return None if dtype == "fp32" else f"scipy.sparse expected fp32 or fp64, found {dtype}"
+    exact = dtype in ("fp32", "tf32")
+    return None if exact else f"scipy.sparse expected fp32 or fp64, found {dtype}"
 
 
 def launch(w: Any, operands: Operands) -> Launch:

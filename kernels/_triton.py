@@ -18,24 +18,33 @@ from sparsebench.kernels._kernel import Unsupported
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
+Precision = Literal["ieee", "tf32"]  # of products of fp32, as tl.dot names it
 
 SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of an A100 or H100
+SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
+SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
 
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer."""
+    """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer.
+
+    `before` is a program that writes what this one reads.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: Mapping[str, Any]
     out: Tensor
+    before: "Program | None" = None
 
     def __call__(self) -> Tensor:
         """Enqueue the kernel on the current stream."""
+        if self.before:
+            self.before()
         self.kernel[self.grid](*self.args, **self.constants)
         return self.out
 
@@ -44,8 +53,11 @@ class Program:
         """Return the SHA-256 of the machine code, the first 16 digits; None when interpreted."""
         if self.out.device.type != "cuda":
             return None
+        return hashlib.sha256(self._binary()).hexdigest()[:16]
+
+    def _binary(self) -> bytes:
         compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.constants)
-        return hashlib.sha256(compiled.asm["cubin"]).hexdigest()[:16]
+        return (self.before._binary() if self.before else b"") + bytes(compiled.asm["cubin"])
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -67,6 +79,21 @@ def choose_path(path: Path | None, obstacle: str | None, device: torch.device) -
     if path == "tma" and obstacle:
         raise Unsupported(f"no TMA path: {obstacle}")
     return path or ("tma" if device.type == "cuda" and not obstacle else "pointers")
+
+
+def precision_of(dtype: str) -> Precision:
+    """Return how a problem's products are made; of 16-bit operands they are exact."""
+    return "tf32" if dtype == "tf32" else "ieee"
+
+
+def without_tensor_cores(itemsize: int, precision: Precision) -> bool:
+    """Say whether products need the units of fp32: of all our types, fp32 itself."""
+    return itemsize == 4 and precision == "ieee"
+
+
+def whole_tile(side: int) -> int:
+    """Return the least side of a tile that holds so many rows or columns: a power of two."""
+    return max(SMALLEST_TILE, 1 << (side - 1).bit_length())
 
 
 def misaligned(*matrices: Tensor) -> str | None:
@@ -103,11 +130,23 @@ def fitting_depth(tokens: int, features: int, depth: int, warps: int, path: Path
     return 0 if sums > 64 else min(depth, 32 if sums >= 32 else 64)
 
 
-def stages(tokens: int, features: int, depth: int, itemsize: int, path: Path) -> int:
+def stages(
+    tokens: int, features: int, depth: int, itemsize: int, path: Path, precision: Precision = "ieee"
+) -> int:
     """Return how many tiles of both operands to keep in flight."""
     # Each costs a pointer registers; fp32 arithmetic is slow enough to hide any load.
-    most = 3 if itemsize == 4 else 8 if path == "tma" else 4
-    return min(most, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))
+    most = 3 if without_tensor_cores(itemsize, precision) else 8 if path == "tma" else 4
+    held = most_stages(tokens, features, depth, itemsize)
+    return min(most, held, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))
+
+
+def most_stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
+    """Return how many tiles of both operands one SM holds.
+
+    A tile of Y in fp32 leaves through shared memory of its own; one of 16 bits, through a stage's.
+    """
+    out = tokens * features * itemsize if itemsize == 4 else 0
+    return (SM_BYTES - out) // (itemsize * (tokens + features) * depth)
 
 
 def options(warps: int, path: Path) -> dict[str, int]:

@@ -128,7 +128,7 @@ def _pairs(tiles: _Tiles) -> Ints:
     )
 
 
-def matched(touched: Ints) -> Ints:
+def matched(touched: NDArray[np.float32]) -> Ints:
     """Pair rows [rows, places], those first that touch the most places in common: int [pairs, 2].
 
     With an odd number of rows one is left.

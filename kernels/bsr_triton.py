@@ -18,7 +18,8 @@ The next block column is loaded one step ahead, into a register: loaded in the s
 take every second pipeline stage. Long block rows start first, so that none is left over at the end.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,21 +32,28 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._triton import (
     COMPILE_THREADS,
+    SM_BYTES,
+    SMALLEST_TILE,
     Path,
+    Precision,
     Program,
     box,
     choose_path,
     fitting_depth,
     misaligned,
+    most_stages,
     odd_row,
     options,
+    precision_of,
     stages,
     supports,
+    whole_tile,
+    without_tensor_cores,
 )
 from sparsebench.kernels._tune import fastest
+from sparsebench.kernels._tuned import Sizes, Tuned, blocked, choose, loads, multiprocessors
 
-SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
-SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
+TILES = 4  # that a long search times, each in up to eight ways
 
 # What won a sweep on an H200, by height of a row tile: (tokens, features, stages, warps, order).
 # Order: what neighbouring programs take other ones of, block rows or tokens; S is swapped.
@@ -138,6 +146,7 @@ class Config:
     rows_first: bool
     swapped: bool
     path: Path
+    precision: Precision = "ieee"
 
 
 @dataclass(frozen=True)
@@ -153,22 +162,24 @@ class Packed:
     order: Tensor
 
 
-def configurations(m: int, block: tuple[int, int], itemsize: int, path: Path) -> list[Config]:
+def configurations(
+    m: int, block: tuple[int, int], itemsize: int, path: Path, precision: Precision = "ieee"
+) -> list[Config]:
     """Return what is worth trying for m tokens and r x c blocks: at most eight."""
     r, c = block
-    row_tile, width = min(128, _tile(r)), _tile(c)
-    if itemsize == 4:
-        plain = [(*shape, 16) for shape in FP32]
+    row_tile, width = min(128, whole_tile(r)), whole_tile(c)
+    if without_tensor_cores(itemsize, precision):
+        plain = [(*shape, 32) for shape in FP32]
     elif m <= 64:
         plain = [
-            (_tile(m), features, 4, depth)
+            (whole_tile(m), features, 4, depth)
             for features in (16, 32, 64, 128)
             for depth in (64, 128)
             if depth == 64 or width >= 128
         ]
     elif path == "tma":
         shapes = (MANY_TOKENS if m > 1024 else SOME_TOKENS)[row_tile]
-        return [_swept(shape, r, width) for shape in shapes]
+        return [_swept(shape, r, width, itemsize, precision) for shape in shapes]
     else:
         plain = [(*s, 64) for s in BY_POINTERS if s[1] == row_tile or s[1] >= max(64, row_tile)]
     configs = [
@@ -177,33 +188,76 @@ def configurations(m: int, block: tuple[int, int], itemsize: int, path: Path) ->
             features=features,
             depth=deep,
             group=max(1, features // r),
-            stages=stages(tokens, features, deep, itemsize, path),
+            stages=stages(tokens, features, deep, itemsize, path, precision),
             warps=warps,
             rows_first=True,
             swapped=False,
             path=path,
+            precision=precision,
         )
         for tokens, features, warps, depth in plain
-        if (deep := min(width, fitting_depth(tokens, features, depth, warps, path)))
+        if (deep := min(width, fitting_depth(tokens, features, depth, warps, path) * 2 // itemsize))
     ]
     return list(dict.fromkeys(configs))
 
 
-def _swept(shape: Shape, r: int, width: int) -> Config:
+def _swept(shape: Shape, r: int, width: int, itemsize: int, precision: Precision) -> Config:
     """Return a configuration of the sweep, with as many stages as fit one SM."""
     tokens, features, in_flight, warps, order = shape
-    depth = min(width, 64)
+    depth = min(width, 128 // itemsize)
     return Config(
         tokens=tokens,
         features=features,
         depth=depth,
         group=max(1, features // r),
-        stages=min(in_flight, SM_BYTES // (2 * (tokens + features) * depth)),
+        stages=min(in_flight, most_stages(tokens, features, depth, itemsize)),
         warps=warps,
         rows_first=order.startswith("rows"),
         swapped=order.endswith("S"),
         path="tma",
+        precision=precision,
     )
+
+
+def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config]:
+    """Return what a long search times: `configurations`, and the TILES that load the least.
+
+    `programs` run side by side. fp32 has no wider space: registers leave it none.
+    """
+    block = sizes.block
+    assert block is not None
+    few = configurations(sizes.m, block, itemsize, path, precision_of(sizes.dtype))
+    if itemsize == 4:
+        return few
+    depth = 128 if sizes.m <= 64 else 64
+    tiles = [
+        Config(tokens, features, deep, max(1, features // block[0]), 2, warps, True, False, path)
+        for tokens, features in product((16, 32, 64, 128, 256), (16, 32, 64, 128))
+        if tokens < 2 * sizes.m or tokens == SMALLEST_TILE
+        if (warps := 4 if tokens * features <= 128 * 128 else 8)
+        if (deep := min(whole_tile(block[1]), fitting_depth(tokens, features, depth, warps, path)))
+    ]
+    wide = [
+        replace(tile, stages=in_flight, rows_first=rows_first, swapped=swapped)
+        for tile in sorted(tiles, key=lambda tile: loaded(tile, sizes, programs))[:TILES]
+        for in_flight, rows_first, swapped in product((2, 4), (True, False), (False, True))
+        if in_flight * (tile.tokens + tile.features) * tile.depth * itemsize <= SM_BYTES
+        if not swapped or (tile.features >= 64 and path == "tma")
+    ]
+    return list(dict.fromkeys([*few, *wide]))
+
+
+def loaded(config: Config, sizes: Sizes, programs: int) -> float:
+    """Return what the byte model of _tuned.py says of random blocks.
+
+    A group of block rows has a block in 1 - (1 - density) ** group of all columns.
+    """
+    assert sizes.block is not None
+    height, width = packed_block(sizes.block, config)
+    rows = triton.cdiv(triton.cdiv(sizes.n, sizes.block[0]), config.group)
+    grid = triton.cdiv(sizes.m, config.tokens) * rows * (height // config.features)
+    columns = triton.cdiv(sizes.k, sizes.block[1]) * (1 - (1 - sizes.density) ** config.group)
+    return loads(grid, programs, columns * width, config.tokens, config.features)
 
 
 def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Program:
@@ -225,7 +279,7 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> P
     return Program(_multiply, (row_tiles * token_tiles,), args, constants, y)
 
 
-def constants_of(config: Config, height: int, width: int) -> dict[str, int]:
+def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
     """Return what the kernel is compiled for; height and width are a packed block's."""
     return {
         "TOKENS": config.tokens,
@@ -237,6 +291,7 @@ def constants_of(config: Config, height: int, width: int) -> dict[str, int]:
         "ROWS_FIRST": config.rows_first,
         "SWAPPED": config.swapped,
         "TMA": config.path == "tma",
+        "PRECISION": config.precision,
     }
 
 
@@ -271,15 +326,22 @@ def pack(w: Bsr, config: Config) -> Packed:
     )
 
 
-def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Pack the weights, and compile and time the configurations; `path` insists on one."""
+def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
+    """Pack the weights; take a table's configuration, or compile and time a few.
+
+    `path` insists on one.
+    """
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Bsr)
-    path = choose_path(path, _obstacle(x, w), x.device)
-    if operands.settled:
-        configs = [Config(**operands.settled)]
-    else:
-        configs = configurations(len(x), w.block, x.element_size(), path)
+    path = choose_path(path, obstacle(x, w), x.device)
+    m, size = len(x), x.element_size()
+    sizes = blocked(m, *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    searched = (
+        space(sizes, size, path, multiprocessors(x.device))
+        if tuned == "wide"
+        else configurations(m, w.block, size, path, precision_of(sizes.dtype))
+    )
+    configs, by = choose("bsr_triton", Config, operands, sizes, tuned, searched, path=path)
     packings: dict[Any, Packed] = {}
     candidates = []
     for config in configs:
@@ -288,10 +350,10 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
             packings[layout] = pack(w, config)
         candidates.append(launch(x, w, config, packings[layout]))
     best = fastest(candidates, x.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]), candidates[best].code)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel(op="linear", consumes="bsr", device="cuda", supports=supports, prepare=prepare)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports, tunes=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -318,6 +380,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     ROWS_FIRST: tl.constexpr,
     SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
     if ROWS_FIRST:
@@ -351,9 +414,9 @@ def _multiply(  # type: ignore[no-untyped-def]
             w_tile = tl.load(w_at + features[:, None] * (COLUMN_TILES * DEPTH) + lanes[None, :])
         ahead = tl.load(columns + (i + 1) // COLUMN_TILES)
         if SWAPPED:
-            total = tl.dot(w_tile, x_tile.T, total, input_precision="ieee")
+            total = tl.dot(w_tile, x_tile.T, total, input_precision=PRECISION)
         else:
-            total = tl.dot(x_tile, w_tile.T, total, input_precision="ieee")
+            total = tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
 
     if SWAPPED:
         total = total.T
@@ -368,13 +431,9 @@ def _multiply(  # type: ignore[no-untyped-def]
         tl.store(y_at, total.to(y.dtype.element_ty), mask)
 
 
-def _obstacle(x: Tensor, w: Bsr) -> str | None:
+def obstacle(x: Tensor, w: Bsr) -> str | None:
     """Say why boxes cannot be read and written here, or None."""
     r, c = w.block
-    if _tile(r) != r or _tile(c) != c:
+    if whole_tile(r) != r or whole_tile(c) != c:
         return f"blocks of {r}x{c} are not whole tiles"
     return odd_row(w.shape[0], x.element_size()) or misaligned(x, w.values.view(-1, c))
-
-
-def _tile(side: int) -> int:
-    return max(SMALLEST_TILE, 1 << (side - 1).bit_length())

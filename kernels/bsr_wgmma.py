@@ -16,6 +16,7 @@ bsr_wgmma_dgrad.py is the same kernel over the transposed pattern.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from sparsebench.kernels._cuda import (
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
 from sparsebench.kernels._schedule import schedule
 from sparsebench.kernels._tune import fastest
+from sparsebench.kernels._tuned import Tuned, blocked, choose
 from sparsebench.kernels._wgmma import NO_SLICE, SIDE, Groups, groups_of
 
 TOKENS = 256, 128, 64
@@ -63,6 +65,30 @@ def configurations(m: int) -> list[Config]:
     return [Config(tokens, ctas) for tokens in tiles for ctas in (1, 2) if ctas == 1 or m > tokens]
 
 
+def space() -> list[Config]:
+    """Return what a long search times: everything."""
+    return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+
+    lists         on the device: steps, items, starts
+    activations   [m, k], or [m, n] if transposed;  blocks [blocks, r, c];  out [m, n] or [m, k]
+    """
+
+    kernel: Any
+    code: str
+    config: Config
+    grid: int
+    lists: tuple[Tensor, ...]
+    activations: tuple[int, int]
+    blocks: tuple[int, int, int]
+    out: tuple[int, int]
+    dtype: torch.dtype
+
+
 def launch(
     x: Tensor,
     w: Bsr,
@@ -78,23 +104,56 @@ def launch(
     """
     if reason := refusal(x, w, transposed):
         raise Unsupported(reason)
-    groups = groups or groups_of(w, transposed)
-    y = x.new_empty(len(x), w.shape[1] if transposed else w.shape[0])
-    values = w.values if len(w.values) else w.values.new_zeros(1, *w.block)  # a map needs a row
+    planned = plan(w, len(x), config, groups, transposed=transposed, watchdog=watchdog)
+    return bind(planned, x, w.values)
+
+
+def plan(
+    w: Bsr,
+    m: int,
+    config: Config,
+    groups: Groups | None = None,
+    *,
+    transposed: bool = False,
+    watchdog: bool = False,
+) -> Plan:
+    """Pair the rows, assign the work and upload the lists; of w's values, shape and dtype count.
+
+    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    """
+    groups, device = groups or groups_of(w, transposed), w.offsets.device
+    workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
+    work = schedule(groups, m, config.tokens * config.cluster, workers)
+    lists = (torch.from_numpy(a).to(device) for a in (groups.steps, work.items, work.starts))
+    constants = constants_of(config, w.values.dtype, transposed)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
+    (n, k), (r, c) = w.shape, w.block
+    return Plan(
+        *(kernel, code, config, (len(work.starts) - 1) * config.cluster, tuple(lists)),
+        activations=(m, n if transposed else k),
+        blocks=(len(w.values), r, c),
+        out=(m, k if transposed else n),
+        dtype=w.values.dtype,
+    )
+
+
+def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
+    """Return the program of a plan on these operands, into an output of its own."""
+    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
+    found = (*x.shape,), (*values.shape,), x.dtype, values.dtype
+    if found != expected or not values.is_contiguous():
+        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
+    y = x.new_empty(plan.out)
+    values = values if len(values) else values.new_zeros(1, *plan.blocks[1:])  # a map needs a row
     maps = by_value(
-        tensor_map(x, config.tokens, SIDE),
-        tensor_map(values.view(-1, w.block[1]), SIDE // config.cluster, SIDE),
+        tensor_map(x, plan.config.tokens, SIDE),
+        tensor_map(values.view(-1, plan.blocks[2]), SIDE // plan.config.cluster, SIDE),
         tensor_map(y, SIDE, SIDE),
     )
-    workers = torch.cuda.get_device_properties(x.device).multi_processor_count // config.cluster
-    plan = schedule(groups, len(x), config.tokens * config.cluster, workers)
-    lists = [torch.from_numpy(a).to(x.device) for a in (groups.steps, plan.items, plan.starts)]
-    constants = constants_of(config, x.dtype, transposed)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, x.device)
-    grid = (len(plan.starts) - 1) * config.cluster
-    args = (maps, *(np.uint64(a.data_ptr()) for a in lists))
-    return Program(kernel, grid, THREADS, SHARED_BYTES, args, (x, values, *lists), y, code)
+    args = (maps, *(np.uint64(a.data_ptr()) for a in plan.lists))
+    kept = x, values, *plan.lists
+    return Program(plan.kernel, plan.grid, THREADS, SHARED_BYTES, args, kept, y, plan.code)
 
 
 def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Constants:
@@ -129,25 +188,25 @@ def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     return None
 
 
-def prepare(operands: Operands) -> Launch:
-    """Pair the rows, assign the work, compile and time the configurations."""
-    return tuned(operands, operands.activations["x"], transposed=False)
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Pair the rows and assign the work; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
-def tuned(operands: Operands, x: Tensor, *, transposed: bool) -> Launch:
-    """Return the fastest configuration, or the settled one."""
+def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
+    """Return the launch of the settled configuration, a table's or the fastest."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     if reason := refusal(x, w, transposed):
         raise Unsupported(reason)
     groups = groups_of(w, transposed)
-    settled = operands.settled
-    configs = [Config(**settled)] if settled else configurations(len(x))
+    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
+    searched = space() if tuned == "wide" else configurations(len(x))
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
     best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]), candidates[best].code)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel(
-    op="linear", consumes="bsr", device="cuda", supports=supports_hopper, prepare=prepare
-)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports_hopper, tunes=True)

@@ -11,14 +11,13 @@ the tensor cores read a tile of W by columns. No value is copied.
 
 from sparsebench.kernels._cuda import supports_hopper
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.bsr_wgmma import tuned
+from sparsebench.kernels._tuned import Tuned
+from sparsebench.kernels.bsr_wgmma import prepared
 
 
-def prepare(operands: Operands) -> Launch:
-    """Pair the columns, assign the work, compile and time the configurations."""
-    return tuned(operands, operands.activations["dy"], transposed=True)
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Pair the columns and assign the work; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
 
 
-KERNEL = Kernel(
-    op="linear_dgrad", consumes="bsr", device="cuda", supports=supports_hopper, prepare=prepare
-)
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, supports_hopper, tunes=True)

@@ -14,6 +14,8 @@ that run at one time stay in L2:
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -23,7 +25,9 @@ from sparsebench.formats.dense import Dense
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._triton import (
     COMPILE_THREADS,
+    SM_BYTES,
     Path,
+    Precision,
     Program,
     box,
     choose_path,
@@ -31,14 +35,18 @@ from sparsebench.kernels._triton import (
     misaligned,
     odd_row,
     options,
+    precision_of,
     stages,
     supports,
+    without_tensor_cores,
 )
 from sparsebench.kernels._tune import fastest
+from sparsebench.kernels._tuned import Sizes, Tuned, choose, loads, multiprocessors
 
 BAND = 8
+TILES = 8  # that a long search times, in several depths of the pipeline
 
-# (tokens, features, depth, warps)
+# (tokens, features, depth of 16 bits, warps)
 MANY_TOKENS = (
     (128, 128, 64, 4),
     (128, 128, 64, 8),
@@ -52,7 +60,7 @@ SOME_TOKENS = (
     (128, 64, 64, 4),
     (128, 128, 64, 8),
 )
-FP32 = ((64, 64, 16, 8), (64, 32, 16, 4), (32, 32, 16, 4))  # no tensor cores
+FP32 = ((64, 64, 32, 8), (64, 32, 32, 4), (32, 32, 32, 4))  # no tensor cores
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,15 @@ class Config:
     stages: int
     warps: int
     path: Path
+    precision: Precision = "ieee"
 
 
-def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
+def configurations(
+    m: int, itemsize: int, path: Path, precision: Precision = "ieee"
+) -> list[Config]:
     """Return what is worth trying for m tokens, at most eight."""
     shapes: Iterable[tuple[int, int, int, int]]
-    if itemsize == 4:
+    if without_tensor_cores(itemsize, precision):
         shapes = FP32
     elif m <= 64:
         few = max(16, triton.next_power_of_2(m))
@@ -80,10 +91,40 @@ def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
     else:
         shapes = SOME_TOKENS if m <= 1024 else MANY_TOKENS
     return [
-        Config(tokens, features, deep, stages(tokens, features, deep, itemsize, path), warps, path)
+        Config(tokens, features, deep, in_flight, warps, path, precision)
         for tokens, features, depth, warps in shapes
+        if (deep := fitting_depth(tokens, features, depth, warps, path) * 2 // itemsize)
+        if (in_flight := stages(tokens, features, deep, itemsize, path, precision)) > 1
+    ]
+
+
+def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config]:
+    """Return what a long search times: `configurations`, and the TILES that load the least.
+
+    `programs` run side by side.
+    """
+    few = configurations(sizes.m, itemsize, path, precision_of(sizes.dtype))
+    depths = (64, 128) if sizes.m <= 64 else (64,)
+    tiles = [
+        (tokens, features, deep, warps)
+        for tokens, features, depth in product((16, 32, 64, 128, 256), (32, 64, 128, 256), depths)
+        if tokens < 2 * sizes.m and tokens * features <= 256 * 128
+        for warps in ((4,) if tokens * features <= 64 * 128 else (4, 8))
         if (deep := fitting_depth(tokens, features, depth, warps, path))
     ]
+
+    def cost(tile: tuple[int, int, int, int]) -> float:
+        grid = triton.cdiv(sizes.m, tile[0]) * triton.cdiv(sizes.n, tile[1])
+        return loads(grid, programs, sizes.k, tile[0], tile[1])
+
+    least = [] if itemsize == 4 else sorted(dict.fromkeys(tiles), key=cost)[:TILES]
+    wide = [
+        Config(tokens, features, depth, in_flight, warps, path)
+        for tokens, features, depth, warps in least
+        for in_flight in (3, 4, 6)
+        if in_flight * (tokens + features) * depth * itemsize <= SM_BYTES
+    ]
+    return list(dict.fromkeys([*few, *wide]))
 
 
 def launch(x: Tensor, w: Tensor, config: Config) -> Program:
@@ -101,7 +142,7 @@ def launch(x: Tensor, w: Tensor, config: Config) -> Program:
     return Program(_multiply, grid, args, constants, y)
 
 
-def constants_of(config: Config) -> dict[str, int]:
+def constants_of(config: Config) -> dict[str, Any]:
     """Return what the kernel is compiled for."""
     return {
         "TOKENS": config.tokens,
@@ -110,22 +151,29 @@ def constants_of(config: Config) -> dict[str, int]:
         "BAND": BAND,
         "STAGES": config.stages,
         "TMA": config.path == "tma",
+        "PRECISION": config.precision,
     }
 
 
-def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Compile and time the configurations; `path` insists on one."""
+def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
+    """Take a table's configuration, or compile and time a few; `path` insists on one."""
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Dense)
     path = choose_path(path, _obstacle(x, w.values), x.device)
-    settled = operands.settled
-    configs = [Config(**settled)] if settled else configurations(len(x), x.element_size(), path)
+    sizes = Sizes(len(x), *w.shape, operands.problem["dtype"])
+    size = x.element_size()
+    searched = (
+        space(sizes, size, path, multiprocessors(x.device))
+        if tuned == "wide"
+        else configurations(len(x), size, path, precision_of(sizes.dtype))
+    )
+    configs, by = choose("dense_triton", Config, operands, sizes, tuned, searched, path=path)
     candidates = [launch(x, w.values, config) for config in configs]
     best = fastest(candidates, x.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]), candidates[best].code)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel(op="linear", consumes="dense", device="cuda", supports=supports, prepare=prepare)
+KERNEL = Kernel("linear", "dense", "cuda", prepare, supports, tunes=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -143,6 +191,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
     token_tiles = tl.cdiv(m, TOKENS)
@@ -169,7 +218,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             w_at = w + feature.to(tl.int64) * k + depth
             w_at += features[:, None] * k + lanes[None, :]
             w_tile = tl.load(w_at, (features < n - feature)[:, None] & inside, 0.0)
-        total = tl.dot(x_tile, w_tile.T, total, input_precision="ieee")
+        total = tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
 
     if TMA:
         y.store([token, feature], total.to(y.dtype))

@@ -9,7 +9,7 @@ X.T first where the kernel gains more than the copy costs.
 
 Blocks are powers of two of at least 16 that divide n and k; as shipped they are square and r
 divides m. Elsewhere torch gathers rows and multiplies in fp32 without a word, or fails: refused.
-fp32 runs without tensor cores, TF32 being off.
+fp32 runs without tensor cores, TF32 being off; so do tf32 problems, exactly.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 

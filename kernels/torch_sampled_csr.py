@@ -17,9 +17,10 @@ from sparsebench.results.record import Problem
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
-    """Refuse 16-bit types."""
+    """Refuse 16-bit types; tf32 problems run exactly."""
     dtype = problem["dtype"]
-    return None if dtype == "fp32" else f"torch.sparse.sampled_addmm expected fp32, found {dtype}"
+    exact = dtype in ("fp32", "tf32")
+    return None if exact else f"torch.sparse.sampled_addmm expected fp32, found {dtype}"
 
 
 def prepare(operands: Operands) -> Launch:

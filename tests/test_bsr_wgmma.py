@@ -311,7 +311,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module):
     w, x = on_gpu((1000, 1536, 1280, (64, 64), 0.2), "bf16", transposed)
     wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
     given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(module.KERNEL.op, {}), {"w": w}, given, torch.matmul)
+    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
     launch = module.prepare(operands)
     again = module.prepare(replace(operands, settled=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)

@@ -1,31 +1,37 @@
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.check import Expected, check
+from sparsebench.harness.check import TF32, Expected, check
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES
 
 M, N, K = 48, 40, 512
 
 
-def expected(dtype: torch.dtype, empty_row: bool = False) -> tuple[Expected, torch.Tensor]:
-    draw = torch.Generator().manual_seed(5)
+def expected(name: str, empty_row: bool = False) -> tuple[Expected, torch.Tensor]:
+    draw, dtype = torch.Generator().manual_seed(5), DTYPES[name]
     w = (torch.randn(N, K, generator=draw) / K**0.5).to(dtype)
     if empty_row:
         w[3] = 0
     x = torch.randn(M, K, generator=draw).to(dtype)
-    right = Expected(definition(w.double(), x.double()), spread(w.double(), x.double()), dtype, K)
+    right = right_of(w, x, TF32 if name == "tf32" else 0.0)
     return right, definition(w, x)
+
+
+def right_of(w: torch.Tensor, x: torch.Tensor, products: float = 0.0) -> Expected:
+    exact = w.double(), x.double()
+    return Expected(definition(*exact), spread(*exact), w.dtype, K, products)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_torch_itself_is_right_in_every_dtype(name: str) -> None:
-    right, out = expected(DTYPES[name])
+    right, out = expected(name)
     verdict = check(out, right)
     assert verdict.reason is None
     assert verdict.error is not None
@@ -35,30 +41,48 @@ def test_torch_itself_is_right_in_every_dtype(name: str) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("factor", [1.02, 0.0, -1.0])
 def test_a_scaled_output_is_wrong(name: str, factor: float) -> None:
-    right, out = expected(DTYPES[name])
+    right, out = expected(name)
     assert check(out * factor, right).reason
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_one_wrong_element_of_two_thousand_is_wrong(name: str) -> None:
-    right, out = expected(DTYPES[name])
+    right, out = expected(name)
     out[7, 11] += 0.5
     reason = check(out, right).reason
     assert reason
     assert "[7, 11]" in reason or "relative error" in reason
 
 
-def test_tf32_products_are_wrong_in_fp32() -> None:
+def rounded(operand: torch.Tensor) -> torch.Tensor:
+    """To 10 bits of mantissa, the nearest, as cvt.rna.tf32.f32 does."""
+    return cut((operand.view(torch.int32) + 0x1000).view(torch.float32))
+
+
+def cut(operand: torch.Tensor) -> torch.Tensor:
+    """Without what tensor cores do not read of an fp32 operand in TF32."""
+    return (operand.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("form", [rounded, cut, lambda operand: operand.bfloat16().float()])
+def test_products_of_shortened_operands_are_wrong_in_fp32(form: Any) -> None:
     draw = torch.Generator().manual_seed(5)
-    w, x = torch.randn(N, K, generator=draw), torch.randn(M, K, generator=draw)
-    right = Expected(definition(w.double(), x.double()), spread(w.double(), x.double()), w.dtype, K)
-    cut = [(t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (w, x)]
-    assert check(definition(w, x), right).reason is None
-    assert check(definition(*cut), right).reason
+    w, x = (torch.randn(rows, K, generator=draw) for rows in (N, M))
+    assert check(definition(w, x), right_of(w, x)).reason is None
+    assert check(definition(form(w), form(x)), right_of(w, x)).reason
+
+
+def test_tf32_allows_ten_bits_of_mantissa_and_no_fewer() -> None:
+    draw = torch.Generator().manual_seed(5)
+    w, x = (torch.randn(rows, K, generator=draw) for rows in (N, M))
+    right = right_of(w, x, TF32)
+    for form in (rounded, cut):
+        assert check(definition(form(w), form(x)), right).reason is None
+    assert check(definition(w.bfloat16().float(), x.bfloat16().float()), right).reason
 
 
 def test_an_empty_row_must_be_exactly_zero() -> None:
-    right, out = expected(torch.float16, empty_row=True)
+    right, out = expected("fp16", empty_row=True)
     assert check(out, right).reason is None
     out[0, 3] = 1e-7
     assert check(out, right).reason
@@ -77,13 +101,13 @@ def test_an_empty_row_must_be_exactly_zero() -> None:
     ],
 )
 def test_what_is_wrong_is_said(spoil, reason: str) -> None:
-    right, out = expected(torch.float16)
+    right, out = expected("fp16")
     assert reason in str(check(spoil(out), right).reason)
 
 
 @pytest.mark.parametrize("pattern", [Csr, Bsr])
 def test_a_packed_output_is_held_where_the_pattern_stores_elements(pattern: type) -> None:
-    right, out = expected(torch.float16)
+    right, out = expected("fp16")
     w = pattern.from_dense(out.where(out > 0.5, 0))  # blocks of 32 stick out of 48 x 40
     verdict = check(w.sample(out), right, w)
     assert verdict.reason is None
@@ -94,7 +118,7 @@ def test_a_packed_output_is_held_where_the_pattern_stores_elements(pattern: type
 
 
 def test_what_sticks_out_of_the_matrix_must_be_exactly_zero() -> None:
-    right, out = expected(torch.float16)
+    right, out = expected("fp16")
     w = Bsr.from_dense(out, block=32)
     gradient = w.sample(out)
     gradient.values[-1, -1, -1] = 1e-7
@@ -102,13 +126,13 @@ def test_what_sticks_out_of_the_matrix_must_be_exactly_zero() -> None:
 
 
 def test_a_pattern_without_an_element_has_a_right_gradient() -> None:
-    right, out = expected(torch.float16)
+    right, out = expected("fp16")
     w = Csr.from_dense(torch.zeros_like(out))
     assert check(w.sample(out), right, w).reason is None
 
 
 def test_a_packed_output_of_another_kind_is_wrong() -> None:
-    right, out = expected(torch.float16)
+    right, out = expected("fp16")
     w = Bsr.from_dense(out, block=16)
     packed = w.sample(out)
     for other, reason in [

@@ -152,7 +152,7 @@ def test_the_weight_gradient_is_that_of_the_definition_where_it_is_stored(
     assert torch.allclose(found.values.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "tf32"])
 @pytest.mark.parametrize("block", [16, [10, 24]])
 def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
     found = rows(
@@ -166,7 +166,7 @@ def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
         dtype=dtype,
     )
     assert [row.status.value for row in found] == [
-        "ok", "ok", "ok", "ok", "ok" if dtype == "fp32" else "unsupported", "unsupported",
+        "ok", "ok", "ok", "ok", "ok" if "32" in dtype else "unsupported", "unsupported",
     ]  # fmt: skip
     assert found[-1].detail == "computes linear, not linear_wgrad"
     assert found[0].flops == 2 * 256 * 64 * 96 // 2
@@ -175,7 +175,7 @@ def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
 def test_a_contest_of_input_gradients(dtype: str) -> None:
     found = rows(
         "linear_dgrad",
@@ -185,11 +185,11 @@ def test_a_contest_of_input_gradients(dtype: str) -> None:
         Contender("bsr", "reference", {"block": [10, 24]}),
         dtype=dtype,
     )
-    scipy = "ok" if dtype == "fp32" else "unsupported"
+    scipy = "ok" if "32" in dtype else "unsupported"
     assert [row.status.value for row in found] == ["ok", scipy, scipy, "ok"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
 @pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(wrong_wgrad.__path__)])
 def test_every_wrong_weight_gradient_is_rejected(name: str, dtype: str) -> None:
     wrong = Contender("bsr", f"wrong_wgrad.{name}", {"block": 16})
@@ -234,7 +234,7 @@ def test_masked_dense_refuses_what_dense_refuses(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32"])
 @pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad"])
 def test_no_peer_is_wrong_on_a_gpu(op: str, dtype: str) -> None:
     sizes = {"m": 256, "n": 256, "k": 512, "block": 32, "dtype": dtype}

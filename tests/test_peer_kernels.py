@@ -2,18 +2,22 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels import (
+    _cusparse,
     cublas,
+    cusparse_bell,
     reference,
     scipy_bsr,
     scipy_csr,
@@ -23,7 +27,7 @@ from sparsebench.kernels import (
 from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
 from sparsebench.results.record import Problem
 
-ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_THE_CPU = [
     (reference, Csr, {}),
@@ -110,6 +114,37 @@ def test_cublas_refuses_fp32_where_torch_is_told_to_use_tf32(
         cublas.supports(problem_of("fp32"), CUDA)
     )
     assert cublas.supports(problem_of("bf16"), CUDA) is None
+    assert cublas.supports(problem_of("tf32"), CUDA) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32"])
+def test_cublas_has_tf32_during_the_calls_of_a_tf32_problem_alone(dtype: str) -> None:
+    seen, settings = [], torch.backends.cuda.matmul
+    before = settings.fp32_precision, torch.backends.cuda.preferred_blas_library()
+
+    def definition(w: Tensor, x: Tensor) -> Tensor:
+        seen.append(settings.fp32_precision)
+        return x @ w.T
+
+    operands = replace(operands_of((5, 9, 64), Dense, dtype=dtype), definition=definition)
+    launch = cublas.prepare(operands)
+    assert_right(launch(), operands)
+    assert set(seen) == ({"tf32"} if dtype == "tf32" else {before[0]})
+    assert (settings.fp32_precision, torch.backends.cuda.preferred_blas_library()) == before
+    assert launch.choice.get("fp32_precision") == ("tf32" if dtype == "tf32" else None)
+
+
+def test_cublas_restores_the_precision_after_an_error() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with pytest.raises(RuntimeError, match="mat1"), cublas.tf32_products(True):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_blocked_ell_is_refused_fp32_and_not_tf32() -> None:
+    assert "expected dtype tf32" in str(cusparse_bell.supports(problem_of("fp32"), CUDA))
+    found = cusparse_bell.supports(problem_of("tf32"), CUDA)
+    assert found == _cusparse.supports(problem_of("tf32"), CUDA)
 
 
 @pytest.mark.parametrize(

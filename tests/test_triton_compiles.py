@@ -14,22 +14,40 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebench.kernels import bsr_triton, dense_triton
-from sparsebench.kernels._triton import options
+from sparsebench.kernels import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton
+from sparsebench.kernels._triton import options, precision_of
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
 TOKENS = (1, 17, 64, 256, 4096)
 BLOCKS = ((1, 1), (10, 10), (16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (200, 200))
-ITEMSIZE = {"bf16": 2, "fp32": 4}  # fp16 takes the same registers and tiles as bf16
-INDICES = {"columns", "offsets", "order"}
+ITEMSIZE = {"bf16": 2, "fp32": 4, "tf32": 4}  # fp16 takes the same registers and tiles as bf16
+INDICES = {"columns", "offsets", "order", "places", "rows", "starts"}
+CORES, STORED = 132, 10**5  # multiprocessors and blocks: they decide over parts alone
+FUNCTIONS = {
+    "dense_triton": dense_triton._multiply,
+    "bsr_triton": bsr_triton._multiply,
+    "bsr_triton_dgrad": bsr_triton_dgrad._multiply,
+    "bsr_triton_wgrad": bsr_triton_wgrad._contract,
+}
+LINEAR = {"x": ("TOKENS", "DEPTH"), "w": ("FEATURES", "DEPTH"), "y": ("TOKENS", "FEATURES")}
+BOXES = {
+    "dense_triton": LINEAR,
+    "bsr_triton": LINEAR,
+    "bsr_triton_dgrad": {
+        "dy": ("TOKENS", "DEPTH"),
+        "w": ("DEPTH", "FEATURES"),
+        "dx": ("TOKENS", "FEATURES"),
+    },
+    "bsr_triton_wgrad": {"dy": ("TOKENS", "ROWS"), "x": ("TOKENS", "WIDTH")},
+}
 
 
 class Compile(NamedTuple):
     """One call of the compiler."""
 
     module: str
-    constants: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, Any], ...]
     warps: int
     dtype: str
     capability: int
@@ -45,35 +63,49 @@ def all_compiles() -> Iterator[Compile]:
 
 
 def compiles(m: int, dtype: str, capability: int, path: Any) -> Iterator[Compile]:
-    for dense in dense_triton.configurations(m, ITEMSIZE[dtype], path):
-        constants = tuple(dense_triton.constants_of(dense).items())
+    kind = ITEMSIZE[dtype], path, precision_of(dtype)
+    rest = dtype.replace("tf32", "fp32"), capability
+
+    def each(module: str, config: Any, constants: dict[str, Any], aligned: bool) -> Compile:
+        return Compile(module, tuple(constants.items()), config.warps, *rest, aligned)
+
+    for dense in dense_triton.configurations(m, *kind):
         for aligned in {True, path == "tma"}:
-            yield Compile("dense_triton", constants, dense.warps, dtype, capability, aligned)
+            yield each("dense_triton", dense, dense_triton.constants_of(dense), aligned)
     for block in BLOCKS:
         aligned = block[0] % 16 == 0
         if path == "tma" and (not aligned or block[0] & (block[0] - 1)):
             continue
-        for bsr in bsr_triton.configurations(m, block, ITEMSIZE[dtype], path):
-            constants = tuple(
-                bsr_triton.constants_of(bsr, *bsr_triton.packed_block(block, bsr)).items()
-            )
-            yield Compile("bsr_triton", constants, bsr.warps, dtype, capability, aligned)
+        for bsr in bsr_triton.configurations(m, block, *kind):
+            constants = bsr_triton.constants_of(bsr, *bsr_triton.packed_block(block, bsr))
+            yield each("bsr_triton", bsr, constants, aligned)
+        for dgrad in bsr_triton_dgrad.configurations(m, block, *kind):
+            constants = bsr_triton_dgrad.constants_of(dgrad, block)
+            yield each("bsr_triton_dgrad", dgrad, constants, aligned)
+        if path == "pointers" or block[0] >= bsr_triton_wgrad.LEAST:
+            for wgrad in wgrads(m, block, dtype, path):
+                constants = bsr_triton_wgrad.constants_of(wgrad, block)
+                yield each("bsr_triton_wgrad", wgrad, constants, aligned)
+
+
+def wgrads(m: int, block: tuple[int, int], dtype: str, path: Any) -> list[Any]:
+    sizes = m, block, STORED, ITEMSIZE[dtype], path, CORES, precision_of(dtype)
+    return bsr_triton_wgrad.configurations(*sizes)
 
 
 def source_of(this: Compile) -> ASTSource:
-    function = {"bsr_triton": bsr_triton, "dense_triton": dense_triton}[this.module]._multiply
+    function, boxes = FUNCTIONS[this.module], BOXES[this.module]
     constants = dict(this.constants)
-    rows = {"x": "TOKENS", "w": "FEATURES", "y": "TOKENS"}
-    columns = {"x": "DEPTH", "w": "DEPTH", "y": "FEATURES"}
     signature, aligned = {}, []
     for name in function.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name in rows and constants["TMA"]:
-            box = f"[{constants[rows[name]]},{constants[columns[name]]}]"
-            signature[name] = f"tensordesc<{this.dtype}{box}>"
+        elif name in boxes and constants["TMA"]:
+            rows, columns = (constants[side] for side in boxes[name])
+            signature[name] = f"tensordesc<{this.dtype}[{rows},{columns}]>"
         else:
-            pointer = "i32" if name in INDICES else this.dtype if name in rows else None
+            values = this.dtype if name in boxes or name == "out" else None
+            pointer = "i32" if name in INDICES else values
             signature[name] = f"*{pointer}" if pointer else "i32"
             if pointer or (this.aligned and name != "token_tiles"):
                 aligned.append(name)
@@ -124,8 +156,10 @@ def test_every_configuration_compiles_without_a_spill(tmp_path, monkeypatch):
 def test_no_problem_has_more_than_eight_configurations():
     for m in TOKENS:
         for path in ("tma", "pointers"):
-            for itemsize in ITEMSIZE.values():
-                assert len(dense_triton.configurations(m, itemsize, path)) in range(1, 9)
+            for dtype, itemsize in ITEMSIZE.items():
+                kind = itemsize, path, precision_of(dtype)
+                assert len(dense_triton.configurations(m, *kind)) in range(1, 9)
                 for block in BLOCKS:
-                    found = bsr_triton.configurations(m, block, itemsize, path)
-                    assert len(found) in range(1, 9)
+                    assert len(bsr_triton.configurations(m, block, *kind)) in range(1, 9)
+                    assert len(bsr_triton_dgrad.configurations(m, block, *kind)) in range(1, 9)
+                    assert len(wgrads(m, block, dtype, path)) in range(1, 9)

@@ -1,0 +1,216 @@
+"""Linear layer with small blocks in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
+
+bsr_small.cu is the kernel and draws its pipeline: as many block rows as the registers hold share
+the strips of X that they touch, and every block is a product of its own. _small.py says which rows
+go together and lists the steps; here are the choice of a configuration, the launch, and what is
+refused:
+
+    square blocks of 8, 16 or 32, fp16 or bf16, k and n multiples of 8 (rows of 16 bytes); any m,
+    edge blocks that leave W, empty block rows, X with any row stride of a multiple of 16 bytes
+
+The kernel reads W packed: the same blocks in the order in which they are multiplied. Blocks of 8
+are first united to blocks of 16, with zeros where one of the four is missing, since the tensor
+cores multiply 16 of k at a time. bsr_small_dgrad.py is the same kernel over the transposed pattern.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._cuda import (
+    Constants,
+    Program,
+    by_value,
+    load,
+    supports_hopper,
+    tensor_map,
+)
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._small import STRIP, UNIT, Lists, lists_of, packed, swizzle, work
+from sparsebench.kernels._tune import fastest
+from sparsebench.kernels._tuned import Tuned, blocked, choose, multiprocessors
+
+BLOCKS = 16, 32
+TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
+SHARED_BYTES = 226 * 1024  # slots, and what aligning to 1024 may take
+STARTS = 160  # of workers, in the kernel's arguments
+TRIED = 4  # configurations, those that the byte model likes best
+LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel: tokens and features of what a CTA multiplies at a time."""
+
+    tokens: int
+    features: int
+
+    @property
+    def warpgroups(self) -> int:
+        """Return how many share the units of an item; more are faster, if registers suffice."""
+        return min(self.features // UNIT, 2 if self.tokens > 64 else 4)
+
+
+def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> list[Config]:
+    """Return what is possible for m tokens, first what the busiest worker loads least with."""
+    costs: dict[Config, float] = {}
+    for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
+        if config.tokens < 2 * max(m, 64):
+            own = _lists(w, config, transposed).costs(config.tokens, w.block[0])
+            costs[config] = max(own.sum() * -(-m // config.tokens) / workers, own.max())
+    return sorted(costs, key=lambda config: costs[config])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+
+    order, pieces  on the device: which block and which 16 bytes of it go where in the packed W
+    lists          on the device: steps, units
+    starts         a kernel's argument
+    activations    [m, k], or [m, n] if transposed;  blocks [blocks, b, b];  out [m, n] or [m, k]
+    """
+
+    kernel: Any
+    code: str
+    config: Config
+    grid: int
+    order: Tensor
+    pieces: Tensor
+    lists: tuple[Tensor, ...]
+    starts: bytes
+    activations: tuple[int, int]
+    blocks: tuple[int, int, int]
+    out: tuple[int, int]
+    dtype: torch.dtype
+
+
+def launch(
+    x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
+) -> Program:
+    """Return the program that computes X @ W.T [m, n], or X @ W [m, k] if transposed.
+
+    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    """
+    if reason := refusal(x, w, transposed):
+        raise Unsupported(reason)
+    planned = plan(w, len(x), config, transposed=transposed, watchdog=watchdog)
+    return bind(planned, x, w.values)
+
+
+def plan(
+    w: Bsr, m: int, config: Config, *, transposed: bool = False, watchdog: bool = False
+) -> Plan:
+    """Unite the rows, list the steps and deal them out; of w's values, shape and dtype count.
+
+    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    """
+    device, b, (n, k) = w.offsets.device, w.block[0], w.shape
+    lists = _lists(w, config, transposed)
+    steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
+    starts = np.zeros(STARTS, np.int32)
+    starts[: len(bounds)] = bounds
+    constants = constants_of(config, b, w.values.dtype, transposed)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
+    order, pieces, *rest = (
+        torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
+    )
+    return Plan(
+        *(kernel, code, config, len(bounds) - 1, order, pieces, tuple(rest), starts.tobytes()),
+        activations=(m, n if transposed else k),
+        blocks=(len(w.values), b, b),
+        out=(m, k if transposed else n),
+        dtype=w.values.dtype,
+    )
+
+
+def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
+    """Pack the values, and return the program of a plan on them, into an output of its own."""
+    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
+    found = (*x.shape,), (*values.shape,), x.dtype, values.dtype
+    if found != expected or not values.is_contiguous():
+        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
+    y, w = x.new_empty(plan.out), packed(values, plan.order, plan.pieces)
+    args = (
+        by_value(tensor_map(x, plan.config.tokens, STRIP)),
+        by_value(plan.starts),
+        *(np.uint64(a.data_ptr()) for a in (w, *plan.lists, y)),
+        *(np.int32(size) for size in plan.out),
+    )
+    threads = 128 * (plan.config.warpgroups + 1)
+    kept = x, w, *plan.lists
+    return Program(plan.kernel, plan.grid, threads, SHARED_BYTES, args, kept, y, plan.code)
+
+
+def constants_of(config: Config, block: int, dtype: torch.dtype, transposed: bool) -> Constants:
+    """Return what the kernel is compiled for."""
+    return (
+        ("BLOCK", block),
+        ("TOKENS", config.tokens),
+        ("FEATURES", config.features),
+        ("WARPGROUPS", config.warpgroups),
+        ("TRANSPOSED", int(transposed)),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+    """Say which of the kernel's conditions fails, if any; TMA has its own (_cuda.tensor_map)."""
+    (n, k), (r, c), values = w.shape, w.block, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if x.dtype != values.dtype or x.dtype not in (torch.float16, torch.bfloat16):
+        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dim() != 2 or x.shape[1] != depth:
+        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    if r != c or r not in BLOCKS:
+        return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
+    if not values.is_contiguous():
+        return f"expected contiguous blocks, found strides {list(values.stride())}"
+    if width % 8:
+        return f"expected a multiple of 8 columns to write, found {width}"
+    if max(width, depth) > 2**20 or max(len(values), len(x)) > LARGEST - 256:
+        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
+        return f"expected less than 2^31 blocks and tokens and at most 2^20 columns, found {found}"
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Unite the rows and assign the work; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["x"], tuned, transposed=False)
+
+
+def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
+    """Return the launch of the settled configuration, a table's or the fastest."""
+    w = operands.weights["w"]
+    assert isinstance(w, Bsr)
+    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    if w.block == (8, 8):
+        w = Bsr.from_dense(w.to_dense(), block=16)
+    if reason := refusal(x, w, transposed):
+        raise Unsupported(reason)
+    name = "bsr_small_dgrad" if transposed else "bsr_small"
+    possible = configurations(w, len(x), multiprocessors(x.device), transposed)
+    searched = possible if tuned == "wide" else possible[:TRIED]
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
+    candidates = [launch(x, w, config, transposed=transposed) for config in configs]
+    best = fastest(candidates, x.device)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
+    return lists_of(w, config.features, config.warpgroups, transposed)
+
+
+KERNEL = Kernel(
+    op="linear",
+    consumes="bsr",
+    device="cuda",
+    supports=supports_hopper,
+    prepare=prepare,
+    tunes=True,
+)

@@ -1,0 +1,291 @@
+"""The kernel for small blocks: its lists on paper, its code compiled, and on a GPU its products."""
+
+import shutil
+import subprocess
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparsebench.formats._format import FormatError
+from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.check import Expected, check
+from sparsebench.kernels import _cuda, bsr_small, bsr_small_dgrad
+from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._small import END, LAST, NONE, lists_of, packed, swizzle, work
+from sparsebench.kernels.bsr_small import Config
+from sparsebench.results.record import Problem
+
+SOURCE = Path(__file__).parents[1] / "kernels" / "bsr_small.cu"
+CONFIGS = [Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
+CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+
+# m, n, k, block, part of the blocks that is stored: full rows, so that a slot's room for blocks
+# ends a step; edge blocks that leave W on both sides; rows and columns without a block; none.
+SHAPES = [
+    (100, 320, 192, 16, 0.3),
+    (130, 512, 256, 32, 1.0),
+    (65, 288, 512, 16, 1.0),
+    (300, 200, 264, 32, 0.4),
+    (257, 328, 200, 16, 0.2),
+    (40, 1024, 1024, 16, 0.01),
+    (1, 1024, 512, 32, 0.05),
+    (70, 128, 128, 32, 0.0),
+]
+Shape = tuple[int, int, int, int, float]
+
+
+def example(shape: Shape) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
+    """Return W and activations for both directions, X [m, k] and dY [m, n]."""
+    m, n, k, b, density = shape
+    rows, columns = -(-n // b), -(-k // b)
+    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
+    there = torch.from_numpy(order < density * rows * columns)
+    generator = torch.Generator().manual_seed(2)
+    dense = torch.randn(rows * b, columns * b, generator=generator)
+    dense = dense.where(there.repeat_interleave(b, 0).repeat_interleave(b, 1), 0.0)
+    w = Bsr.from_dense(dense[:n, :k].contiguous(), block=b)
+    return w, *(torch.randn(m, size, generator=generator) for size in (k, n))
+
+
+def unpacked(values: torch.Tensor) -> np.ndarray:
+    """Undo the swizzle of packed blocks: piece p of a row is at p ^ row / (64 / b)."""
+    b = values.shape[1]
+    pieces = values.numpy().reshape(len(values), b, b // 8, 8)
+    back = np.empty_like(pieces)
+    for row, piece in product(range(b), range(b // 8)):
+        back[:, row, piece] = pieces[:, row, piece ^ row // (64 // b) % (b // 8)]
+    return back.reshape(len(values), b, b)
+
+
+def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
+    """Do with the lists what the device does; no element is written twice."""
+    b, warpgroups = w.block[0], config.warpgroups
+    height = config.features // b // warpgroups
+    lists = lists_of(w, config.features, warpgroups, transposed)
+    steps, bounds = work(lists, len(x), config.tokens, b, workers=5)
+    order, pieces = torch.from_numpy(lists.order), torch.from_numpy(swizzle(b))
+    blocks = unpacked(packed(w.values, order, pieces))
+    padded = np.pad(x.numpy(), ((0, config.tokens), (0, 64)))  # zero outside of X
+    width = w.shape[1] if transposed else w.shape[0]
+    y = np.full((len(x), width), np.nan, np.float32)
+    for (start, end), warpgroup in product(pairwise(bounds.tolist()), range(warpgroups)):
+        sums = np.zeros((height, config.tokens, b), np.float32)
+        for step in steps[start:end]:
+            count, token, group, first = step[0].tolist()
+            strips = step[1].view(np.uint16).tolist()
+            share = step[2 + warpgroup]
+            counts, what = share[:2].tolist()
+            places = int(share[2:].view(np.uint64)[0])
+            at = first + (what & 0xFF)
+            for row in range(height):
+                for _ in range(counts >> 4 * row & 15):
+                    strip, inside = divmod((places & 7) * b, 32)
+                    assert strips[strip] != NONE
+                    column = strips[strip] * 32 + inside
+                    tile = padded[token : token + config.tokens, column : column + b]
+                    sums[row] += tile @ (blocks[at] if transposed else blocks[at].T)
+                    places, at = places >> 3, at + 1
+            assert at <= first + count
+            if what & LAST:
+                own = lists.units[group].reshape(warpgroups, -1)[warpgroup]
+                for row, unit in enumerate(own.repeat(32 // b).tolist()):
+                    column = unit * 32 + row * b % 32
+                    part = y[token : token + config.tokens, max(0, column) : max(0, column + b)]
+                    assert np.isnan(part).all()
+                    part[:] = sums[row, : part.shape[0], : part.shape[1]]
+                sums[:] = 0
+        assert what & END
+    return y
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
+    w, x, dy = example(shape)
+    dense = w.to_dense()
+    found = emulated(w, dy if transposed else x, config, transposed)
+    expected = dy @ dense if transposed else x @ dense.T
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=2e-4)
+
+
+def test_units_that_share_most_strips_are_multiplied_together():
+    there = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]])
+    w = Bsr.from_dense(there.repeat_interleave(32, 0).repeat_interleave(32, 1).float(), block=32)
+    lists = lists_of(w, features=64, warpgroups=2)
+    assert lists.units.tolist() == [[0, 2], [1, 3]]
+    assert lists.strips.tolist() == [2, 2]
+    assert len(lists.steps) == 2
+
+
+def test_two_rows_of_sixteen_are_a_unit_and_stay_together():
+    w, _, _ = example((1, 1024, 1024, 16, 0.1))
+    units = lists_of(w, 256, 2).units
+    assert sorted(units.reshape(-1).tolist()) == list(range(32))
+
+
+def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
+    for block in (16, 32):
+        w, _, _ = example((1, 512, 512, block, 1.0))
+        steps = lists_of(w, 256, 2).steps
+        assert steps[:, 0, 0].max() * 2 * block * block <= 24 * 1024
+        offsets = np.append(steps[:, 2:, 1], steps[:, :1, 0], 1)
+        assert np.diff(offsets, axis=1).max() <= 21
+
+
+def test_every_worker_has_steps_and_no_more_of_them_than_items():
+    w, _, _ = example((1, 512, 512, 32, 0.3))
+    lists = lists_of(w, 256, 2)
+    for m, workers in ((64, 132), (4096, 132)):
+        steps, bounds = work(lists, m, 64, 32, workers)
+        assert len(bounds) - 1 == min(workers, 2 * m // 64)
+        assert (np.diff(bounds) > 0).all()
+        flags = steps[: bounds[-1], 2, 1]
+        assert np.count_nonzero(flags & LAST) == 2 * m // 64
+        assert np.count_nonzero(flags & END) == len(bounds) - 1
+
+
+@pytest.mark.parametrize(
+    ("m", "first"),
+    [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))],
+)
+def test_the_byte_model_puts_large_items_first_where_tokens_are_many(m, first):
+    w, _, _ = example((1, 14336, 4096, 32, 0.2))
+    found = bsr_small.configurations(w, m, 132)
+    assert found[0] == first
+    assert all(config.tokens <= 64 or m > 64 for config in found)
+
+
+def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+    w, x, dy = example((4, 64, 96, 16, 1.0))
+    half = replace(w, values=w.values.half())
+
+    def refused(x: torch.Tensor, w: Bsr, transposed: bool = False) -> str:
+        with pytest.raises(Unsupported) as raised:
+            bsr_small.launch(x, w, CONFIGS[0], transposed=transposed)
+        return str(raised.value)
+
+    assert "found torch.float32 and torch.float32" in refused(x, w)
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), half)
+    assert "expected activations of 96 columns, found shape [4, 64]" in refused(dy.half(), half)
+    assert "of 64 columns, found shape [4, 96]" in refused(x.half(), half, True)
+    wide = Bsr.from_dense(w.to_dense().half(), block=[16, 32])
+    assert "expected blocks of 16x16 or 32x32, found 16x32" in refused(x.half(), wide)
+    apart = replace(half, values=half.values.transpose(1, 2))
+    assert "expected contiguous blocks" in refused(x.half(), apart)
+    odd = Bsr.from_dense(w.to_dense()[:60].half().contiguous(), block=16)
+    assert "multiple of 8 columns to write, found 60" in refused(x.half(), odd)
+    unsorted = replace(half, columns=half.columns.flip(0).contiguous())
+    with pytest.raises(FormatError, match="expected ascending columns"):
+        lists_of(unsorted, 64, 2)
+
+
+@pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
+def test_other_devices_are_refused(module):
+    problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
+    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
+    variants = product(bsr_small.BLOCKS, (False, True), (torch.float16, torch.bfloat16))
+    for block, transposed, dtype in variants:
+        constants = bsr_small.constants_of(config, block, dtype, transposed)
+        command = ["nvcc", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
+        command += ["-Xptxas", "-v", "-o", str(tmp_path / "kernel.cubin"), str(SOURCE)]
+        command += [f"-D{name}={value}" for name, value in constants]
+        run = subprocess.run(command, capture_output=True, text=True)
+        log = run.stdout + run.stderr
+        assert run.returncode == 0, log
+        assert CLEAN in log, log
+        # C7519: a fence before each row's products, whose registers a branch may have left alone.
+        found = log.replace("(C7519)", "")
+        assert not any(word in found for word in ("warning", "C75", "error")), log
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+def test_nvrtc_compiles_it():
+    constants = bsr_small.constants_of(CONFIGS[0], 16, torch.float16, transposed=False)
+    assert _cuda.compiled("bsr_small", constants).startswith(b"\x7fELF")
+    assert _cuda.compiled("bsr_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != _cuda.HOPPER,
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
+    w, x, dy = example(shape)
+    arrays = {name: array.cuda() for name, array in w.arrays().items()}
+    w = replace(w, **{**arrays, "values": arrays["values"].to(DTYPES[dtype])})
+    return w, (dy if transposed else x).cuda().to(DTYPES[dtype])
+
+
+def assert_right(y: torch.Tensor, x: torch.Tensor, w: Bsr, transposed: bool, what: Any) -> None:
+    dense = w.to_dense().double()
+    right = dense if transposed else dense.T
+    spread = (x.double().square() @ right.square()).sqrt()
+    expected = Expected(x.double() @ right, spread, x.dtype, max(w.shape))
+    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
+    for shape, watchdog in product([(1000, 1536, 1280, 16, 0.2), *SHAPES], (True, False)):
+        w, x = on_gpu(shape, dtype, transposed)
+        program = bsr_small.launch(x, w, config, transposed=transposed, watchdog=watchdog)
+        for _ in range(3):
+            program.out.fill_(float("nan"))
+            program()
+        torch.cuda.synchronize()
+        assert_right(program.out, x, w, transposed, (shape, watchdog))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
+    w, _, _ = example((1, 64, 64, 16, 1.0))
+    dense = w.to_dense().cuda().half()
+    dense[:16, 16:32] = 0  # block row 0 does not touch columns 16 to 31, its neighbours do
+    x = torch.randn(300, 64, device="cuda").half()
+    x[:, 20] = float("nan")
+    y = bsr_small.launch(x, Bsr.from_dense(dense, block=16), config)()
+    assert y[:, :16].isfinite().all()
+    assert y[:, 16:].isnan().all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, block):
+    transposed = module is bsr_small_dgrad
+    w, x = on_gpu((1000, 1536, 1280, block, 0.1), "bf16", transposed)
+    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
+    given = {"dy" if transposed else "x": wide}
+    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = module.prepare(operands)
+    again = module.prepare(replace(operands, settled=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, transposed, launch.choice)

@@ -1,0 +1,477 @@
+"""BlockSparseLinear against nn.Linear: values, gradients, compilation, patterns that change."""
+
+import copy
+import gc
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from sparsebench.formats._format import FormatError
+from sparsebench.kernels import _cuda
+from sparsebench.kernels._kernel import Unsupported
+from sparsebench.kernels.nn import BlockSparseLinear, _ops, _plans
+from sparsebench.kernels.nn.linear import index_of, repack
+
+# n, k, block, sparsity, shape of X before k: edge blocks that leave W, rows and columns without a
+# block, no block at all, a vector, no token.
+LAYERS: list[tuple[int, int, Any, float, tuple[int, ...]]] = [
+    (64, 48, 16, 0.5, (7,)),
+    (70, 50, (16, 8), 0.6, (2, 3)),
+    (30, 100, (32, 64), 0.0, (5,)),
+    (96, 96, 8, 0.97, (1, 2, 3)),
+    (32, 32, 16, 1.0, (4,)),
+    (32, 48, 16, 0.5, ()),
+    (32, 48, 16, 0.5, (0,)),
+]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> BlockSparseLinear:
+    return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
+
+
+def step(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Return the output, and the gradients of X and of all parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    weights = (torch.arange(y.numel(), device=y.device) % 17 - 8) / 8  # exact in any dtype
+    weights = weights.to(y.dtype).view(y.shape)
+    return y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])
+
+
+def dense_step(layer: BlockSparseLinear, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Do the same by nn.Linear, and take the gradient of W where blocks are."""
+    y, dx, dw, *db = step(layer.to_dense().to(dtype), x.to(dtype))
+    return y, dx, layer.bsr.sample(dw).values, *db
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("n", "k", "block", "sparsity", "tokens"), LAYERS)
+def test_output_and_gradients_are_those_of_nn_linear(n, k, block, sparsity, tokens, bias):
+    layer = layer_of(n, k, block, sparsity=sparsity, bias=bias)
+    x = torch.randn(*tokens, k)
+    torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
+
+
+NUMPY, TRITON = (tuple(map(int, v.split(".")[:2])) for v in (np.__version__, triton.__version__))
+
+
+@pytest.mark.skipif(
+    NUMPY >= (2, 5) and TRITON < (3, 7),
+    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.5 refuses",
+)
+def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
+    # A process of its own: the variable is read when triton is imported.
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        [*command, "-k", "those_of_nn_linear or same_bits or shares_with_the_old"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "block", "shape", "expected"),
+    [
+        ((9, 0), torch.bfloat16, (64, 128), (1000, 520), _plans._on_hopper),
+        ((9, 0), torch.float16, (128, 128), (1024, 512), _plans._on_hopper),
+        ((9, 0), torch.float32, (64, 64), (512, 512), _plans._in_triton),
+        ((9, 0), torch.bfloat16, (64, 32), (512, 512), _plans._in_triton),
+        ((9, 0), torch.bfloat16, (64, 64), (512, 515), _plans._in_triton),
+        ((8, 0), torch.bfloat16, (64, 64), (512, 512), _plans._in_triton),
+        ((10, 0), torch.bfloat16, (64, 64), (512, 512), _plans._in_triton),
+    ],
+)
+def test_kernels_are_chosen_by_gpu_dtype_and_block(
+    capability, dtype, block, shape, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(_cuda, "find_spec", lambda name: True)
+    device = torch.device("cuda")
+    for op in ("linear", "dgrad", "wgrad"):
+        call = _plans.Call(op, 100, shape, block, dtype)
+        assert _plans.chosen(call, device) is expected
+    monkeypatch.setattr(_cuda, "find_spec", lambda name: None)
+    if expected is _plans._on_hopper:
+        with pytest.raises(Unsupported, match="needs CuPy: pip install"):
+            _plans.chosen(call, device)
+
+
+def test_what_no_kernel_multiplies_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    call = _plans.Call("linear", 100, (512, 512), (64, 64), torch.float16)
+    with pytest.raises(Unsupported, match=r"needs compute capability 8.0 or newer, found 7.5"):
+        _plans.chosen(call, torch.device("cuda"))
+    with pytest.raises(Unsupported, match=r"expected fp16, bf16 or fp32 on a GPU, found torch.fl"):
+        _plans.chosen(call._replace(dtype=torch.float64), torch.device("cuda"))
+
+
+def operands(layer: BlockSparseLinear, m: int = 3) -> tuple[Tensor, Tensor, Tensor, tuple]:
+    """Return X, dY and W's values in fp64, ready to be differentiated, and the index."""
+    sizes = (m, layer.in_features), (m, layer.out_features), layer.values.shape
+    made = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    return *made, (layer.offsets, layer.columns)
+
+
+def calls() -> list[tuple[Any, tuple]]:
+    x, dy, values, index = operands(layer_of(20, 28, (8, 16)))
+    return [
+        (_ops.linear, (x, values, *index, 20)),
+        (_ops.dgrad, (dy, values, *index, 28)),
+        (_ops.wgrad, (dy, x, *index, 8, 16)),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["linear", "dgrad", "wgrad"])
+def test_an_operator_has_right_derivatives_of_first_and_second_order(number):
+    op, (a, b, *rest) = calls()[number]
+    assert torch.autograd.gradcheck(lambda a, b: op(a, b, *rest), (a, b))
+    assert torch.autograd.gradgradcheck(lambda a, b: op(a, b, *rest), (a, b))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["linear", "dgrad", "wgrad"])
+def test_an_operator_is_what_torch_compile_expects(number):
+    torch.library.opcheck(*calls()[number])
+
+
+@pytest.mark.parametrize(("frozen", "idle"), [("values", "wgrad"), ("x", "dgrad")])
+def test_a_gradient_that_nobody_needs_is_not_computed(frozen, idle, monkeypatch):
+    layer, x = layer_of(), torch.randn(3, 48, requires_grad=frozen != "x")
+    layer.values.requires_grad_(frozen != "values")
+    monkeypatch.delattr(_ops, idle)
+    layer(x).sum().backward()
+    assert (x.grad is None, layer.values.grad is None) == (frozen == "x", frozen == "values")
+
+
+def test_a_second_run_gives_the_same_bits():
+    layer, x = layer_of(), torch.randn(5, 48)
+    for first, second in zip(step(layer, x), step(layer, x), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
+    layer = layer_of()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (3, 5, 8):
+        x = torch.randn(m, 48)
+        torch.testing.assert_close(step(compiled, x), step(layer, x))
+
+
+def test_a_pattern_of_as_many_blocks_needs_no_other_compilation():
+    counter = CompileCounterWithBackend("aot_eager")
+    layer, x = layer_of(), torch.randn(3, 48)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for _ in range(3):
+        torch.testing.assert_close(step(compiled, x), dense_step(layer, x, torch.float32))
+        other = layer_of()
+        layer.set_pattern(other.offsets, other.columns)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_gives_the_dtypes_of_nn_linear(dtype):
+    layer, x = layer_of(dtype=dtype), torch.randn(3, 48, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = step(layer, x), dense_step(layer, x, dtype)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_state_dict_brings_its_pattern_along():
+    saved, loaded = layer_of(), layer_of(sparsity=0.75)
+    file = io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    loaded.load_state_dict(torch.load(file))
+    x = torch.randn(3, 48)
+    assert torch.equal(saved(x), loaded(x))
+    assert list(saved.state_dict()) == ["values", "bias", "offsets", "columns"]
+
+
+def test_a_copy_in_another_dtype_has_plans_of_its_own():
+    layer, x = layer_of(), torch.randn(3, 48)
+    twin = copy.deepcopy(layer).double()
+    torch.testing.assert_close(twin(x.double()).float(), layer(x))
+
+
+def test_a_pattern_keeps_the_blocks_that_it_shares_with_the_old_one():
+    before = torch.tensor([[1, 0, 1], [0, 1, 0]]).bool()
+    after = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
+    layer = layer_of(32, 48, sparsity=None, pattern=before)
+    a, _, b = layer.values.detach().clone()
+    x, values = torch.randn(3, 48), layer.values
+    layer(x).sum().backward()
+    source = layer.set_pattern(*index_of(after))
+    assert source.tolist() == [0, -1, 2, -1]
+    assert layer.values is values
+    assert layer.values.grad is None
+    zero = torch.zeros_like(a)
+    assert torch.equal(layer.values, torch.stack([a, zero, b, zero]))
+    torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
+    assert torch.equal(repack(torch.ones(3, 1, 1), source).flatten(), torch.tensor([1.0, 0, 1, 0]))
+
+
+def test_a_pattern_may_lose_all_of_its_blocks_and_get_others():
+    layer, x = layer_of(), torch.randn(3, 48)
+    for sparsity in (1.0, 0.5):
+        other = layer_of(sparsity=sparsity)
+        layer.set_pattern(other.offsets, other.columns)
+        assert layer.values.eq(0).all()
+        layer.set_pattern(other.offsets, other.columns, other.values)
+        torch.testing.assert_close(step(layer, x)[2], step(other, x)[2])
+
+
+def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
+    layer, other, x = layer_of(), layer_of(), torch.randn(3, 48)
+    step(layer, x)
+    layer.set_pattern(other.offsets, other.columns)
+    monkeypatch.delattr(_plans, "plan")
+    step(layer, x)
+    with pytest.raises(NameError):
+        layer(x[:2])
+
+
+def test_plans_are_made_once_and_end_with_their_pattern():
+    gc.collect()
+    before, layer, x = len(_plans._PLANS), layer_of(), torch.randn(3, 48)
+    for _ in range(3):
+        step(layer, x)
+    plans = _plans._PLANS[layer.columns][layer.offsets]
+    assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
+    assert len(_plans._PLANS) == before + 1
+    del layer, plans
+    gc.collect()
+    assert len(_plans._PLANS) == before
+
+
+def test_values_are_drawn_within_the_bound_of_their_fan_in():
+    pattern = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]]).bool()
+    layer = layer_of(40, 40, sparsity=None, pattern=pattern)  # fan-in 32, 8 and none
+    largest = layer.values.detach().abs().amax((1, 2))
+    bounds = torch.tensor([32.0, 32.0, 8.0]).rsqrt()
+    assert (largest <= bounds).all()
+    assert (largest > 0.95 * bounds).all()
+    assert layer.values[2, :, 8:].eq(0).all()
+    assert layer.bias[32:].eq(0).all()
+    assert layer.bias[:32].ne(0).all()
+
+
+def test_a_drawn_pattern_spreads_its_blocks_over_the_rows():
+    layer = layer_of(160, 320, sparsity=0.87)
+    assert sorted(set(layer.offsets.diff().tolist())) == [2, 3]
+    assert len(layer.columns) == 26
+    assert str(layer).endswith("block=16x16, stored=26 of 200, bias=True)")
+
+
+def test_a_dense_layer_keeps_its_largest_blocks():
+    linear = nn.Linear(40, 24)
+    layer = BlockSparseLinear.from_dense(linear, (8, 16), 0.5)
+    norms = torch.stack(
+        [p.norm() for row in linear.weight.split(8) for p in row.split(16, 1)]
+    ).view(3, 3)
+    expected = norms >= norms.flatten().sort(descending=True).values[3]
+    assert torch.equal(layer.offsets.diff(), expected.sum(1).int())
+    mask = expected.repeat_interleave(8, 0).repeat_interleave(16, 1)[:, :40]
+    assert torch.equal(layer.to_dense().weight, linear.weight * mask)
+    assert torch.equal(layer.bias, linear.bias)
+
+
+def index(offsets: list[int], columns: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(offsets).int(), torch.tensor(columns).int()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "columns", "message"),
+    [
+        ([0, 2, 3], [1, 0, 1], "expected ascending columns, found .1, 0. in block row 0"),
+        ([0, 2, 3], [1, 1, 1], "expected ascending columns, found .1, 1. in block row 0"),
+        ([0, 2, 3], [0, 3, 1], "expected block columns 0 to 2, found 0 to 3"),
+        ([0, 2, 3], [0, 1], "expected 3 offsets from 0 to 2, found 3 from 0 to 3"),
+        ([0, 3], [0, 1, 2], "expected 3 offsets from 0 to 3, found 2 from 0 to 3"),
+    ],
+)
+def test_an_index_that_is_none_is_refused_and_changes_nothing(offsets, columns, message):
+    layer, x = layer_of(32, 48), torch.randn(2, 48)
+    before = layer(x)
+    with pytest.raises(FormatError, match=message):
+        layer.set_pattern(*index(offsets, columns))
+    values = torch.zeros(len(columns), 16, 16)
+    with pytest.raises(FormatError, match=message):
+        _ops.linear(x, values, *index(offsets, columns), 32)
+    assert torch.equal(layer(x), before)
+
+
+def test_an_index_of_another_type_is_refused():
+    with pytest.raises(FormatError, match=r"offsets: expected a contiguous list of int32, found"):
+        layer_of(32, 48).set_pattern(torch.tensor([0, 1, 1]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"values": lambda v: v.mT}, FormatError, "expected contiguous, found strides"),
+        ({"values": lambda v: v[1:]}, FormatError, "expected shape .6, r, c., found .5, 16, 16."),
+        ({"values": lambda v: v.double()}, Unsupported, "found torch.float32 and torch.float64"),
+        ({"x": lambda x: x.half()}, Unsupported, "one dtype, found torch.float16 and torch.float"),
+    ],
+)
+def test_operands_that_do_not_go_together_are_refused(change, error, message):
+    layer = layer_of()
+    given = {"x": torch.randn(3, 48), "values": layer.values.detach()}
+    given |= {"offsets": layer.offsets, "columns": layer.columns}
+    given |= {name: changed(given[name]) for name, changed in change.items()}
+    with pytest.raises(error, match=message):
+        _ops.linear(**given, n=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 0}, "block: expected at least 1x1, found 0x0"),
+        ({"block": (16, -1)}, "block: expected at least 1x1, found 16x-1"),
+        ({"sparsity": 1.5}, "sparsity: expected 0 to 1, found 1.5"),
+        ({"sparsity": None}, "expected either sparsity or pattern"),
+        ({"pattern": torch.ones(4, 3).bool()}, "expected either sparsity or pattern"),
+        ({"sparsity": None, "pattern": torch.ones(3, 4).bool()}, "expected bool .4, 3., found"),
+        ({"sparsity": None, "pattern": torch.ones(4, 3)}, "expected a bool matrix, found torch.fl"),
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused(options, message):
+    with pytest.raises(FormatError, match=message):
+        layer_of(**options)
+
+
+def test_activations_of_another_width_are_refused():
+    with pytest.raises(Unsupported, match=r"expected .\.\.\., 48., found .2, 96."):
+        layer_of()(torch.randn(2, 96))
+
+
+# block, dtype, n, k: Hopper's kernels where the GPU has them, Triton's by boxes and by pointers.
+ON_GPU = [
+    (16, torch.bfloat16, 512, 768),
+    (32, torch.float16, 512, 768),
+    (64, torch.bfloat16, 768, 512),
+    ((64, 128), torch.float16, 1000, 520),
+    (128, torch.bfloat16, 1024, 1024),
+    (64, torch.float32, 256, 320),
+    ((48, 24), torch.float16, 300, 430),
+    (8, torch.bfloat16, 136, 72),
+]
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, as a whole
+
+
+def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b.double()).norm() <= CLOSE[a.dtype] * b.double().norm()
+
+
+def on_gpu(block: Any, dtype: torch.dtype, n: int, k: int, m: int = 300) -> tuple[Any, Tensor]:
+    layer = layer_of(n, k, block, sparsity=0.7, device="cuda", dtype=dtype)
+    return layer, torch.randn(2, m // 2, k, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_gpu_gives_what_nn_linear_gives_in_fp64(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    wide = x.new_zeros(*x.shape[:2], k + 64)[..., :k].copy_(x)  # rows with a gap between them
+    for given in (x, x[0, 0], x[:, :7], wide, x[:0]):
+        found = step(layer, given)
+        assert_near(found, dense_step(layer, given, torch.float64))
+        assert all(map(torch.equal, found, step(layer, given)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_new_pattern_is_right_on_a_gpu(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    step(layer, x)
+    other = layer_of(n, k, block, sparsity=0.9, device="cuda", dtype=dtype)
+    layer.set_pattern(other.offsets, other.columns)
+    assert_near(step(layer, x), dense_step(layer, x, torch.float64))
+    layer.load_state_dict(other.state_dict())
+    assert_near(step(layer, x), step(other, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_gpu_compiles_the_layer_into_one_graph(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_near(step(compiled, x), step(layer, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_training_step_is_captured_in_a_cuda_graph(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    twin = copy.deepcopy(layer)
+
+    def train(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        layer(x).float().square().mean().backward()
+        optimizer.step()
+
+    optimizer, its_twin = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (layer, twin))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(layer, optimizer)
+    torch.cuda.current_stream().wait_stream(side)
+    train(twin, its_twin)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        train(layer, optimizer)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        train(twin, its_twin)
+    assert_near((layer.values, layer.bias), (twin.values, twin.bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_an_unplanned_call_says_so_instead_of_breaking_a_capture():
+    layer, x = on_gpu(64, torch.bfloat16, 512, 512)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"linear of 300 tokens, torch.bfloat16, is not planned"),
+        torch.cuda.graph(graph),
+    ):
+        layer(x)
+
+
+@pytest.mark.gpu
+def test_operands_on_several_devices_are_refused():
+    layer, x = on_gpu(64, torch.bfloat16, 512, 512)
+    with pytest.raises(Unsupported, match="expected one device, found cpu, cuda:0"):
+        _ops.linear(x[0], layer.values, layer.offsets.cpu(), layer.columns, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_values_and_gradients_take_the_memory_of_the_blocks(block):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    options = {"sparsity": 0.9, "bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    layer = layer_of(4096, 4096, block, **options)
+    layer(torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    gc.collect()
+    dense = 2 * 4096 * 4096 * 2  # W and its gradient
+    assert torch.cuda.memory_allocated() - before <= 0.15 * dense
