@@ -7,9 +7,11 @@ import torch
 
 from sparsebench.harness import operands
 from sparsebench.harness.catalog import load_op
+from sparsebench.reports.picture import picture
 from sparsebench.results import bundle, store
 from sparsebench.results.inspection import inspect
 from sparsebench.results.record import Problem
+from sparsebench.results.summary import summarised
 
 PUBLISHED = Path(__file__).parents[1] / "results" / "published"
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
@@ -25,6 +27,12 @@ def test_a_published_run_is_whole_and_names_its_commit(path: Path) -> None:
     assert len(run.environment["commit"]) == 40
     site = PUBLISHED.parents[1] / "reports" / "site" / path.relative_to(PUBLISHED)
     assert site.with_suffix(".html").exists()
+
+
+def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
+    run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-4096")
+    picture(summarised(run), tmp_path / "speedup.svg")
+    assert "blocks of 128" in (tmp_path / "speedup.svg").read_text()
 
 
 @pytest.mark.parametrize(
