@@ -1,7 +1,7 @@
 """The README's figure, from a published run: python -m sparsebench.reports.picture RUN FILE.svg
 
     a panel for each block size        speed-up over the baseline, logarithmic
-                                       against the sparsity asked for; the dotted line is 1 / (1 - s)
+                                       against the sparsity; the dotted line is 1 / (1 - s)
 
 Of our kernels the fastest at each level is drawn; bands are the interval that the run has.
 """
