@@ -104,8 +104,10 @@ def test_kernels_are_chosen_by_gpu_dtype_and_block(
     monkeypatch.setattr(_cuda, "find_spec", lambda name: True)
     device = torch.device("cuda")
     for op in ("linear", "dgrad", "wgrad"):
-        call = _plans.Call(op, 100, shape, block, dtype)
+        call = _plans.Call(op, 1000, shape, block, dtype)
         assert _plans.chosen(call, device) is expected
+        few = expected if op == "wgrad" else _plans._in_triton
+        assert _plans.chosen(call._replace(m=100), device) is few
     monkeypatch.setattr(_cuda, "find_spec", lambda name: None)
     if expected is _plans._on_hopper:
         with pytest.raises(Unsupported, match="needs CuPy: pip install"):
@@ -394,6 +396,17 @@ def test_a_gpu_gives_what_nn_linear_gives_in_fp64(block, dtype, n, k):
         found = step(layer, given)
         assert_near(found, dense_step(layer, given, torch.float64))
         assert all(map(torch.equal, found, step(layer, given)))
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_small_blocks_have_their_own_kernel_on_hopper(block, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(_cuda, "find_spec", lambda name: True)
+    call = _plans.Call("linear", 100, (512, 512), (block, block), torch.bfloat16)
+    device = torch.device("cuda")
+    assert _plans.chosen(call, device) is _plans._small
+    assert _plans.chosen(call._replace(op="dgrad"), device) is _plans._small
+    assert _plans.chosen(call._replace(op="wgrad"), device) is _plans._in_triton
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Which kernel multiplies in a layer, and what of it is made once a pattern and kept.
 
     CUDA, compute capability 9.0, fp16 or bf16,
-      blocks of multiples of 64, n and k of 8     bsr_wgmma, and bsr_wgrad for dW
+      blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
       blocks of 16x16 and 32x32, n and k of 8     bsr_small, and bsr_triton_wgrad for dW
     other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU                                           torch, dense products: a reference, not a kernel
@@ -40,6 +40,7 @@ from sparsebench.kernels._wgmma import SIDE, checked
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
+FEW = 256  # tokens: too few items for 132 SMs, 11.2 µs where Triton takes 9.8 (NOTES.md)
 C = TypeVar("C")  # a kernel's dataclass of a configuration
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -110,7 +111,8 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
     hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
     small = call.block in ((16, 16), (32, 32)) and call.op != "wgrad"
-    if hopper and (small or not any(side % SIDE for side in call.block)):
+    large = not any(side % SIDE for side in call.block) and (call.op == "wgrad" or call.m > FEW)
+    if hopper and (small or large):
         reason, kernels = supports_hopper(problem, device), _small if small else _on_hopper
     else:
         reason, kernels = supports(problem, device), _in_triton
