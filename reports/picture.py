@@ -17,6 +17,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from sparsebench.results import store
 from sparsebench.results.summary import summarised
@@ -45,7 +46,7 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     for block, axis in zip(blocks, axes, strict=True):
         _panel(axis, drawn[drawn.block == block], palette, f"blocks of {block}")
     axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
-    handles = [plt.Line2D([], [], color=color, marker="o", ms=4) for color in palette.values()]
+    handles = [Line2D([], [], color=color, marker="o", ms=4) for color in palette.values()]
     figure.legend(handles, palette, loc="lower center", ncols=len(palette), frameon=False)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(out_path, metadata={"Date": None})

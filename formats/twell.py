@@ -1,0 +1,212 @@
+"""TwELL, tile-wise ELLPACK: sparse activations [tokens, features] in tiles of few slots.
+
+A tile is `tile` columns of one token, and has room for `capacity` entries. With 4 and 2:
+
+    a . b . | . . . .      counts  2 0      columns  0 2  . .      values  a b  . .
+    . c . . | d e f .              1 2               1 .  4 5              c .  d e
+
+                           spill_offsets  0 0 1      spill_columns  6      spill_values  f
+
+counts         int32 [m, tiles]            entries in each tile, at most the capacity
+columns        int16 [m, tiles, capacity]  columns of the matrix, to be read as unsigned
+values         dtype [m, tiles, capacity]  zeros, as in `columns`, in the slots not in use
+spill_offsets  int32 [m + 1]               where each token starts in the spill
+spill_columns  int16 [spilled]             as `columns`: ascending within a token
+spill_values   dtype [spilled]
+
+tiles is ceil(n / tile). A tile is filled from its left; what finds no room goes to the spill, so
+that any matrix fits. The published layout is the setting of 256 and 31 in bf16 without a spill, a
+value, its column or a count to a word: 32 words of 32 bits a tile, which one warp loads at once.
+
+    words  [m, tiles * (capacity + 1)]    count  e0  e1  ...  | count  e0  e1  ... |
+           an entry e: column in bits 15..0, bits of the bf16 value in bits 31..16
+
+Where its own kernel overfills a tile, entries are lost; `from_words` and `words` refuse.
+Source: Cetin et al., arXiv 2603.23198, section 3.2; github SakanaAI/sparser-faster-llms.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import (
+    Format,
+    is_stored,
+    offsets_of,
+    require,
+    require_matrix,
+    rows_of,
+)
+
+INT32_MAX = 2**31 - 1
+MOST_COLUMNS = 2**16
+
+
+@dataclass(frozen=True)
+class Twell(Format):
+    """Tiles of `capacity` slots each, and the entries that found none."""
+
+    shape: tuple[int, int]
+    tile: int
+    counts: Tensor
+    columns: Tensor
+    values: Tensor
+    spill_offsets: Tensor
+    spill_columns: Tensor
+    spill_values: Tensor
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, /, *, tile: int = 256, capacity: int = 31) -> Self:
+        """Convert; a bit pattern other than +0.0 is an entry, and entries are in column order."""
+        require_matrix(dense)
+        m, n = dense.shape
+        tiles = _tiles(n, tile, capacity)
+        rows, columns = is_stored(dense).nonzero(as_tuple=True)
+        entries, narrow = dense[rows, columns], columns.to(torch.int16)
+        tile_of = rows * tiles + columns // tile
+        counts = torch.bincount(tile_of, minlength=m * tiles)
+        first = counts.cumsum(0) - counts
+        rank = torch.arange(len(rows), device=dense.device) - first[tile_of]
+        spills = rank >= capacity
+        fits = ~spills
+        spilled = int(spills.sum())
+        require(
+            spilled <= INT32_MAX,
+            f"expected a spill of at most {INT32_MAX} for 32-bit offsets, found {spilled}",
+        )
+        at = tile_of[fits], rank[fits]
+        slots, blank = (m, tiles, capacity), (m * tiles, capacity)
+        return cls(
+            (m, n),
+            tile,
+            counts.clamp(max=capacity).to(torch.int32).view(m, tiles),
+            narrow.new_zeros(blank).index_put_(at, narrow[fits]).view(slots),
+            dense.new_zeros(blank).index_put_(at, entries[fits]).view(slots),
+            offsets_of(rows[spills], m),
+            narrow[spills],
+            entries[spills],
+        )
+
+    @classmethod
+    def from_words(
+        cls, words: Tensor, shape: tuple[int, int], *, tile: int = 256, capacity: int = 31
+    ) -> Self:
+        """Read the published layout: 32-bit words [m, tiles * (capacity + 1)], values bf16.
+
+        Entries keep their order, which in the published kernel is that of arrival. Words after the
+        last entry of a tile are not read. Raises FormatError where a count exceeds the capacity
+        (entries are lost), or a column is not in its tile.
+        """
+        m, n = shape
+        tiles = _tiles(n, tile, capacity)
+        _require_packable(tile, capacity)
+        expected = [m, tiles * (capacity + 1)]
+        require(
+            words.dtype in (torch.uint32, torch.int32) and list(words.shape) == expected,
+            f"expected 32-bit words {expected}, found {words.dtype} {list(words.shape)}",
+        )
+        split = words.contiguous().view(torch.int32).view(m, tiles, capacity + 1)
+        counts = split[..., 0].clone()
+        lost = (counts < 0) | (counts > capacity)
+        require(
+            not lost.any(),
+            f"expected counts of at most {capacity}, found more in {int(lost.sum())} tiles: "
+            "what they held is lost",
+        )
+        used = _used(counts, capacity)
+        entries = split[..., 1:].where(used, 0)
+        halves = entries.view(torch.int16).view(m, tiles, capacity, 2)
+        columns = halves[..., 0].contiguous()
+        wide = _unsigned(columns)
+        owner = torch.arange(tiles, device=words.device)[:, None]
+        astray = used & ((wide // tile != owner) | (wide >= n))
+        require(
+            not astray.any(),
+            f"expected columns inside their tiles of {tile} and below {n}, "
+            f"found {int(astray.sum())} outside",
+        )
+        values = halves[..., 1].contiguous().view(torch.bfloat16)
+        none = torch.zeros(m + 1, dtype=torch.int32, device=words.device)
+        return cls(
+            shape, tile, counts, columns, values, none, columns.new_empty(0), values.new_empty(0)
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Return how many entries a tile has room for."""
+        return self.values.shape[2]
+
+    def words(self) -> Tensor:
+        """Write the published layout: uint32 [m, tiles * (capacity + 1)], unused words zero.
+
+        Raises FormatError where it has no place for this one: values other than bf16, a spill, or
+        a tile that is no whole multiple of its words.
+        """
+        dtype, spilled = self.values.dtype, len(self.spill_values)
+        _require_packable(self.tile, self.capacity)
+        require(dtype == torch.bfloat16, f"expected bfloat16 values in words, found {dtype}")
+        require(
+            spilled == 0,
+            f"expected at most {self.capacity} entries in each tile, found {spilled} beyond",
+        )
+        # The low half of a word comes first in memory: GPUs and the CPUs beside them agree.
+        halves = torch.stack((self.columns, self.values.view(torch.int16)), dim=-1)
+        entries = halves.view(torch.int32).squeeze(-1)
+        packed = torch.cat((self.counts[..., None], entries), dim=-1)
+        return packed.flatten(1).view(torch.uint32)
+
+    def to_dense(self) -> Tensor:
+        """Put the entries of the tiles back, and those of the spill."""
+        dense = self.values.new_zeros(self.shape)
+        used = _used(self.counts, self.capacity)
+        dense[used.nonzero()[:, 0], _unsigned(self.columns[used])] = self.values[used]
+        dense[rows_of(self.spill_offsets), _unsigned(self.spill_columns)] = self.spill_values
+        return dense
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return the six arrays of the layout."""
+        return {
+            "counts": self.counts,
+            "columns": self.columns,
+            "values": self.values,
+            "spill_offsets": self.spill_offsets,
+            "spill_columns": self.spill_columns,
+            "spill_values": self.spill_values,
+        }
+
+
+def _tiles(n: int, tile: int, capacity: int) -> int:
+    """Return how many tiles a token of n features has; raise FormatError on a bad setting."""
+    require(tile > 0, f"expected a tile of at least 1 column, found {tile}")
+    require(
+        0 < capacity <= tile,
+        f"expected a capacity of 1 to {tile}, the columns of a tile, found {capacity}",
+    )
+    require(
+        n <= MOST_COLUMNS, f"expected at most {MOST_COLUMNS} columns for 16-bit indices, found {n}"
+    )
+    return -(-n // tile)
+
+
+def _require_packable(tile: int, capacity: int) -> None:
+    """Raise FormatError unless the words of a tile, one more than its capacity, divide it."""
+    require(
+        tile % (capacity + 1) == 0,
+        f"expected a capacity that is one less than a divisor of the tile of {tile} for packed "
+        f"words, found {capacity}",
+    )
+
+
+def _used(counts: Tensor, capacity: int) -> Tensor:
+    """Return bool [m, tiles, capacity]: which slots hold an entry."""
+    return torch.arange(capacity, device=counts.device) < counts[..., None]
+
+
+def _unsigned(columns: Tensor) -> Tensor:
+    """Return int64 columns of those in 16 bits: torch indexes by no unsigned type of that size."""
+    return columns.long() & 0xFFFF
+
+
+FORMAT = Twell
