@@ -131,13 +131,7 @@ def configurations(
     if exact:
         tiles = [(tokens, min(width, widest), depth, warps) for tokens, width, warps in FP32]
     elif m <= FEW_TOKENS:
-        tokens = whole_tile(m)
-        tiles = [
-            (tokens, width, deep, 4)
-            for width in NARROW
-            for deep in ((depth, 2 * depth) if width <= NARROW[0] else (depth,))
-            if width <= widest
-        ]
+        tiles = [(whole_tile(m), width, depth, 4) for width in NARROW if width <= widest]
     else:
         tiles = [(tokens, widest, depth, warps) for tokens, warps in BY_POINTERS[widest]]
     fitting = dict.fromkeys(
@@ -161,7 +155,7 @@ def configurations(
 def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[Config]:
     """Return the configurations of BY_BOXES, with as many stages as fit one SM."""
     heights, pipelines = BY_BOXES[width]
-    return [
+    configs = (
         Config(
             *(tokens, width, depth),
             stages=min(in_flight, most_stages(tokens, width, depth, itemsize)),
@@ -171,7 +165,8 @@ def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[
             precision=precision,
         )
         for tokens, in_flight, columns_first in product(heights, pipelines, (True, False))
-    ]
+    )
+    return list(dict.fromkeys(configs))
 
 
 def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> Program:

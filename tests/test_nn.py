@@ -70,8 +70,8 @@ NUMPY, TRITON = (tuple(map(int, v.split(".")[:2])) for v in (np.__version__, tri
 
 
 @pytest.mark.skipif(
-    NUMPY >= (2, 5) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.5 refuses",
+    NUMPY >= (2, 4) and TRITON < (3, 7),
+    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
 )
 def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
     # A process of its own: the variable is read when triton is imported.

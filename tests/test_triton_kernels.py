@@ -26,8 +26,8 @@ NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, 
 
 
 @pytest.mark.skipif(
-    NUMPY >= (2, 5) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.5 refuses",
+    NUMPY >= (2, 4) and TRITON < (3, 7),
+    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
 )
 def test_every_product_is_right_in_tritons_interpreter():
     # A process of its own: the variable is read when triton is imported.
