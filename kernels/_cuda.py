@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Unsupported
 from sparsebench.results.record import Problem
 
@@ -90,6 +91,24 @@ def supports_hopper(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] not in ("fp16", "bf16"):
         return f"expected fp16 or bf16, found {problem['dtype']}"
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+
+
+def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+    """Say what keeps X @ W.T, or X @ W if transposed, from every kernel here, or None.
+
+    TMA has conditions of its own: `tensor_map`.
+    """
+    (n, k), values = w.shape, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
+        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dim() != 2 or x.shape[1] != depth:
+        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    if not values.is_contiguous():
+        return f"expected contiguous blocks, found strides {list(values.stride())}"
+    if width % 8:
+        return f"expected a multiple of 8 columns to write, found {width}"
+    return None
 
 
 @cache

@@ -186,20 +186,6 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 x_tile, u32 w_tile
   end_of_products();
 }
 
-// In four lanes, word t of lane q goes to word q of lane t.
-__device__ __forceinline__ void transpose(u32 (&words)[4], int lane) {
-  #pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int low = bit == 1 ? 2 * i : i, high = low + bit;
-      const u32 got = __shfl_xor_sync(~0u, lane & bit ? words[low] : words[high], bit);
-      if (lane & bit) words[low] = got;
-      else words[high] = got;
-    }
-  }
-}
-
 // What an item is stored by: lane j has the number of its unit j of 32 features, -1 for none.
 struct Item { int token, unit_of_lane; bool last; };
 
@@ -221,7 +207,7 @@ __device__ __forceinline__ void put_out(const Sums& sums, char* y, int m, int wi
           const float* s = BLOCK == 32 ? sums[u][t] + 4 * p : sums[2 * u + p / 2][t] + 4 * (p % 2);
           words[p] = pair_of(s[2 * below], s[2 * below + 1]);
         }
-        transpose(words, lane);
+        exchange(words);
         const int token = item.token + 64 * t + 16 * warp + 8 * below + lane / 4;
         if (unit >= 0 && feature < width && token < m)
           *(uint4*)(y + 2 * ((u64)token * width + feature)) =

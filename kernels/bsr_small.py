@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels import _cuda
 from sparsebench.kernels._cuda import (
     Constants,
     Program,
@@ -160,19 +161,13 @@ def constants_of(config: Config, block: int, dtype: torch.dtype, transposed: boo
 
 
 def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say which of the kernel's conditions fails, if any; TMA has its own (_cuda.tensor_map)."""
+    """Say which of the kernel's conditions fails, if any."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth, width = (n, k) if transposed else (k, n)
-    if x.dtype != values.dtype or x.dtype not in (torch.float16, torch.bfloat16):
-        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
-    if x.dim() != 2 or x.shape[1] != depth:
-        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    if reason := _cuda.refusal(x, w, transposed):
+        return reason
     if r != c or r not in BLOCKS:
         return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
-    if not values.is_contiguous():
-        return f"expected contiguous blocks, found strides {list(values.stride())}"
-    if width % 8:
-        return f"expected a multiple of 8 columns to write, found {width}"
     if max(width, depth) > 2**20 or max(len(values), len(x)) > LARGEST - 256:
         found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
         return f"expected less than 2^31 blocks and tokens and at most 2^20 columns, found {found}"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels import _cuda
 from sparsebench.kernels._cuda import (
     Constants,
     Program,
@@ -167,19 +168,13 @@ def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Consta
 
 
 def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say which of the kernel's conditions fails, if any; TMA has its own (_cuda.tensor_map)."""
+    """Say which of the kernel's conditions fails, if any."""
     (n, k), (r, c), values = w.shape, w.block, w.values
-    depth, width = (n, k) if transposed else (k, n)
-    if x.dtype != values.dtype or x.dtype not in (torch.float16, torch.bfloat16):
-        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
-    if x.dim() != 2 or x.shape[1] != depth:
-        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    width = k if transposed else n
+    if reason := _cuda.refusal(x, w, transposed):
+        return reason
     if r % SIDE or c % SIDE or not r or not c:
         return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
-    if not values.is_contiguous():
-        return f"expected contiguous blocks, found strides {list(values.stride())}"
-    if width % 8:
-        return f"expected a multiple of 8 columns to write, found {width}"
     if c > NO_SLICE or -(-width // SIDE) > NO_SLICE or max(len(values) * r, len(x)) > LARGEST - r:
         found = f"{len(values)} blocks of {r}x{c}, {len(x)} tokens, {width} columns to write"
         return (

@@ -180,21 +180,6 @@ __device__ __forceinline__ void pass_by(Ring& ring, int count, int half) {
   warpgroup_in_step(half + 1);
 }
 
-// Lane q of four holds word q of each of 4 x 4 words: let it hold all four of word q.
-__device__ __forceinline__ void transpose(u32 (&words)[4]) {
-  #pragma unroll
-  for (int step = 1; step <= 2; step++) {
-    const bool upper = threadIdx.x & step;
-    #pragma unroll
-    for (int pair = 0; pair < 2; pair++) {
-      const int low = step == 1 ? 2 * pair : pair, high = low + step;
-      const u32 got = __shfl_xor_sync(~0u, upper ? words[low] : words[high], step);
-      words[low] = upper ? got : words[low];
-      words[high] = upper ? words[high] : got;
-    }
-  }
-}
-
 // Store a unit. Of 64 x 8 sums a thread holds, in row thread / 4 of its warp's 16 and eight rows
 // below it, columns 2 * (thread % 4) and the next; of a unit, four times that.
 __device__ __forceinline__ void put(const float* s, char* values, int out, int unit, int width) {
@@ -206,7 +191,7 @@ __device__ __forceinline__ void put(const float* s, char* values, int out, int u
     u32 words[4];
     #pragma unroll
     for (int i = 0; i < 4; i++) words[i] = pair_of(s[4 * i + 2 * below], s[4 * i + 2 * below + 1]);
-    transpose(words);
+    exchange(words);
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");

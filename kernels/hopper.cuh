@@ -110,6 +110,22 @@ __device__ __forceinline__ void cluster_in_step() {
                "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// In four neighbouring lanes, word t of lane q goes to word q of lane t: of sums in wgmma's order, two
+// columns of each eight to a lane, a lane then has eight columns of one row.
+__device__ __forceinline__ void exchange(u32 (&words)[4]) {
+  #pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int low = bit == 1 ? 2 * i : i, high = low + bit;
+      const u32 got = __shfl_xor_sync(~0u, upper ? words[low] : words[high], bit);
+      words[low] = upper ? got : words[low];
+      words[high] = upper ? words[high] : got;
+    }
+  }
+}
+
 // ---- wgmma ----
 // A thread holds N / 2 of the sums, and the instruction wants each register spelled out:
 // WGMMA(64, a, b, 0, 0) adds to `float d[32]`. The last two say which of A and B is read by columns.
