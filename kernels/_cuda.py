@@ -57,8 +57,8 @@ class Program:
     def __call__(self) -> Tensor:
         """Enqueue the kernel on torch's current stream. Raises RuntimeError.
 
-        By the driver: CuPy's own launch, with the stream made current for it, takes the host longer
-        than torch's whole dense layer, and a layer's step in training has three.
+        By the driver, without CuPy's own launch and its current stream: with that and a way past
+        torch's dispatcher (nn/_ops.py) an eager training step took 10 to 35 % less.
         """
         from cupy.cuda import runtime
 
@@ -198,6 +198,6 @@ def require_success(result: int, what: str) -> None:
 
 
 def by_value(*structs: bytes) -> Any:
-    """Return a kernel argument that is the bytes themselves: CuPy passes arrays of size 1 so."""
+    """Return a kernel argument that is the bytes themselves: a launch copies them."""
     data = b"".join(structs)
     return np.frombuffer(data, dtype=np.dtype((np.void, len(data))))

@@ -155,7 +155,7 @@ def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int) -> Ints
     members = np.arange(whole)[:, None]
     members[units:] = -1
     while members.shape[1] < size:
-        pairs = np.array(matched(touched))
+        pairs = matched(touched)
         touched = np.maximum(touched[pairs[:, 0]], touched[pairs[:, 1]])
         members = np.concatenate([members[pairs[:, 0]], members[pairs[:, 1]]], 1)
     return members

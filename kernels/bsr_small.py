@@ -189,7 +189,8 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     if reason := refusal(x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_small_dgrad" if transposed else "bsr_small"
-    possible = configurations(w, len(x), multiprocessors(x.device), transposed)
+    workers = multiprocessors(x.device)
+    possible = [] if operands.settled else configurations(w, len(x), workers, transposed)
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, transposed=transposed) for config in configs]

@@ -171,7 +171,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
         raise Unsupported(reason)
     blocks = len(pattern.columns)
     sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
-    searched = configurations(pattern, len(x), multiprocessors(x.device))
+    workers = multiprocessors(x.device)
+    searched = [] if operands.settled else configurations(pattern, len(x), workers)
     configs, by = choose("bsr_wgrad", Config, operands, sizes, tuned, searched)
     candidates = [launch(dy, x, pattern, config) for config in configs]
     best = fastest(candidates, x.device)

@@ -110,8 +110,8 @@ __device__ __forceinline__ void cluster_in_step() {
                "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// In four neighbouring lanes, word t of lane q goes to word q of lane t: of sums in wgmma's order, two
-// columns of each eight to a lane, a lane then has eight columns of one row.
+// In four neighbouring lanes, word t of lane q goes to word q of lane t: of sums in wgmma's order,
+// two columns of each eight to a lane, a lane then has eight columns of one row.
 __device__ __forceinline__ void exchange(u32 (&words)[4]) {
   #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {

@@ -1,29 +1,24 @@
 """The kernel for small blocks: its lists on paper, its code compiled, and on a GPU its products."""
 
 import shutil
-import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise, product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
 
 from sparsebench.formats._format import FormatError
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.check import Expected, check
 from sparsebench.kernels import _cuda, bsr_small, bsr_small_dgrad
 from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
 from sparsebench.kernels._small import END, LAST, NONE, lists_of, packed, swizzle, work
 from sparsebench.kernels.bsr_small import Config
 from sparsebench.results.record import Problem
 
-SOURCE = Path(__file__).parents[1] / "kernels" / "bsr_small.cu"
 CONFIGS = [Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
-CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
 # m, n, k, block, part of the blocks that is stored: full rows, so that a slot's room for blocks
 # ends a step; edge blocks that leave W on both sides; rows and columns without a block; none.
@@ -199,16 +194,8 @@ def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, 
     variants = product(bsr_small.BLOCKS, (False, True), (torch.float16, torch.bfloat16))
     for block, transposed, dtype in variants:
         constants = bsr_small.constants_of(config, block, dtype, transposed)
-        command = ["nvcc", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-        command += ["-Xptxas", "-v", "-o", str(tmp_path / "kernel.cubin"), str(SOURCE)]
-        command += [f"-D{name}={value}" for name, value in constants]
-        run = subprocess.run(command, capture_output=True, text=True)
-        log = run.stdout + run.stderr
-        assert run.returncode == 0, log
-        assert CLEAN in log, log
         # C7519: a fence before each row's products, whose registers a branch may have left alone.
-        found = log.replace("(C7519)", "")
-        assert not any(word in found for word in ("warning", "C75", "error")), log
+        assert_compiles_cleanly("bsr_small", constants, tmp_path, allowed="(C7519)")
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
@@ -218,25 +205,9 @@ def test_nvrtc_compiles_it():
     assert _cuda.compiled("bsr_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
 
 
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != _cuda.HOPPER,
-    reason="needs a GPU of compute capability 9.0",
-)
-
-
 def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
     w, x, dy = example(shape)
-    arrays = {name: array.cuda() for name, array in w.arrays().items()}
-    w = replace(w, **{**arrays, "values": arrays["values"].to(DTYPES[dtype])})
-    return w, (dy if transposed else x).cuda().to(DTYPES[dtype])
-
-
-def assert_right(y: torch.Tensor, x: torch.Tensor, w: Bsr, transposed: bool, what: Any) -> None:
-    dense = w.to_dense().double()
-    right = dense if transposed else dense.T
-    spread = (x.double().square() @ right.square()).sqrt()
-    expected = Expected(x.double() @ right, spread, x.dtype, max(w.shape))
-    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
+    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
 
 
 @pytest.mark.gpu

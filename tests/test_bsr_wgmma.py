@@ -1,20 +1,18 @@
 """The Hopper kernel: its lists on paper, its code compiled, and on such a GPU its products."""
 
 import shutil
-import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
 
 from sparsebench.formats._format import FormatError
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.check import Expected, check
 from sparsebench.kernels import _cuda, bsr_wgmma, bsr_wgmma_dgrad
 from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
 from sparsebench.kernels._schedule import schedule
@@ -22,9 +20,7 @@ from sparsebench.kernels._wgmma import NO_SLICE, groups_of
 from sparsebench.kernels.bsr_wgmma import Config
 from sparsebench.results.record import Problem
 
-SOURCE = Path(__file__).parents[1] / "kernels" / "bsr_wgmma.cu"
 CONFIGS = [Config(tokens, cluster) for tokens in bsr_wgmma.TOKENS for cluster in (1, 2)]
-CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
 # m, n, k, block, part of the blocks that is stored: one slice a block row, three, two; rectangles;
 # edge blocks that leave W on both sides; block rows and columns without a block; none at all.
@@ -225,23 +221,12 @@ def test_no_problem_has_more_than_four_configurations_and_none_is_for_other_toke
     )
 
 
-def macros(config: Config, transposed: bool, dtype: torch.dtype) -> list[str]:
-    constants = bsr_wgmma.constants_of(config, dtype, transposed)
-    return [f"-D{name}={value}" for name, value in constants]
-
-
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
     for transposed, dtype in product((False, True), (torch.float16, torch.bfloat16)):
-        command = ["nvcc", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-        command += ["-Xptxas", "-v", "-o", str(tmp_path / "kernel.cubin"), str(SOURCE)]
-        command += macros(config, transposed, dtype)
-        run = subprocess.run(command, capture_output=True, text=True)
-        log = run.stdout + run.stderr
-        assert run.returncode == 0, log
-        assert CLEAN in log, log
-        assert not any(word in log for word in ("warning", "C75", "error")), log
+        constants = bsr_wgmma.constants_of(config, dtype, transposed)
+        assert_compiles_cleanly("bsr_wgmma", constants, tmp_path)
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
@@ -253,25 +238,9 @@ def test_nvrtc_compiles_it_and_says_where_it_does_not():
         _cuda.compiled("bsr_wgmma", constants[:1])
 
 
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != _cuda.HOPPER,
-    reason="needs a GPU of compute capability 9.0",
-)
-
-
 def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
     w, x, dy = example(shape)
-    arrays = {name: array.cuda() for name, array in w.arrays().items()}
-    w = replace(w, **{**arrays, "values": arrays["values"].to(DTYPES[dtype])})
-    return w, (dy if transposed else x).cuda().to(DTYPES[dtype])
-
-
-def assert_right(y: torch.Tensor, x: torch.Tensor, w: Bsr, transposed: bool, what: Any) -> None:
-    dense = w.to_dense().double()
-    right = dense if transposed else dense.T
-    spread = (x.double().square() @ right.square()).sqrt()
-    expected = Expected(x.double() @ right, spread, x.dtype, max(w.shape))
-    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
+    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
 
 
 @pytest.mark.gpu

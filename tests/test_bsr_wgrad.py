@@ -1,16 +1,15 @@
 """The Hopper kernel for dW: its lists on paper, its code compiled, and on such a GPU its sums."""
 
 import shutil
-import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from on_hopper import assert_compiles_cleanly, hopper, moved
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.check import Expected, check
@@ -29,8 +28,6 @@ from sparsebench.kernels._wgrad import (
 from sparsebench.kernels.bsr_wgrad import CONFIGS, Config
 from sparsebench.results.record import Problem
 
-SOURCE = Path(__file__).parents[1] / "kernels" / "bsr_wgrad.cu"
-CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 DONE = 2**31
 
 # m, n, k, block, part of the blocks that is stored: few tokens, and enough to cut items; slices
@@ -271,14 +268,7 @@ def test_other_devices_are_refused():
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tiles, tmp_path):
     for dtype in (torch.float16, torch.bfloat16):
         constants = bsr_wgrad.constants_of(config, tiles, dtype)
-        command = ["nvcc", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-        command += ["-Xptxas", "-v", "-o", str(tmp_path / "kernel.cubin"), str(SOURCE)]
-        command += [f"-D{name}={value}" for name, value in constants]
-        run = subprocess.run(command, capture_output=True, text=True)
-        log = run.stdout + run.stderr
-        assert run.returncode == 0, log
-        assert CLEAN in log, log
-        assert not any(word in log for word in ("warning", "C75", "error")), log
+        assert_compiles_cleanly("bsr_wgrad", constants, tmp_path)
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
@@ -288,17 +278,10 @@ def test_nvrtc_compiles_it():
     assert _cuda.compiled("bsr_wgrad", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
 
 
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != _cuda.HOPPER,
-    reason="needs a GPU of compute capability 9.0",
-)
-
-
 def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
-    pattern = pattern_of(shape)
-    arrays = {name: array.cuda() for name, array in pattern.arrays().items()}
-    pattern = replace(pattern, **{**arrays, "values": arrays["values"].to(DTYPES[dtype])})
-    return pattern, *(a.cuda().to(DTYPES[dtype]) for a in activations(shape))
+    return moved(pattern_of(shape), dtype), *(
+        a.cuda().to(DTYPES[dtype]) for a in activations(shape)
+    )
 
 
 def assert_right(values: Any, dy: Any, x: Any, pattern: Bsr, what: Any) -> None:

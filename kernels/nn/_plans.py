@@ -110,7 +110,7 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
     problem = Problem(call.op, {"dtype": NAMES[call.dtype]})
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
     hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
-    small = call.block in ((16, 16), (32, 32)) and call.op != "wgrad"
+    small = call.block in {(b, b) for b in bsr_small.BLOCKS} and call.op != "wgrad"
     large = not any(side % SIDE for side in call.block) and (call.op == "wgrad" or call.m > FEW)
     if hopper and (small or large):
         reason, kernels = supports_hopper(problem, device), _small if small else _on_hopper
