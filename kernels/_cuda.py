@@ -12,15 +12,16 @@ device memory they would need a fence before their first use.
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from struct import Struct, calcsize
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,50 +35,77 @@ TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEn
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
+ADDRESSES = 256  # of operands for which a plan keeps the arguments, each about a kilobyte
 
 Constants = tuple[tuple[str, int], ...]
+Arguments = tuple[Any, Any]
+"""What cuLaunchKernel takes, a pointer to each argument, and the memory that they point to."""
+
+
+class Layout:
+    """A kernel's parameters, in the letters of `struct`: Layout("128s", "P")(map, address)."""
+
+    def __init__(self, *parameters: str) -> None:
+        """Lay them out one after the other; the driver knows where the kernel has them."""
+        sizes = [calcsize("".join(parameters[: i + 1])) for i in range(len(parameters))]
+        self._starts = [end - calcsize(p) for end, p in zip(sizes, parameters, strict=True)]
+        self._pack, self._memory = Struct("".join(parameters)).pack, ctypes.c_char * sizes[-1]
+        self._pointers = ctypes.c_void_p * len(parameters)
+
+    def __call__(self, *args: int | bytes) -> Arguments:
+        """Return arguments in memory of their own, which nothing writes into later."""
+        memory = self._memory.from_buffer_copy(self._pack(*args))
+        base = ctypes.addressof(memory)
+        return self._pointers(*[base + start for start in self._starts]), memory
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel that is ready on a device, and its grid; `code` is a digest of its machine code."""
+
+    kernel: Any
+    code: str
+    device: int
+    grid: int
+    threads: int
+    shared_bytes: int
+
+    def enqueue(self, args: Arguments) -> None:
+        """Enqueue the kernel on torch's current stream of the device. Raises RuntimeError.
+
+        By the driver: CuPy's own launch and torch's Stream objects take longer than all of this.
+        """
+        _set_device()(self.device)  # a new thread has no context
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton ask
+        result = _driver().cuLaunchKernel(
+            *(self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes),
+            *(stream, args[0], None),  # copied by the call, or by the capture of a graph
+        )
+        if result:
+            require_success(result, f"cuLaunchKernel, {self.grid} CTAs of {self.threads}")
 
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer.
+    """A kernel and its arguments: call it to compute `out`, into the same buffer.
 
-    `args` are the kernel's; `kept` are the tensors whose addresses are in them.
+    `kept` are the tensors whose addresses are in `args`.
     """
 
-    kernel: Any
-    grid: int
-    threads: int
-    shared_bytes: int
-    args: tuple[Any, ...]
+    loaded: Loaded
+    args: Arguments
     kept: tuple[Tensor, ...]
     out: Tensor
-    code: str
 
     def __call__(self) -> Tensor:
-        """Enqueue the kernel on torch's current stream. Raises RuntimeError.
-
-        By the driver, without CuPy's own launch and its current stream: with that and a way past
-        torch's dispatcher (nn/_ops.py) an eager training step took 10 to 35 % less.
-        """
-        from cupy.cuda import runtime
-
-        device = self.out.device.index
-        runtime.setDevice(device)  # a new thread has no context
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        size, shared = (self.grid, 1, 1, self.threads, 1, 1), self.shared_bytes
-        kernel, (parameters, _) = ctypes.c_void_p(self.kernel.ptr), self._parameters
-        require_success(
-            _driver().cuLaunchKernel(kernel, *size, shared, stream, parameters, None),
-            f"cuLaunchKernel, {self.grid} CTAs of {self.threads}",
-        )
+        """Enqueue the kernel on torch's current stream. Raises RuntimeError."""
+        self.loaded.enqueue(self.args)
         return self.out
 
-    @cached_property
-    def _parameters(self) -> tuple[Any, list[Any]]:
-        """Return the addresses of the arguments, and the arguments."""
-        args = [np.atleast_1d(arg) for arg in self.args]
-        return (ctypes.c_void_p * len(args))(*(arg.ctypes.data for arg in args)), args
+    @property
+    def code(self) -> str:
+        """Return the digest of the machine code."""
+        return self.loaded.code
 
 
 def supports_hopper(problem: Problem, device: torch.device) -> str | None:
@@ -148,36 +176,36 @@ def compiled(name: str, constants: Constants) -> bytes:
     return code
 
 
-def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
+@lru_cache(4096)  # the allocator hands out the same addresses again
+def tensor_map(
+    address: int,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    box: tuple[int, int],
+) -> bytes:
     """Describe a fp16 or bf16 matrix that is copied in boxes of rows x columns, swizzled.
 
     A row of a box has 32, 64 or 128 bytes, and the pattern of the swizzle as many (hopper.cuh).
     What a box has outside of the matrix is read as zero and not written. Raises Unsupported.
     """
-    size, step = matrix.element_size(), matrix.stride(0) * matrix.element_size()
-    if matrix.stride(1) != 1 or step % TMA_ALIGNMENT or matrix.data_ptr() % TMA_ALIGNMENT:
+    (height, width), (rows, columns), size = shape, box, dtype.itemsize
+    step = strides[0] * size
+    if strides[1] != 1 or step % TMA_ALIGNMENT or address % TMA_ALIGNMENT:
         raise Unsupported(
             f"TMA expected contiguous rows of a multiple of {TMA_ALIGNMENT} bytes at a multiple of "
-            f"{TMA_ALIGNMENT}, found {list(matrix.shape)} with strides {list(matrix.stride())} of "
-            f"{size} bytes at address {matrix.data_ptr() % TMA_ALIGNMENT} modulo {TMA_ALIGNMENT}"
+            f"{TMA_ALIGNMENT}, found [{height}, {width}] with strides {list(strides)} of {size} "
+            f"bytes at address {address % TMA_ALIGNMENT} modulo {TMA_ALIGNMENT}"
         )
-    sizes = (matrix.shape[0], matrix.shape[1], step)
-    return _encoded(matrix.data_ptr(), *sizes, matrix.dtype, rows, columns)
-
-
-@lru_cache(4096)  # the allocator hands out the same addresses again: three maps a launch
-def _encoded(
-    address: int, height: int, width: int, step: int, dtype: torch.dtype, rows: int, columns: int
-) -> bytes:
     driver = _driver()
     space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    sizes = (ctypes.c_uint64 * 2)(width, height)
-    box, every = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    sizes, steps = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(step)
+    tile, every = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
     result = driver.cuTensorMapEncodeTiled(
         *(ctypes.c_void_p(place), MAP_TYPES[dtype], 2),
-        *(ctypes.c_void_p(address), sizes, (ctypes.c_uint64 * 1)(step), box, every),
-        *(0, SWIZZLES[columns * dtype.itemsize], L2_PROMOTION_128B, 0),
+        *(ctypes.c_void_p(address), sizes, steps, tile, every),
+        *(0, SWIZZLES[columns * size], L2_PROMOTION_128B, 0),
     )
     what = f"[{height}, {width}] with rows of {step} bytes, in boxes of {rows} x {columns}"
     require_success(result, f"cuTensorMapEncodeTiled, {what}")
@@ -185,8 +213,18 @@ def _encoded(
 
 
 @cache
+def _set_device() -> Callable[[int], None]:
+    from cupy.cuda import runtime
+
+    set_device: Callable[[int], None] = runtime.setDevice
+    return set_device
+
+
+@cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver, (pointer, u32) = ctypes.CDLL("libcuda.so.1"), (ctypes.c_void_p, ctypes.c_uint32)
+    driver.cuLaunchKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 3
+    return driver
 
 
 def require_success(result: int, what: str) -> None:
@@ -195,9 +233,3 @@ def require_success(result: int, what: str) -> None:
         error = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(error))
         raise RuntimeError(f"{what}: {(error.value or b'?').decode()}")
-
-
-def by_value(*structs: bytes) -> Any:
-    """Return a kernel argument that is the bytes themselves: a launch copies them."""
-    data = b"".join(structs)
-    return np.frombuffer(data, dtype=np.dtype((np.void, len(data))))

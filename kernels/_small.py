@@ -24,6 +24,7 @@ random blocks, n = k = 4096, groups of 256 features touch this part of the strip
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
@@ -141,10 +142,22 @@ def swizzle(block: int) -> Ints:
 
 def packed(values: Tensor, order: Tensor, pieces: Tensor) -> Tensor:
     """Return the blocks in the order of the steps, each in the order of `swizzle`."""
+    return gathered(values, sources(order, pieces))
+
+
+def sources(order: Tensor, pieces: Tensor) -> Tensor:
+    """Return for each 16 bytes of the packed W which ones of the values they are, int32."""
+    return (order[:, None] * len(pieces) + pieces).flatten().int()
+
+
+def gathered(values: Tensor, source: Tensor) -> Tensor:
+    """Return the blocks packed by what `sources` gave; one of zeros where there is none."""
     blocks, b, _ = values.shape
     if not blocks:
         return values.new_zeros(1, b, b)
-    return values.view(blocks, -1, 8)[order[:, None], pieces].view(-1, b, b)
+    # Complex numbers of 16 bytes: one element to copy instead of eight.
+    pieces = values.view(-1, 8).view(torch.complex128)
+    return pieces.index_select(0, source).view(values.dtype).view(-1, b, b)
 
 
 def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int) -> Ints:

@@ -60,6 +60,59 @@ class Program:
         return (self.before._binary() if self.before else b"") + bytes(compiled.asm["cubin"])
 
 
+class Template:
+    """A program of tensors without data, device meta: call it with two operands to run it on them.
+
+    They take the place of its first two arguments, or of its `before`'s, and must have their
+    shapes, strides and dtype, at multiples of 16 bytes. What else has no data is made anew at each
+    call. So Triton binds the other arguments once, and compiles or looks up the kernel once.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Find the arguments without data."""
+        self._programs = [program.before, program] if program.before else [program]
+        self._compiled: list[Any] = [None] * len(self._programs)
+        a, b = (_tensor(arg) for arg in self._programs[0].args[:2])
+        bases = [_tensor(arg) for each in self._programs for arg in each.args] + [program.out]
+        meta = {id(t): t for t in bases if t is not None and t.is_meta}
+        self._made = [(t.shape, t.dtype) for t in meta.values() if t is not a and t is not b]
+        rest = (at for at in meta if at not in (id(a), id(b)))
+        place = {at: i for i, at in enumerate((id(a), id(b), *rest))}
+        self._out = place[id(program.out)]
+        self._holes = [
+            [
+                (at, place[id(t)])
+                for at, arg in enumerate(each.args)
+                if id(t := _tensor(arg)) in place
+            ]
+            for each in self._programs
+        ]
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """Enqueue the kernels on the current stream; return what they compute."""
+        tensors = [a, b, *[a.new_empty(shape, dtype=dtype) for shape, dtype in self._made]]
+        for i, (program, holes) in enumerate(zip(self._programs, self._holes, strict=True)):
+            args = [*program.args]
+            for at, place in holes:
+                old, new = args[at], tensors[place]
+                boxed = isinstance(old, TensorDescriptor)
+                args[at] = (
+                    TensorDescriptor(new, old.shape, old.strides, old.block_shape) if boxed else new
+                )
+            if compiled := self._compiled[i]:
+                names = program.kernel.arg_names[len(args) :]
+                compiled[(*program.grid, 1, 1)[:3]](*args, *[program.constants[n] for n in names])
+            else:  # the interpreter never gives a compiled kernel
+                self._compiled[i] = program.kernel[program.grid](*args, **program.constants)
+        return tensors[self._out]
+
+
+def _tensor(arg: Any) -> Tensor | None:
+    """Return the tensor of a kernel's argument, if it has one."""
+    arg = arg.base if isinstance(arg, TensorDescriptor) else arg
+    return arg if isinstance(arg, Tensor) else None
+
+
 def supports(problem: Problem, device: torch.device) -> str | None:
     """Say why Triton cannot run the problem here, or None."""
     if device.type == "cpu" and knobs.runtime.interpret:

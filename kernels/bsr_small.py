@@ -13,8 +13,9 @@ are first united to blocks of 16, with zeros where one of the four is missing, s
 cores multiply 16 of k at a time. bsr_small_dgrad.py is the same kernel over the transposed pattern.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -23,15 +24,27 @@ from torch import Tensor
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda
 from sparsebench.kernels._cuda import (
+    ADDRESSES,
+    Arguments,
     Constants,
+    Layout,
+    Loaded,
     Program,
-    by_value,
     load,
     supports_hopper,
     tensor_map,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels._small import STRIP, UNIT, Lists, lists_of, packed, swizzle, work
+from sparsebench.kernels._small import (
+    STRIP,
+    UNIT,
+    Lists,
+    gathered,
+    lists_of,
+    sources,
+    swizzle,
+    work,
+)
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Tuned, blocked, choose, multiprocessors
 
@@ -39,6 +52,8 @@ BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
 SHARED_BYTES = 226 * 1024  # slots, and what aligning to 1024 may take
 STARTS = 160  # of workers, in the kernel's arguments
+# The map of x, starts; w, steps, units, y; m and width.
+ARGUMENTS = Layout("128s", f"{4 * STARTS}s", *"PPPPii")
 TRIED = 4  # configurations, those that the byte model likes best
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
@@ -70,20 +85,16 @@ def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> li
 class Plan:
     """What depends on the pattern, the tokens and the configuration, but on no operand's address.
 
-    order, pieces  on the device: which block and which 16 bytes of it go where in the packed W
+    source         on the device: which 16 bytes of the values go where in the packed W
     lists          on the device: steps, units
-    starts         a kernel's argument
+    arguments      by the addresses of x, of the packed W and of y, with x's strides after the first
     activations    [m, k], or [m, n] if transposed;  blocks [blocks, b, b];  out [m, n] or [m, k]
     """
 
-    kernel: Any
-    code: str
-    config: Config
-    grid: int
-    order: Tensor
-    pieces: Tensor
+    loaded: Loaded
+    source: Tensor
     lists: tuple[Tensor, ...]
-    starts: bytes
+    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
     activations: tuple[int, int]
     blocks: tuple[int, int, int]
     out: tuple[int, int]
@@ -110,42 +121,40 @@ def plan(
 
     `refusal` says what may not come here. Reads the index on the host, which waits for the device.
     """
-    device, b, (n, k) = w.offsets.device, w.block[0], w.shape
+    (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
     lists = _lists(w, config, transposed)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
     starts = np.zeros(STARTS, np.int32)
     starts[: len(bounds)] = bounds
-    constants = constants_of(config, b, w.values.dtype, transposed)
+    constants = constants_of(config, b, dtype, transposed)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     order, pieces, *rest = (
         torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
     )
-    return Plan(
-        *(kernel, code, config, len(bounds) - 1, order, pieces, tuple(rest), starts.tobytes()),
-        activations=(m, n if transposed else k),
-        blocks=(len(w.values), b, b),
-        out=(m, k if transposed else n),
-        dtype=w.values.dtype,
-    )
+    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
+
+    @lru_cache(ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
+        x_map = tensor_map(x, activations, strides, dtype, (config.tokens, STRIP))
+        each, units = (a.data_ptr() for a in rest)
+        return ARGUMENTS(x_map, starts.tobytes(), packed, each, units, y, *out)
+
+    threads = 128 * (config.warpgroups + 1)
+    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, threads, SHARED_BYTES)
+    source = sources(order, pieces)
+    return Plan(loaded, source, tuple(rest), arguments, activations, (blocks, b, b), out, dtype)
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
     """Pack the values, and return the program of a plan on them, into an output of its own."""
     expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
-    found = (*x.shape,), (*values.shape,), x.dtype, values.dtype
+    found = x.shape, values.shape, x.dtype, values.dtype
     if found != expected or not values.is_contiguous():
         raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
-    y, w = x.new_empty(plan.out), packed(values, plan.order, plan.pieces)
-    args = (
-        by_value(tensor_map(x, plan.config.tokens, STRIP)),
-        by_value(plan.starts),
-        *(np.uint64(a.data_ptr()) for a in (w, *plan.lists, y)),
-        *(np.int32(size) for size in plan.out),
-    )
-    threads = 128 * (plan.config.warpgroups + 1)
-    kept = x, w, *plan.lists
-    return Program(plan.kernel, plan.grid, threads, SHARED_BYTES, args, kept, y, plan.code)
+    y, w = x.new_empty(plan.out), gathered(values, plan.source)
+    args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
+    return Program(plan.loaded, args, (x, w, *plan.lists), y)
 
 
 def constants_of(config: Config, block: int, dtype: torch.dtype, transposed: bool) -> Constants:
@@ -168,9 +177,12 @@ def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
         return reason
     if r != c or r not in BLOCKS:
         return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
-    if max(width, depth) > 2**20 or max(len(values), len(x)) > LARGEST - 256:
+    if max(width, depth) > 2**20 or max(len(values) * r * c // 8, len(x)) > LARGEST - 256:
         found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
-        return f"expected less than 2^31 blocks and tokens and at most 2^20 columns, found {found}"
+        return (
+            "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
+            f"found {found}"
+        )
     return None
 
 

@@ -15,19 +15,22 @@ Few tokens are not its field: a row of blocks is not split along k, so that n = 
 bsr_wgmma_dgrad.py is the same kernel over the transposed pattern.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda
 from sparsebench.kernels._cuda import (
+    ADDRESSES,
+    Arguments,
     Constants,
+    Layout,
+    Loaded,
     Program,
-    by_value,
     load,
     supports_hopper,
     tensor_map,
@@ -42,6 +45,7 @@ TOKENS = 256, 128, 64
 THREADS = 384
 # 192 KB of slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
 SHARED_BYTES = 192 * 1024 + 4 * 8 * 1024 + 1024
+ARGUMENTS = Layout("384s", *"PPP")  # maps of x, w and y; steps, items, starts
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
 
@@ -76,14 +80,13 @@ class Plan:
     """What depends on the pattern, the tokens and the configuration, but on no operand's address.
 
     lists         on the device: steps, items, starts
+    arguments     by the addresses of x, of its values and of y, with x's strides after its address
     activations   [m, k], or [m, n] if transposed;  blocks [blocks, r, c];  out [m, n] or [m, k]
     """
 
-    kernel: Any
-    code: str
-    config: Config
-    grid: int
+    loaded: Loaded
     lists: tuple[Tensor, ...]
+    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
     activations: tuple[int, int]
     blocks: tuple[int, int, int]
     out: tuple[int, int]
@@ -125,36 +128,38 @@ def plan(
     groups, device = groups or groups_of(w, transposed), w.offsets.device
     workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
     work = schedule(groups, m, config.tokens * config.cluster, workers)
-    lists = (torch.from_numpy(a).to(device) for a in (groups.steps, work.items, work.starts))
+    arrays = groups.steps, work.items, work.starts
+    lists = tuple(torch.from_numpy(a).to(device) for a in arrays)
     constants = constants_of(config, w.values.dtype, transposed)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
-    (n, k), (r, c) = w.shape, w.block
-    return Plan(
-        *(kernel, code, config, (len(work.starts) - 1) * config.cluster, tuple(lists)),
-        activations=(m, n if transposed else k),
-        blocks=(len(w.values), r, c),
-        out=(m, k if transposed else n),
-        dtype=w.values.dtype,
-    )
+    grid = (len(work.starts) - 1) * config.cluster
+    (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
+    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
+    rows = max(blocks, 1) * r, c  # a map needs a row
+
+    @lru_cache(ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], values: int, y: int) -> Arguments:
+        x_map = tensor_map(x, activations, strides, dtype, (config.tokens, SIDE))
+        w_map = tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
+        y_map = tensor_map(y, out, (out[1], 1), dtype, (SIDE, SIDE))
+        return ARGUMENTS(x_map + w_map + y_map, *(a.data_ptr() for a in lists))
+
+    loaded = Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES)
+    return Plan(loaded, lists, arguments, activations, (blocks, r, c), out, dtype)
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
     """Return the program of a plan on these operands, into an output of its own."""
     expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
-    found = (*x.shape,), (*values.shape,), x.dtype, values.dtype
+    found = x.shape, values.shape, x.dtype, values.dtype
     if found != expected or not values.is_contiguous():
         raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
     y = x.new_empty(plan.out)
-    values = values if len(values) else values.new_zeros(1, *plan.blocks[1:])  # a map needs a row
-    maps = by_value(
-        tensor_map(x, plan.config.tokens, SIDE),
-        tensor_map(values.view(-1, plan.blocks[2]), SIDE // plan.config.cluster, SIDE),
-        tensor_map(y, SIDE, SIDE),
-    )
-    args = (maps, *(np.uint64(a.data_ptr()) for a in plan.lists))
-    kept = x, values, *plan.lists
-    return Program(plan.kernel, plan.grid, THREADS, SHARED_BYTES, args, kept, y, plan.code)
+    if not plan.blocks[0]:
+        values = values.new_zeros(1, *plan.blocks[1:])
+    args = plan.arguments(x.data_ptr(), x.stride(), values.data_ptr(), y.data_ptr())
+    return Program(plan.loaded, args, (x, values, *plan.lists), y)
 
 
 def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Constants:

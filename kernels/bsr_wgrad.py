@@ -11,18 +11,21 @@ launch, and what is refused:
 The sums are fp32 over all tokens, added in one order: equal operands give equal bits.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._cuda import (
+    ADDRESSES,
+    Arguments,
     Constants,
+    Layout,
+    Loaded,
     Program,
-    by_value,
     load,
     supports_hopper,
     tensor_map,
@@ -36,6 +39,8 @@ from sparsebench.kernels._wgrad import work_of
 THREADS = 384
 SHARED_BYTES = 216 * 1024 + 1024  # the slots, and what aligning to 1024 may take
 PARTIAL = 2 * SIDE * SIDE  # sums in a column of tiles of both halves of an item, fp32
+# Maps of dy and x; loads, sums, starts, values; width; partials, counters.
+ARGUMENTS = Layout("256s", *"PPPPiPP")
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
 
@@ -69,14 +74,16 @@ class Plan:
     lists     on the device: loads, sums and starts of _wgrad.Work
     counters  int32 [partials, 2]: each launch leaves them as the next one needs them, so that the
               launches of a plan must follow each other
+    partials  shape, fp32
+    arguments by the addresses of dy, x, values and partials, with dy's and x's strides between
     dy, x     [m, n], [m, k];  blocks [blocks, r, c]
     """
 
-    kernel: Any
-    code: str
-    config: Config
+    loaded: Loaded
     lists: tuple[Tensor, ...]
     counters: Tensor
+    partials: tuple[int, int]
+    arguments: Callable[..., Arguments]
     dy: tuple[int, int]
     x: tuple[int, int]
     blocks: tuple[int, int, int]
@@ -102,35 +109,40 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     """
     device = pattern.offsets.device
     work = work_of(pattern, m, config.depth, config.wide, multiprocessors(device))
-    lists = (torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.starts))
-    constants = constants_of(config, work.tiles, pattern.values.dtype)
+    lists = tuple(torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.starts))
+    counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
+    (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
+    constants = constants_of(config, work.tiles, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_wgrad", "sum_blocks", constants, SHARED_BYTES, device)
-    (n, k), (r, c) = pattern.shape, pattern.block
-    return Plan(
-        *(kernel, code, config, tuple(lists)),
-        counters=torch.zeros(work.partials, 2, dtype=torch.int32, device=device),
-        dy=(m, n),
-        x=(m, k),
-        blocks=(len(pattern.values), r, c),
-        dtype=pattern.values.dtype,
-    )
+
+    @lru_cache(ADDRESSES)
+    def arguments(
+        dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
+    ) -> Arguments:
+        box = config.depth, SIDE
+        maps = tensor_map(dy, (m, n), of_dy, dtype, box) + tensor_map(x, (m, k), of_x, dtype, box)
+        given = (a.data_ptr() for a in lists)
+        return ARGUMENTS(maps, *given, values, blocks[2], partials, counters.data_ptr())
+
+    loaded = Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
+    partials = work.partials, config.wide * PARTIAL
+    return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
 
 
 def bind(plan: Plan, dy: Tensor, x: Tensor) -> Program:
     """Return the program of a plan on these operands, into values of its own."""
     expected = plan.dy, plan.x, plan.dtype, plan.dtype
-    found = (*dy.shape,), (*x.shape,), dy.dtype, x.dtype
+    found = dy.shape, x.shape, dy.dtype, x.dtype
     if found != expected:
         raise Unsupported(f"planned for {expected}, found {found}")
-    maps = by_value(*(tensor_map(matrix, plan.config.depth, SIDE) for matrix in (dy, x)))
     values = x.new_empty(plan.blocks)
-    partials = torch.empty(len(plan.counters), plan.config.wide * PARTIAL, device=x.device)
-    kept = *plan.lists, values, partials, plan.counters, dy, x
-    addresses = [np.uint64(a.data_ptr()) for a in kept[:6]]
-    args = (maps, *addresses[:4], np.int32(plan.blocks[2]), *addresses[4:])
-    grid = len(plan.lists[2]) - 1
-    return Program(plan.kernel, grid, THREADS, SHARED_BYTES, args, kept, values, plan.code)
+    partials = x.new_empty(plan.partials, dtype=torch.float32)
+    args = plan.arguments(
+        *(dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()),
+        *(values.data_ptr(), partials.data_ptr()),
+    )
+    return Program(plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values)
 
 
 def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:

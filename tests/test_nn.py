@@ -1,11 +1,15 @@
 """BlockSparseLinear against nn.Linear: values, gradients, compilation, patterns that change."""
 
 import copy
+import ctypes
 import gc
 import io
 import os
+import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +20,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparsebench.formats._format import FormatError
-from sparsebench.kernels import _cuda
+from sparsebench.kernels import _cuda, _triton, bsr_small, bsr_wgmma, bsr_wgrad
 from sparsebench.kernels._kernel import Unsupported
+from sparsebench.kernels._triton import box
 from sparsebench.kernels.nn import BlockSparseLinear, _ops, _plans
 from sparsebench.kernels.nn.linear import index_of, repack
 
@@ -252,12 +257,192 @@ def test_plans_are_made_once_and_end_with_their_pattern():
     before, layer, x = len(_plans._PLANS), layer_of(), torch.randn(3, 48)
     for _ in range(3):
         step(layer, x)
-    plans = _plans._PLANS[layer.columns][layer.offsets]
+    plans = _plans._PLANS[id(layer.offsets), id(layer.columns)]
     assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
     assert len(_plans._PLANS) == before + 1
     del layer, plans
     gc.collect()
     assert len(_plans._PLANS) == before
+
+
+def test_plans_end_with_either_half_of_their_index():
+    layer, x = layer_of(), torch.randn(3, 48)
+    layer(x)
+    before = len(_plans._PLANS)
+    layer.columns = layer.columns.clone()
+    assert len(_plans._PLANS) == before - 1
+    layer(x)
+    assert len(_plans._PLANS) == before
+
+
+class Driver:
+    """Stands in for CUDA's: a map is what it was made of, a launch leaves its arguments."""
+
+    def __init__(self) -> None:
+        self.maps, self.launches, self.size = 0, [], 0
+
+    def cuTensorMapEncodeTiled(self, place, type, rank, address, sizes, steps, box, *rest) -> int:
+        self.maps += 1
+        fields = address.value, *sizes, *steps, *box, type
+        ctypes.memmove(place.value, struct.pack("16q", *fields, *[0] * (16 - len(fields))), 128)
+        return 0
+
+    def cuLaunchKernel(self, kernel, *rest) -> int:
+        self.launches.append(ctypes.string_at(rest[-2][0], self.size))
+        return 0
+
+
+def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
+    """Return the fields of a map, 2 bytes an element."""
+    height, width = matrix.shape
+    return matrix.data_ptr(), width, height, 2 * matrix.stride(0), *box[::-1]
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    """Let the CUDA C++ kernels for Hopper be planned, bound and launched on a CPU, in vain."""
+    driver = Driver()
+    properties = SimpleNamespace(multi_processor_count=5)
+    monkeypatch.setattr(_cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(_cuda, "_set_device", lambda: lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for kernel in (bsr_small, bsr_wgmma, bsr_wgrad):
+        monkeypatch.setattr(kernel, "load", lambda *given: (SimpleNamespace(ptr=1), "code"))
+    small = {16: _plans._small, 64: _plans._on_hopper}
+    monkeypatch.setattr(_plans, "chosen", lambda call, device: small[call.block[0]])
+    _cuda.tensor_map.cache_clear()
+    yield driver
+    _cuda.tensor_map.cache_clear()
+
+
+def test_a_map_is_made_once_for_what_it_depends_on(driver):
+    given = 4096, (64, 128), (128, 1), torch.bfloat16, (64, 64)
+    made = _cuda.tensor_map(*given)
+    assert _cuda.tensor_map(*given) is made
+    others = 8192, (65, 128), (256, 1), torch.float16, (64, 32)
+    for at, other in enumerate(others):
+        assert _cuda.tensor_map(*given[:at], other, *given[at + 1 :]) != made
+    assert driver.maps == 1 + len(others)
+    for at, wrong in ((0, 4104), (2, (129, 1)), (2, (128, 2))):
+        for _ in range(2):
+            with pytest.raises(Unsupported, match="TMA expected contiguous rows"):
+                _cuda.tensor_map(*given[:at], wrong, *given[at + 1 :])
+
+
+def test_arguments_lie_as_in_c_and_are_never_written_again():
+    layout = _cuda.Layout("5s", "P", "i", "P")
+    (one, memory), (two, _) = layout(b"a\0b\0c", 1, -2, 3), layout(b"defgh", 4, 5, 6)
+    assert [pointer - one[0] for pointer in one] == [0, 8, 16, 24]
+    assert memory.raw[:5] == b"a\0b\0c"
+    assert struct.unpack("PiP", memory.raw[8:]) == (1, -2, 3)
+    assert ctypes.string_at(two[0], 5) == b"defgh"
+
+
+def test_a_launch_has_the_addresses_of_its_own_operands(driver):
+    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
+    blocks, driver.size = layer.values.detach().view(-1, 64), 384
+    kept = []  # so that no address comes twice
+
+    def held(m: int, x: Tensor) -> None:
+        kept.extend((x, y := layer(x).detach()))
+        tokens = bsr_wgmma.configurations(m)[0].tokens
+        expected = (x, (tokens, 64)), (blocks, (64, 64)), (y, (64, 64))
+        for at, matrix in enumerate(expected):
+            assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == map_of(*matrix)
+
+    for m in (300, 400, 300):
+        wide = torch.zeros(m, 256, dtype=torch.bfloat16)
+        for x in (torch.zeros(m, 192, dtype=torch.bfloat16), wide[:, :192], wide[:, 8:200]):
+            held(m, x)
+    with torch.no_grad():
+        layer.values.data = layer.values.clone()
+    blocks = layer.values.detach().view(-1, 64)
+    held(300, kept[0])
+    other = layer_of(128, 192, 64, dtype=torch.bfloat16)
+    layer.set_pattern(other.offsets, other.columns)
+    blocks = layer.values.detach().view(-1, 64)
+    held(300, kept[0])
+    plan = next(iter(_plans._PLANS[id(layer.offsets), id(layer.columns)].values()))
+    with pytest.raises(Unsupported, match="planned for"):
+        plan(kept[0].half(), layer.values)
+
+
+def test_equal_addresses_give_the_same_arguments(driver):
+    w = layer_of(128, 192, 16, dtype=torch.bfloat16).bsr
+    plan = bsr_small.plan(w, 300, bsr_small.Config(64, 64))
+    given = 4096, (192, 1), 8192, 16384
+    assert plan.arguments(*given) is plan.arguments(*given)
+    for at, other in enumerate((4112, (256, 1), 8208, 16400)):
+        assert plan.arguments(*given[:at], other, *given[at + 1 :])[1].raw != (
+            plan.arguments(*given)[1].raw
+        )
+
+
+def test_launches_of_several_threads_keep_their_operands_apart(driver):
+    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
+    layer.values.requires_grad_(False)
+    xs = [torch.zeros(300, 192, dtype=torch.bfloat16) for _ in range(4)]
+    driver.size = 384
+    layer(xs[0])
+
+    def pairs(x: Tensor) -> set[tuple[int, int]]:
+        return {(x.data_ptr(), layer(x).data_ptr()) for _ in range(200)}
+
+    with ThreadPoolExecutor(len(xs)) as pool:
+        returned = set().union(*pool.map(pairs, xs))
+    launched = {
+        (struct.unpack_from("q", args)[0], struct.unpack_from("q", args, 256)[0])
+        for args in driver.launches[1:]
+    }
+    assert launched == returned
+
+
+class Recorder:
+    """Stands in for a Triton kernel: compiled by its first call, and keeps what it is given."""
+
+    arg_names = ("a", "b", "out", "extra", "size", "LAST", "FIRST")
+
+    def __init__(self) -> None:
+        self.compilations, self.calls = 0, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.calls.append((grid, args, tuple(constants.values())))
+            return self if constants else None
+
+        self.compilations += len(grid) < 3
+        return run
+
+
+def test_a_template_runs_on_any_operands_of_its_layout():
+    kernel, extra, programs = Recorder(), torch.zeros(3), []
+
+    def program(a: Tensor, b: Tensor) -> Any:
+        programs.append(a.stride())
+        out = a.new_empty(len(a), 5)
+        args = box(a, 16, 16, "tma"), b, out, extra, a.stride(0)
+        return _triton.Program(kernel, (7,), args, {"FIRST": 1, "LAST": 2, "num_warps": 4}, out)
+
+    run, b = _plans._templates(program), torch.zeros(9)
+    wide = torch.zeros(32, 64)
+    for a in (torch.zeros(32, 32), torch.ones(32, 32), wide[:, :32]):
+        out = run(a, b)
+        grid, (boxed, *args), _ = kernel.calls[-1]
+        assert (boxed.base is a, *boxed.strides) == (True, *a.stride())
+        assert (args[0] is b, args[1] is out, args[2] is extra) == (True, True, True)
+        assert (args[3], out.shape, out.is_meta) == (a.stride(0), (32, 5), False)
+    assert (grid, programs) == ((7,), [(32, 1), (64, 1)])
+    assert kernel.compilations == 2
+    grid, args, _ = kernel.calls[1]
+    assert (grid, args[-2:]) == ((7, 1, 1), (2, 1))
+
+
+def test_inference_mode_gives_the_same():
+    layer, x = layer_of(), torch.randn(3, 48)
+    with torch.inference_mode():
+        found = layer(x)
+    assert torch.equal(found, layer(x))
 
 
 def test_values_are_drawn_within_the_bound_of_their_fan_in():

@@ -15,11 +15,12 @@ device, as they do on one stream: bsr_wgrad counts in its plan's memory.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from triton import knobs
 
 from sparsebench.formats._format import FormatError
@@ -34,7 +35,7 @@ from sparsebench.kernels import (
 )
 from sparsebench.kernels._cuda import HOPPER, supports_hopper
 from sparsebench.kernels._kernel import Unsupported
-from sparsebench.kernels._triton import choose_path, supports
+from sparsebench.kernels._triton import Program, Template, choose_path, supports
 from sparsebench.kernels._tuned import blocked, lookup, multiprocessors
 from sparsebench.kernels._wgmma import SIDE, checked
 from sparsebench.results.record import Problem
@@ -63,18 +64,21 @@ class Call(NamedTuple):
 def planned(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
     """Return the kernel of a call, planned if it is the first one of its pattern and sizes."""
     try:
-        found: Multiply = _PLANS[columns][offsets][call]
-        return found
+        return _PLANS[id(offsets), id(columns)][call]
     except KeyError:
         made = plan(call, offsets, columns)
-    _PLANS.setdefault(columns, WeakIdKeyDictionary()).setdefault(offsets, {})[call] = made
+    pattern = id(offsets), id(columns)
+    if pattern not in _PLANS:
+        for index in (offsets, columns):  # an id is another tensor's once its own has ended
+            finalize(index, _PLANS.pop, pattern, None)
+    _PLANS.setdefault(pattern, {})[call] = made
     return made
 
 
 def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
     """Plan for a pattern what was planned for another one: no later call has to."""
     offsets, columns = old
-    for call in _PLANS.get(columns, {}).get(offsets, ()):
+    for call in _PLANS.get((id(offsets), id(columns)), ()):
         planned(call, *new)
 
 
@@ -163,12 +167,13 @@ def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
     configs = bsr_triton.configurations(call.m, w.block, size, path)
     as_stored = (c for c in configs if bsr_triton.packed_block(w.block, c) == w.block)
     config = _tuned("bsr_triton", call, w, next(as_stored, configs[0]), path=path)
-    shape, index, pack = w.shape, (w.offsets, w.columns), _packer(w, config)
+    (packed, pack), bare = _packer(w, config), _bare(w)
 
-    def multiply(x: Tensor, values: Tensor) -> Tensor:
-        return bsr_triton.launch(x, Bsr(shape, *index, values), config, pack(values))()
+    def program(x: Tensor, values: Tensor) -> Program:
+        return bsr_triton.launch(x, bare, config, replace(packed, values=values))
 
-    return multiply
+    templates = _templates(program)
+    return lambda x, values: templates(x, pack(values))
 
 
 def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
@@ -176,12 +181,12 @@ def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     path = choose_path(None, bsr_triton_dgrad.obstacle(dy, w), w.columns.device)
     default = bsr_triton_dgrad.configurations(call.m, w.block, size, path)[0]
     config = _tuned("bsr_triton_dgrad", call, w, default, path=path)
-    shape, index, by_columns = w.shape, (w.offsets, w.columns), bsr_triton_dgrad.index_of(w)
+    bare, by_columns = _bare(w), bsr_triton_dgrad.index_of(w)
 
-    def multiply(dy: Tensor, values: Tensor) -> Tensor:
-        return bsr_triton_dgrad.launch(dy, Bsr(shape, *index, values), config, by_columns)()
+    def program(dy: Tensor, values: Tensor) -> Program:
+        return bsr_triton_dgrad.launch(dy, replace(bare, values=values), config, by_columns)
 
-    return multiply
+    return _templates(program)
 
 
 def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
@@ -191,30 +196,50 @@ def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     default = bsr_triton_wgrad.configurations(call.m, w.block, *sizes)[0]
     config = _tuned("bsr_triton_wgrad", call, w, default, path=path)
     pattern, strips = _bare(w), bsr_triton_wgrad.strips_of(w, config)
-    return lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips)()
+    return _templates(lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips))
 
 
-def _packer(w: Bsr, config: bsr_triton.Config) -> Callable[[Tensor], bsr_triton.Packed]:
-    """Return what does bsr_triton.pack with other values of the same pattern, and no wait."""
+def _templates(program: Callable[[Tensor, Tensor], Program]) -> Multiply:
+    """Return what runs a program on any operands; it is made once for each pair of strides."""
+
+    @lru_cache(8)
+    def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
+        return Template(
+            program(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
+        )
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)
+
+    return multiply
+
+
+def _packer(
+    w: Bsr, config: bsr_triton.Config
+) -> tuple[bsr_triton.Packed, Callable[[Tensor], Tensor]]:
+    """Return bsr_triton.pack's result, and what packs other values of the pattern without a wait.
+
+    The result has no values.
+    """
     (r, c), blocks = w.block, len(w.values)
     number = torch.arange(1, blocks + 1, dtype=torch.int32, device=w.columns.device)
     numbered = number[:, None, None].expand(blocks, r, c).contiguous()
     packed = bsr_triton.pack(replace(w, values=numbered), config)
     size, index = packed.values.shape, replace(packed, values=number[:0])
     if size == numbered.shape:
-        return lambda values: replace(index, values=values)
+        return index, lambda values: values
     # Each packed block holds the numbers of the blocks that it unites, 0 where there is none.
     found = packed.values[:, : config.group * r : r, 0]
     slot, member = found.nonzero(as_tuple=True)
     order = found[slot, member].argsort()
     slot, member = slot[order], member[order]
 
-    def pack(values: Tensor) -> bsr_triton.Packed:
+    def pack(values: Tensor) -> Tensor:
         united = values.new_zeros(size)
         united[:, : config.group * r, :c].view(size[0], config.group, r, c)[slot, member] = values
-        return replace(index, values=united)
+        return united
 
-    return pack
+    return index, pack
 
 
 def _activations(call: Call) -> tuple[Tensor, Tensor]:
@@ -254,4 +279,4 @@ def _in_torch(call: Call, w: Bsr) -> Multiply:
     return lambda dy, x: pattern.sample(product(dy.T, x)).values
 
 
-_PLANS = WeakIdKeyDictionary()  # columns to offsets to Call to Multiply
+_PLANS: dict[tuple[int, int], dict[Call, Multiply]] = {}  # by the ids of offsets and columns

@@ -182,11 +182,12 @@ class BlockSparseLinear(nn.Module):
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), values.to(dtype)
-        flat = x.reshape(-1, self.in_features)
+        flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = _ops.multiply(flat, values, self.offsets, self.columns, self.out_features)
-        if self.bias is not None:
-            y.add_(self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
+        bias = self.bias
+        if bias is not None:
+            y.add_(bias)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Say sizes, block and the part of the blocks that is stored."""
