@@ -21,6 +21,7 @@ import numpy as np
 from sparsebench.kernels._wgmma import Groups, Ints, packed
 
 READ_AHEAD = 2  # items past the end, which producers read and do not use
+WORKERS = 160  # at most, and one more start
 STORING = 3  # what it costs to store an item, in steps
 
 
@@ -35,6 +36,14 @@ class Schedule:
 
     items: Ints
     starts: Ints
+
+    @property
+    def first(self) -> bytes:
+        """Return the kernel's argument First: the first item of each worker, and `starts`."""
+        items, starts = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
+        items[: len(self.starts) - 1] = self.items[self.starts[:-1]]
+        starts[: len(self.starts)] = self.starts
+        return items.tobytes() + starts.tobytes()
 
 
 def schedule(groups: Groups, m: int, tokens: int, workers: int) -> Schedule:

@@ -36,7 +36,7 @@ from sparsebench.kernels._cuda import (
     tensor_map,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels._schedule import schedule
+from sparsebench.kernels._schedule import WORKERS, schedule
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Tuned, blocked, choose
 from sparsebench.kernels._wgmma import NO_SLICE, SIDE, Groups, groups_of
@@ -45,7 +45,7 @@ TOKENS = 256, 128, 64
 THREADS = 384
 # 192 KB of slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
 SHARED_BYTES = 192 * 1024 + 4 * 8 * 1024 + 1024
-ARGUMENTS = Layout("384s", *"PPP")  # maps of x, w and y; steps, items, starts
+ARGUMENTS = Layout("384s", f"{20 * WORKERS}s", *"PP")  # maps of x, w and y; First; steps, items
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
 
@@ -79,7 +79,7 @@ def space() -> list[Config]:
 class Plan:
     """What depends on the pattern, the tokens and the configuration, but on no operand's address.
 
-    lists         on the device: steps, items, starts
+    lists         on the device: steps, items
     arguments     by the addresses of x, of its values and of y, with x's strides after its address
     activations   [m, k], or [m, n] if transposed;  blocks [blocks, r, c];  out [m, n] or [m, k]
     """
@@ -128,8 +128,8 @@ def plan(
     groups, device = groups or groups_of(w, transposed), w.offsets.device
     workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
     work = schedule(groups, m, config.tokens * config.cluster, workers)
-    arrays = groups.steps, work.items, work.starts
-    lists = tuple(torch.from_numpy(a).to(device) for a in arrays)
+    lists = tuple(torch.from_numpy(a).to(device) for a in (groups.steps, work.items))
+    first = work.first
     constants = constants_of(config, w.values.dtype, transposed)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
@@ -143,7 +143,7 @@ def plan(
         x_map = tensor_map(x, activations, strides, dtype, (config.tokens, SIDE))
         w_map = tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
         y_map = tensor_map(y, out, (out[1], 1), dtype, (SIDE, SIDE))
-        return ARGUMENTS(x_map + w_map + y_map, *(a.data_ptr() for a in lists))
+        return ARGUMENTS(x_map + w_map + y_map, first, *(a.data_ptr() for a in lists))
 
     loaded = Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES)
     return Plan(loaded, lists, arguments, activations, (blocks, r, c), out, dtype)
