@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._schedule import assigned
 from sparsebench.kernels._wgmma import Ints, checked, matched
 
 STRIP, STRIPS = 32, 4  # columns of X; strips in a step
 UNIT = 32  # features
-W_BYTES = 24 * 1024  # of blocks in a step, at most
+ROOMS = 5, 12, 24  # KB of blocks in a step: six, five or four slots where X takes 32 KB of one
 SHARE = 64 // 3  # blocks of a share, at most: 3 bits each in a word of 64
 NONE = 0xFFFF
 READ_AHEAD = 64  # steps past the end, which producers read and do not use
@@ -53,6 +54,7 @@ class Lists:
     steps   int32 [steps, 2 + warpgroups, 4], a Step of the device; no token, no flags
     order   [blocks] which stored block is where in the packed W
     strips, blocks  [groups]: how many are loaded
+    room    what a step holds of W at most, in KB
     """
 
     units: Ints
@@ -61,6 +63,7 @@ class Lists:
     order: Ints
     strips: Ints
     blocks: Ints
+    room: int
 
     def costs(self, tokens: int, block: int) -> Ints:
         """Return what each group costs a CTA for a tile of tokens, in bytes of loads."""
@@ -89,7 +92,8 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
 
     there = np.zeros((len(units), strips, warpgroups), np.int64)
     np.add.at(there, (g, strip, share), 1)
-    number, slot, first = _steps(there, W_BYTES // (2 * b * b))
+    room = _room(there.sum(2), 2 * b * b)
+    number, slot, first = _steps(there, room * 1024 // (2 * b * b))
     step, place = number[g, strip], slot[g, strip] * (STRIP // b) + half
 
     order = np.lexsort((place, row, share, step))
@@ -111,7 +115,7 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
     steps[:, 2:, 0] = counts.astype(np.uint32).view(np.int32).reshape(-1, warpgroups)
     steps[:, 2:, 1] = (start[:-1] - chunk[:-1].repeat(warpgroups)).reshape(-1, warpgroups)
     steps[:, 2:, 2:] = places.view(np.int32).reshape(-1, warpgroups, 2)
-    return Lists(units.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)))
+    return Lists(units.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room)
 
 
 def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
@@ -131,6 +135,28 @@ def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[I
     steps[ends - 1, 2:, 1] |= LAST
     steps[bounds[1:] - 1, 2:, 1] |= END
     return steps, bounds
+
+
+def cut(w: Bsr, side: int) -> Bsr:
+    """Return the matrix in square blocks of `side`, which divides its own blocks' sides.
+
+    What of an edge block lies outside of W is left out.
+    """
+    (r, c), (n, k) = w.block, w.shape
+    down, across = r // side, c // side
+    row, column = rows_of(w.offsets)[:, None, None] * down, w.columns[:, None, None] * across
+    row = (row + torch.arange(down, device=row.device)[:, None]).expand(-1, -1, across)
+    column = (column + torch.arange(across, device=row.device)).expand(-1, down, -1)
+    values = w.values.view(-1, down, side, across, side).transpose(2, 3)
+    rows, columns = -(-n // side), -(-k // side)
+    inside = (row < rows) & (column < columns)
+    place, order = (row * columns + column)[inside].sort()
+    return Bsr(
+        shape=w.shape,
+        offsets=offsets_of(place // columns, rows),
+        columns=(place % columns).to(torch.int32),
+        values=values[inside][order],
+    )
 
 
 def swizzle(block: int) -> Ints:
@@ -172,6 +198,16 @@ def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int) -> Ints
         touched = np.maximum(touched[pairs[:, 0]], touched[pairs[:, 1]])
         members = np.concatenate([members[pairs[:, 0]], members[pairs[:, 1]]], 1)
     return members
+
+
+def _room(there: Ints, block_bytes: int) -> int:
+    """Return the least room that holds any strip's blocks, and with a reserve most steps'.
+
+    `there` counts blocks by group and strip.
+    """
+    mean = there.sum() / max(np.count_nonzero(there), 1) * STRIPS
+    wanted = max(int(there.max()), 1.25 * mean) * block_bytes / 1024
+    return next((room for room in ROOMS if room >= wanted), ROOMS[-1])
 
 
 def _steps(there: Ints, most: int) -> tuple[Ints, Ints, Ints]:

@@ -37,7 +37,7 @@
 // a tenth of the whole from 80 % of blocks of 32 and 90 % of blocks of 16 on (kernels/NOTES.md).
 //
 // Compiled with -DBLOCK=16|32 -DTOKENS=64|128 -DFEATURES=256|128|64|32 -DWARPGROUPS=1|2|4
-// -DTRANSPOSED=0|1 and what hopper.cuh asks for.
+// -DROOM=24|12|5 -DTRANSPOSED=0|1 and what hopper.cuh asks for.
 
 #include "hopper.cuh"
 
@@ -45,7 +45,7 @@ constexpr int ROWS = FEATURES / BLOCK / WARPGROUPS;  // of a warpgroup
 constexpr int UNITS = FEATURES / 32 / WARPGROUPS, TILES = TOKENS / 64;
 constexpr int STRIPS = 4, STRIP_BYTES = TOKENS * 64, BLOCK_BYTES = BLOCK * BLOCK * 2;
 constexpr int MOST_BYTES = STRIPS * 32 * FEATURES * 2;
-constexpr int W_BYTES = MOST_BYTES < 24 * 1024 ? MOST_BYTES : 24 * 1024;
+constexpr int W_BYTES = MOST_BYTES < ROOM * 1024 ? MOST_BYTES : ROOM * 1024;
 constexpr int SLOT_BYTES = STRIPS * STRIP_BYTES + W_BYTES;
 constexpr int SLOTS = 224 * 1024 / SLOT_BYTES < 8 ? 224 * 1024 / SLOT_BYTES : 8;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
@@ -81,6 +81,12 @@ __device__ __forceinline__ uint4 read(u32 from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
   return uint4{__shfl_sync(~0u, v.x, 0), __shfl_sync(~0u, v.y, 0), __shfl_sync(~0u, v.z, 0),
                __shfl_sync(~0u, v.w, 0)};
+}
+
+// Left to itself ptxas computes an address anew at every step, and waits for the CTA's number.
+__device__ __forceinline__ u32 held(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
 }
 
 struct Ring {
@@ -254,7 +260,8 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
   __shared__ uint4 notes[SLOTS * (1 + WARPGROUPS)];
   __shared__ u64 full[SLOTS], empty[SLOTS];
   const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
-  Ring ring{tiles, address_of(notes), address_of(full), address_of(empty), 0, 0};
+  Ring ring{held(tiles), held(address_of(notes)), held(address_of(full)), held(address_of(empty)),
+            0, 0};
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; i++) {
       init(ring.full + 8 * i, 4);                // the producer warps

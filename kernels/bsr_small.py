@@ -5,17 +5,20 @@ the strips of X that they touch, and every block is a product of its own. _small
 go together and lists the steps; here are the choice of a configuration, the launch, and what is
 refused:
 
-    square blocks of 8, 16 or 32, fp16 or bf16, k and n multiples of 8 (rows of 16 bytes); any m,
-    edge blocks that leave W, empty block rows, X with any row stride of a multiple of 16 bytes
+    blocks of 8x8 or of multiples of 16 (above 32: up to 256 tokens), fp16 or bf16, k and n
+    multiples of 8 (rows of 16 bytes); any m, edge blocks that leave W, empty block rows, X with
+    any row stride of a multiple of 16 bytes
 
 The kernel reads W packed: the same blocks in the order in which they are multiplied. Blocks of 8
 are first united to blocks of 16, with zeros where one of the four is missing, since the tensor
-cores multiply 16 of k at a time. bsr_small_dgrad.py is the same kernel over the transposed pattern.
+cores multiply 16 of k at a time; other blocks are cut to 32 or 16. bsr_small_dgrad.py is the same
+kernel over the transposed pattern.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from math import gcd
 
 import numpy as np
 import torch
@@ -39,6 +42,7 @@ from sparsebench.kernels._small import (
     STRIP,
     UNIT,
     Lists,
+    cut,
     gathered,
     lists_of,
     sources,
@@ -54,6 +58,7 @@ SHARED_BYTES = 226 * 1024  # slots, and what aligning to 1024 may take
 STARTS = 160  # of workers, in the kernel's arguments
 # The map of x, starts; w, steps, units, y; m and width.
 ARGUMENTS = Layout("128s", f"{4 * STARTS}s", *"PPPPii")
+FEW = 256  # tokens, for which blocks above 32 are cut: with more, bsr_wgmma wins
 TRIED = 4  # configurations, those that the byte model likes best
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
@@ -123,12 +128,12 @@ def plan(
     """
     (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
     lists = _lists(w, config, transposed)
+    constants = constants_of(config, lists.room, b, dtype, transposed)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
     starts = np.zeros(STARTS, np.int32)
     starts[: len(bounds)] = bounds
-    constants = constants_of(config, b, dtype, transposed)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     order, pieces, *rest = (
         torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
     )
@@ -157,13 +162,16 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
     return Program(plan.loaded, args, (x, w, *plan.lists), y)
 
 
-def constants_of(config: Config, block: int, dtype: torch.dtype, transposed: bool) -> Constants:
-    """Return what the kernel is compiled for."""
+def constants_of(
+    config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool
+) -> Constants:
+    """Return what the kernel is compiled for; `room` for blocks is that of the lists."""
     return (
         ("BLOCK", block),
         ("TOKENS", config.tokens),
         ("FEATURES", config.features),
         ("WARPGROUPS", config.warpgroups),
+        ("ROOM", room),
         ("TRANSPOSED", int(transposed)),
         ("FP16", int(dtype == torch.float16)),
     )
@@ -196,8 +204,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    if w.block == (8, 8):
-        w = Bsr.from_dense(w.to_dense(), block=16)
+    w = _fitting(w, len(x))
     if reason := refusal(x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_small_dgrad" if transposed else "bsr_small"
@@ -208,6 +215,17 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     candidates = [launch(x, w, config, transposed=transposed) for config in configs]
     best = fastest(candidates, x.device)
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+def _fitting(w: Bsr, m: int) -> Bsr:
+    """Return W in blocks of 16 or 32: its own, cut or united. Raises Unsupported."""
+    r, c = w.block
+    if max(r, c) > BLOCKS[-1] and m > FEW:
+        raise Unsupported(f"blocks of {r}x{c}: expected up to {FEW} tokens, found {m}")
+    if w.block == (8, 8):
+        return Bsr.from_dense(w.to_dense(), block=16)
+    side = gcd(r, c, BLOCKS[-1])
+    return cut(w, side) if side in BLOCKS and (r, c) != (side, side) else w
 
 
 def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:

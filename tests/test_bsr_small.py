@@ -14,7 +14,7 @@ from sparsebench.formats._format import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda, bsr_small, bsr_small_dgrad
 from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
-from sparsebench.kernels._small import END, LAST, NONE, lists_of, packed, swizzle, work
+from sparsebench.kernels._small import END, LAST, NONE, cut, lists_of, packed, swizzle, work
 from sparsebench.kernels.bsr_small import Config
 from sparsebench.results.record import Problem
 
@@ -125,6 +125,33 @@ def test_two_rows_of_sixteen_are_a_unit_and_stay_together():
     assert sorted(units.reshape(-1).tolist()) == list(range(32))
 
 
+@pytest.mark.parametrize(("block", "side"), [([64, 64], 32), ([64, 128], 32), ([48, 16], 16)])
+def test_a_matrix_cut_into_smaller_blocks_is_the_same_matrix(block, side):
+    there = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+    dense = there.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1).float()
+    dense = dense[: 5 * block[0] - 24, : 4 * block[1] - 40].contiguous()  # blocks that leave W
+    found = cut(Bsr.from_dense(dense, block=block), side)
+    expected = Bsr.from_dense(dense, block=side)
+    assert all(map(torch.equal, found.arrays().values(), expected.arrays().values()))
+
+
+def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
+    w = Bsr.from_dense(torch.ones(128, 128).half(), block=64)
+    assert bsr_small._fitting(w, bsr_small.FEW).block == (32, 32)
+    with pytest.raises(Unsupported, match=r"blocks of 64x64: expected up to 256 tokens, found 257"):
+        bsr_small._fitting(w, bsr_small.FEW + 1)
+
+
+def test_a_step_has_less_room_where_blocks_are_rare_but_enough_for_any_strip():
+    rooms = []
+    for density in (1.0, 0.1, 0.02):
+        w, _, _ = example((1, 2048, 2048, 16, density))
+        lists = lists_of(w, 256, 2)
+        rooms.append(lists.room)
+        assert lists.steps[:, 0, 0].max() * 512 <= lists.room * 1024
+    assert rooms == [24, 12, 5]
+
+
 def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
     for block in (16, 32):
         w, _, _ = example((1, 512, 512, block, 1.0))
@@ -191,16 +218,16 @@ def test_other_devices_are_refused(module):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
-    variants = product(bsr_small.BLOCKS, (False, True), (torch.float16, torch.bfloat16))
-    for block, transposed, dtype in variants:
-        constants = bsr_small.constants_of(config, block, dtype, transposed)
+    whats = (24, False, torch.float16), (12, False, torch.bfloat16), (5, True, torch.bfloat16)
+    for block, (room, transposed, dtype) in product(bsr_small.BLOCKS, whats):
+        constants = bsr_small.constants_of(config, room, block, dtype, transposed)
         # C7519: a fence before each row's products, whose registers a branch may have left alone.
         assert_compiles_cleanly("bsr_small", constants, tmp_path, allowed="(C7519)")
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
 def test_nvrtc_compiles_it():
-    constants = bsr_small.constants_of(CONFIGS[0], 16, torch.float16, transposed=False)
+    constants = bsr_small.constants_of(CONFIGS[0], 24, 16, torch.float16, transposed=False)
     assert _cuda.compiled("bsr_small", constants).startswith(b"\x7fELF")
     assert _cuda.compiled("bsr_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
 
@@ -242,11 +269,11 @@ def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("block", [8, 16, 32, 64])
 @pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
 def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, block):
     transposed = module is bsr_small_dgrad
-    w, x = on_gpu((1000, 1536, 1280, block, 0.1), "bf16", transposed)
+    w, x = on_gpu((1000 if block < 64 else 200, 1536, 1280, block, 0.1), "bf16", transposed)
     wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
     given = {"dy" if transposed else "x": wide}
     operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
