@@ -25,7 +25,8 @@ SHIFTS = (16, 15, 16)
 MIX = 0x9E3779B1  # 2^32 over the golden ratio, to a prime: the upper bits of h MIX are f's
 
 UNIT = 2.0**-21
-"""The scale that gives a standard deviation of 0.88."""
+"""The scale that gives a standard deviation of 0.88, and no zero in e4m3: elements are at least
+4097 x 2^-21 in magnitude, which rounds to its smallest number, 2^-9."""
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Elements worked on at a time, a power of two: few enough for a CPU core's cache (512 KB a

@@ -6,6 +6,7 @@
                   may be written back after the sample
     bytes, hot    what does not fit the L2 cache
     rate, fp32    TF32's: a product of fp32 takes at least one pass of it, whatever the method
+    rate, fp8     where the device has no such products, the highest: operands are converted
 
 Each ceiling is the best of several short bursts, not an average: a kernel that runs for 50 µs meets
 no power limit. A time below LIGHT x bound is no record but an error: `faster_than_light`.
@@ -14,6 +15,7 @@ Datasheets are no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reach
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, Self
@@ -22,13 +24,13 @@ import torch
 
 from sparsebench.harness.timing import ready, time_together
 from sparsebench.kernels._kernel import DTYPES, Launch
-from sparsebench.kernels.cublas import tf32_products
+from sparsebench.kernels.cublas import lacks_fp8, scaled_product, tf32_products
 
 LIGHT = 0.95  # of the bound: ceilings are measured too
 BURSTS = 8
 COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}
 MATRIX_SIDE = {"cuda": 8192, "cpu": 512}
-TF32 = "tf32"
+TF32, FP8 = "tf32", "fp8"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Ceilings:
         cached = self.l2_bytes if cache == "hot" else min(output_bytes, self.l2_bytes)
         bandwidth = max(self.read_gb_per_s, self.copy_gb_per_s)
         memory_us = max(0, fewest_bytes - cached) / bandwidth / 1e3
-        rate = self.matrix_tflops[TF32 if dtype == "fp32" else dtype]
+        rates = self.matrix_tflops
+        rate = rates.get(TF32 if dtype == "fp32" else dtype, max(rates.values()))
         compute_us = flops / rate / 1e6
         return max(memory_us, compute_us), "memory" if memory_us >= compute_us else "compute"
 
@@ -65,12 +68,13 @@ def measure(device: torch.device) -> Ceilings:
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     total = torch.empty((), device=device)
+    dtypes = [name for name in DTYPES if name != FP8 or not lacks_fp8(device)]
     read_us = best(lambda: torch.sum(source, 0, out=total))
     copy_us = best(lambda: target.copy_(source))
     return Ceilings(
         read_gb_per_s=round(size / read_us / 1e3, 1),
         copy_gb_per_s=round(2 * size / copy_us / 1e3, 1),
-        matrix_tflops={name: round(_matrix(name, device, best), 2) for name in DTYPES},
+        matrix_tflops={name: round(_matrix(name, device, best), 2) for name in dtypes},
         launch_us=round(nothing_us(device), 2),
         l2_bytes=_l2_bytes(device),
     )
@@ -89,8 +93,10 @@ def _matrix(name: str, device: torch.device, best: Callable[[Callable[[], Any]],
     side = MATRIX_SIDE[device.type]
     a, b = (torch.randn(side, side, device=device).to(DTYPES[name]) for _ in range(2))
     out = torch.empty_like(a)
+    dense = partial(torch.matmul, a, b.t(), out=out)
+    product = partial(scaled_product, b, a, fast=True) if name == FP8 else dense
     with tf32_products(name == TF32):
-        return 2 * side**3 / best(lambda: torch.matmul(a, b.t(), out=out)) / 1e6
+        return 2 * side**3 / best(product) / 1e6
 
 
 def _best_us(device: torch.device) -> Callable[[Callable[[], Any]], float]:

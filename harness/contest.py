@@ -25,7 +25,7 @@ from sparsebench.formats._format import Format
 from sparsebench.harness import operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ceilings import LIGHT
-from sparsebench.harness.check import TF32, Expected, check
+from sparsebench.harness.check import FP8, FP32, TF32, Expected, check
 from sparsebench.harness.device import identity
 from sparsebench.harness.energy import energy
 from sparsebench.harness.entry import (
@@ -41,7 +41,7 @@ from sparsebench.harness.entry import (
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.prepare import prepare
 from sparsebench.harness.timing import Samples, Timed, possible, ready, time_together
-from sparsebench.kernels._kernel import DTYPES, Output
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Output
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 
@@ -156,7 +156,8 @@ def _expected(contest: Contest) -> Expected:
     reference = bound(contest.op.definition, contest.problem)(**arguments)
     spread = bound(contest.op.spread, contest.problem)(**arguments)
     dtype = contest.problem["dtype"]
-    return Expected(reference, spread, DTYPES[dtype], depth, TF32 if dtype == "tf32" else 0.0)
+    products, sums = TF32 if dtype == "tf32" else 0.0, FP8 if dtype == "fp8" else FP32
+    return Expected(reference, spread, OUTPUTS[dtype], depth, products, sums)
 
 
 def _run_poisoned(call: Callable[[], Output]) -> Output:

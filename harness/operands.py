@@ -6,6 +6,8 @@
     safetensors    any but file      the file's, cast to the dtype, kept where largest in magnitude
 
 Weights have a standard deviation of about 1 / sqrt(k), activations of about 1: so have outputs.
+In fp8 drawn weights have one of about 1, too, as if a power of two had scaled them: at 1 / sqrt(k)
+e4m3, whose smallest number is 2^-9, would make a ninth of them zero where k is 25600.
 """
 
 import math
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsebench.formats._format import is_stored
+from sparsebench.formats._format import BITS, is_stored
 from sparsebench.harness import patterns, sources
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, digest, fill, scores
@@ -46,6 +48,8 @@ class DenseOperands:
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
     """Build the operands on the device; sources lie below `data`. Raises SuiteError."""
     weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
+    for name, weight in weights.items():
+        op.adjust(problem, name, weight, 0)
     activations = {
         name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem), device=device)
         for name in op.activations
@@ -61,6 +65,7 @@ def redraw(problem: Problem, op: Op, activations: Mapping[str, Tensor], draw: in
     """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave."""
     for name in op.activations:
         fill(activations[name], problem.seed, name, draw)
+        op.adjust(problem, name, activations[name], draw)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
@@ -73,7 +78,10 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     path = _verified(source, data)
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
-        return _drawn(problem, op, name, device).masked_fill_(~keep, 0)
+        return _kept(_drawn(problem, op, name, device), keep)
+    if problem["dtype"] == "fp8":
+        expected = "expected a dtype of 16 or 32 bits for weights from a file"
+        raise SuiteError(f"{path}: {expected}, found fp8: it holds them scaled alone")
     stored = _fitting(problem, op, name, path, sources.load_weights(path, source.tensor))
     weight = stored.to(device, _dtype(problem), copy=True)
     bad = int((~weight.isfinite()).sum())
@@ -91,7 +99,8 @@ def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     shape = _shape(problem, op, name)
     weight = torch.empty(shape, dtype=_dtype(problem), device=device)
-    fill(weight, problem.seed, name, scale=UNIT * 2.0 ** -round(math.log2(shape[1]) / 2))
+    exponent = 0 if problem["dtype"] == "fp8" else round(math.log2(shape[1]) / 2)
+    fill(weight, problem.seed, name, scale=UNIT * 2.0**-exponent)
     return weight
 
 
@@ -99,8 +108,13 @@ def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -
     shape = op.operands[name].shape
     if patterns.level(problem.fields, shape) == 0:
         return weight
-    keep = patterns.mask(problem.fields, shape, score, weight.device)
-    return weight.masked_fill_(~keep, 0)
+    return _kept(weight, patterns.mask(problem.fields, shape, score, weight.device))
+
+
+def _kept(weight: Tensor, keep: Tensor) -> Tensor:
+    """Set everything else to +0.0, in its bits: torch fills no fp8."""
+    weight.view(BITS[weight.element_size()]).masked_fill_(~keep, 0)
+    return weight
 
 
 def _verified(source: Source, data: Path | None) -> Path:

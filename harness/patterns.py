@@ -5,6 +5,10 @@
     . . ## .      . ## . ##         . ## . .      ## ## . .        . . x . . x    . x x .  x x . .
     . ## ## ##    ## ## . .         . . ## ##     . . ## ##        x . . . x .    x . . x  . . x x
 
+    spense_rows                   spense_columns
+    x x . .  . x . x              x x . .  x x x x      two_four in front, everything kept behind
+    x x x x  x x x x              . x . x  x x x x
+
 and small_world, scale_free: the links of a graph (graphs.py). A weight is cut into a grid of blocks
 (of 1x1 where elements are chosen), the grid, row by row, into groups, and every group keeps the
 same number of its cells: the best by score, the first of equals. The score of random weights is a
@@ -13,7 +17,7 @@ block to a Rule; a suite calls it by its name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +31,9 @@ from sparsebench.harness.grid import Grid, Score, best
 TOLERANCE = 0.05
 """How far, relatively, the density may be from the one asked for."""
 
+TILE = 128
+"""Rows or columns of a matrix product's tile; the dense part of a Spense matrix is whole tiles."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -34,12 +41,15 @@ class Rule:
 
     kept   the numbers that can be kept, where not every number can; the nearest is
     score  (grid, number kept, the weight's own score) to the score in its place
+    front  sparsity to the rows and columns of the grid, from its first, that this is the rule of,
+           where it is not all: cells behind them are kept
     """
 
     grid: Grid
     group: int
     kept: Sequence[int] | None = None
     score: Callable[[Grid, int, Score], Tensor] | None = None
+    front: Callable[[float], tuple[int, int]] | None = None
 
 
 def dense(n: int, k: int, r: int, c: int) -> Rule:
@@ -95,6 +105,19 @@ def two_four(n: int, k: int, r: int, c: int) -> Rule:
     return Rule(Grid(n, k), group=4, kept=(2,))
 
 
+def spense_rows(n: int, k: int, r: int, c: int) -> Rule:
+    """Keep 2 of each 4 in the upper rows, and the lower ones whole: Spense's gate and up.
+
+    Sparsity s leaves a part 1 - 2 s of the rows whole. Source: arXiv:2606.10445.
+    """
+    return replace(two_four(n, k, r, c), front=lambda sparsity: (_front(n, sparsity), k))
+
+
+def spense_columns(n: int, k: int, r: int, c: int) -> Rule:
+    """Keep 2 of each 4 in the left columns, and the right ones whole: Spense's down."""
+    return replace(two_four(n, k, r, c), front=lambda sparsity: (n, _front(k, sparsity)))
+
+
 PATTERNS = {
     "dense": dense,
     "unstructured": unstructured,
@@ -105,6 +128,8 @@ PATTERNS = {
     "small_world": small_world,
     "scale_free": scale_free,
     "two_four": two_four,
+    "spense_rows": spense_rows,
+    "spense_columns": spense_columns,
 }
 
 FILE = "file"
@@ -122,7 +147,9 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
     if fields["pattern"] == FILE:
         return asked
     rule = _rule(fields, shape)
-    found = (rule.group - _kept(rule, asked)) / rule.group
+    rows, columns = _pruned(rule, asked)
+    part = rows * columns / rule.grid.cells
+    found = part * (rule.group - _kept(rule, asked)) / rule.group
     if abs(asked - found) > TOLERANCE * (1 - asked):
         grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {rule.grid.r}x{rule.grid.c} blocks"
         what = f"pattern {fields['pattern']}: sparsity {asked:g}"
@@ -142,6 +169,9 @@ def mask(
     chosen = best(scores.to(device), rule.group, kept)
     cells = chosen.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
     whole = cells.reshape(grid.rows * grid.r, grid.columns * grid.c)
+    rows, columns = _pruned(rule, fields["sparsity"])
+    whole[rows * grid.r :] = True
+    whole[:, columns * grid.c :] = True
     return whole[: grid.n, : grid.k]
 
 
@@ -161,6 +191,17 @@ def _kept(rule: Rule, sparsity: float) -> int:
     if rule.kept is None:
         return max(1, round(asked))
     return min(rule.kept, key=lambda count: abs(count - asked))
+
+
+def _pruned(rule: Rule, sparsity: float) -> tuple[int, int]:
+    """Return the rows and columns of the grid that the rule holds for."""
+    return rule.front(sparsity) if rule.front else (rule.grid.rows, rule.grid.columns)
+
+
+def _front(size: int, sparsity: float) -> int:
+    """Return how many rows or columns are 2:4: all but whole tiles, or fours where no tile fits."""
+    step = 4 if size % TILE else TILE
+    return size - min(size, max(0, step * round(size * (1 - 2 * sparsity) / step)))
 
 
 def _square(name: str, grid: Grid) -> Grid:

@@ -67,6 +67,7 @@ class Rates(_Model):
     bf16: PositiveFloat = 800.0
     tf32: PositiveFloat = 400.0
     fp32: PositiveFloat = 50.0
+    fp8: PositiveFloat = 1500.0
 
 
 class Spec(_Model):

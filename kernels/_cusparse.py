@@ -57,6 +57,8 @@ class Weight:
 
 def supports(problem: Problem, device: torch.device) -> str | None:
     """Ask for an NVIDIA GPU and the bindings."""
+    if problem["dtype"] == "fp8":
+        return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
     if device.type != "cuda":
         return f"cuSPARSE expected an NVIDIA GPU, found device {device}"
     if not find_spec("nvmath"):

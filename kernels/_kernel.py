@@ -93,8 +93,13 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "tf32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
 }
 """The dtypes of a problem, by the name a suite uses, and how its operands are stored.
 
 tf32 is fp32 of which a product may use 10 bits of mantissa. An exact kernel may run it too.
+fp8 is e4m3, whose sums may be kept in 13 bits of mantissa, as Hopper's tensor cores do.
 """
+
+OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
+"""How the output of a problem is stored, by the same names."""

@@ -115,6 +115,8 @@ def _tensor(arg: Any) -> Tensor | None:
 
 def supports(problem: Problem, device: torch.device) -> str | None:
     """Say why Triton cannot run the problem here, or None."""
+    if problem["dtype"] == "fp8":
+        return "expected fp16, bf16, fp32 or tf32, found fp8"
     if device.type == "cpu" and knobs.runtime.interpret:
         return (
             "Triton's interpreter multiplies bf16 wrongly" if problem["dtype"] == "bf16" else None

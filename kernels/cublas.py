@@ -6,52 +6,105 @@ the baseline deserves its best. Accumulation is in fp32 (torch's default, in cuB
 
 fp32 means fp32: where torch is told to use TF32 (10 bits of mantissa), the case is refused. In a
 tf32 problem each call tells torch so, and takes it back.
+
+fp8 is torch._scaled_mm, that is cuBLASLt, with scales of 1: all sums in the tensor cores' own 13
+bits (fast accumulation, what inference asks for), or moved into fp32 every few products. Both are
+right here (harness/check.py), both are timed, and the choice says which was kept.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels._tune import fastest
 from sparsebench.results.record import Problem
 
 LIBRARIES = "cublas", "cublaslt"  # as torch.backends.cuda.preferred_blas_library names them
+FP8_CAPABILITY = 8, 9
+FP8_ALIGNMENT = 16  # what cuBLASLt asks of n and k, in elements of a byte
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
-    """Refuse fp32 problems in a process that trades precision for speed."""
+    """Refuse fp8 where it cannot run, and fp32 in a process that trades precision for speed."""
+    if problem["dtype"] == "fp8":
+        return _odd_fp8(problem) or lacks_fp8(device)
     precision = torch.backends.cuda.matmul.fp32_precision
     if problem["dtype"] == "fp32" and precision == "tf32":
         return "expected fp32 products, found torch.backends.cuda.matmul.fp32_precision = 'tf32'"
     return None
 
 
+def lacks_fp8(device: torch.device) -> str | None:
+    """Say why a device has no products of fp8, or None."""
+    if device.type != "cuda":
+        return f"products of fp8 need an NVIDIA GPU, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        return f"products of fp8 need compute capability 8.9 or newer, found {found[0]}.{found[1]}"
+    return None
+
+
 def prepare(operands: Operands) -> Launch:
-    """Keep the faster of the two libraries."""
+    """Keep the fastest of the ways that there are for the dtype."""
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
-    tf32 = operands.problem["dtype"] == "tf32"
+    if operands.problem["dtype"] == "fp8":
+        ways = [_scaled(**arguments, fast=fast) for fast in (True, False)]
+    else:
+        tf32 = operands.problem["dtype"] == "tf32"
+        run = partial(operands.definition, **arguments)
+        ways = [_product(run, library, tf32) for library in LIBRARIES]
+    settled = operands.settled
+    ways = [way for way in ways if not settled or way.choice == settled]
+    return ways[fastest_product(ways, operands.device)]
 
-    def call(library: str) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with _preferred(library), tf32_products(tf32):
-                return operands.definition(**arguments)
 
-        return run
-
-    libraries = [operands.settled["library"]] if operands.settled else LIBRARIES
-    calls = [call(library) for library in libraries]
+def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device) -> int:
+    """Return the index of the fastest of calls that choose a library (`preferred`)."""
     with warnings.catch_warnings():
         # torch says once in a process that choosing the library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        best = fastest(calls, operands.device)
-    choice: dict[str, Any] = {"library": libraries[best]}
-    return Launch(calls[best], choice | ({"fp32_precision": "tf32"} if tf32 else {}))
+        return fastest(calls, device)
+
+
+def scaled_product(w: Tensor, x: Tensor, fast: bool, out: Tensor | None = None) -> Tensor:
+    """Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without."""
+    one = _one(x.device)
+    dtype = OUTPUTS["fp8"]
+    return torch._scaled_mm(x, w.t(), one, one, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def _scaled(w: Tensor, x: Tensor, fast: bool) -> Launch:
+    choice = {"library": "cublaslt", "use_fast_accum": fast}
+    return Launch(partial(scaled_product, w, x, fast), choice)
+
+
+def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Launch:
+    def run() -> Tensor:
+        with preferred(library), tf32_products(tf32):
+            return definition()
+
+    return Launch(run, {"library": library} | ({"fp32_precision": "tf32"} if tf32 else {}))
+
+
+def _odd_fp8(problem: Problem) -> str | None:
+    """Say why cuBLASLt cannot run an fp8 problem whatever the device, or None."""
+    if problem.op != "linear":
+        return f"fp8 is one product here: expected op linear, found {problem.op}"
+    n, k = problem["n"], problem["k"]
+    if n % FP8_ALIGNMENT or k % FP8_ALIGNMENT:
+        return f"cuBLASLt expected n and k to be multiples of 16 in fp8, found n {n} and k {k}"
+    return None
 
 
 @contextmanager
@@ -69,7 +122,8 @@ def tf32_products(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _preferred(library: str) -> Iterator[None]:
+def preferred(library: str) -> Iterator[None]:
+    """Let torch multiply by one of the LIBRARIES; as before afterwards."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(library)
     try:

@@ -39,6 +39,8 @@ Plan = tuple[dict[str, Any], Callable[[], Tensor]]
 
 def supports(problem: Problem, device: torch.device) -> str | None:
     """Ask for an NVIDIA GPU."""
+    if problem["dtype"] == "fp8":
+        return "torch's BSR product expected 16 or 32 bits, found fp8"
     return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"
 
 

@@ -7,9 +7,10 @@ import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.check import TF32, Expected, check
+from sparsebench.harness.bits import fill
+from sparsebench.harness.check import FP8, FP32, TF32, Expected, check
 from sparsebench.harness.ops.linear import definition, spread
-from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 
 M, N, K = 48, 40, 512
 
@@ -20,13 +21,15 @@ def expected(name: str, empty_row: bool = False) -> tuple[Expected, torch.Tensor
     if empty_row:
         w[3] = 0
     x = torch.randn(M, K, generator=draw).to(dtype)
-    right = right_of(w, x, TF32 if name == "tf32" else 0.0)
-    return right, definition(w, x)
+    right = right_of(w, x, TF32 if name == "tf32" else 0.0, FP8 if name == "fp8" else FP32)
+    return replace(right, dtype=OUTPUTS[name]), definition(w, x)
 
 
-def right_of(w: torch.Tensor, x: torch.Tensor, products: float = 0.0) -> Expected:
+def right_of(
+    w: torch.Tensor, x: torch.Tensor, products: float = 0.0, sums: float = FP32
+) -> Expected:
     exact = w.double(), x.double()
-    return Expected(definition(*exact), spread(*exact), w.dtype, K, products)
+    return Expected(definition(*exact), spread(*exact), w.dtype, w.shape[1], products, sums)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -79,6 +82,48 @@ def test_tf32_allows_ten_bits_of_mantissa_and_no_fewer() -> None:
     for form in (rounded, cut):
         assert check(definition(form(w), form(x)), right).reason is None
     assert check(definition(w.bfloat16().float(), x.bfloat16().float()), right).reason
+
+
+def summed_as_on_hopper(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """X @ W.T of 32 products at a time, cut off 13 bits below the largest of them and the sum."""
+    total = torch.zeros(len(x), len(w), 1, dtype=torch.float64)
+    for w_part, x_part in zip(w.double().split(32, 1), x.double().split(32, 1), strict=True):
+        terms = torch.cat([total, x_part[:, None] * w_part], dim=2)
+        total = below(terms, terms.abs().amax(2, keepdim=True)).sum(2, keepdim=True)
+        total = below(total, total)
+    return total.squeeze(2).bfloat16()
+
+
+def below(terms: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Cut off what is less than 2^-13 of the power of two at the head of the largest."""
+    last = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 14)
+    return (terms / last).trunc() * last
+
+
+def fp8(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.empty(8, k, dtype=torch.float8_e4m3fn), torch.empty(4, k, dtype=DTYPES["fp8"])
+    for name, tensor in zip("wx", drawn, strict=True):
+        fill(tensor, 0, name)
+    return drawn
+
+
+@pytest.mark.parametrize("k", [512, 4096, 25600])
+def test_fp8_allows_sums_of_thirteen_bits(k: int) -> None:
+    w, x = fp8(k)
+    right = replace(right_of(w, x, sums=FP8), dtype=torch.bfloat16)
+    verdict = check(summed_as_on_hopper(w, x), right)
+    assert verdict.reason is None
+    assert verdict.error is not None
+    assert verdict.error < 0.3 * right.eps
+
+
+@pytest.mark.parametrize("k", [512, 4096, 25600])
+def test_fp8_allows_no_operand_of_fewer_bits(k: int) -> None:
+    w, x = fp8(k)
+    right = replace(right_of(w, x, sums=FP8), dtype=torch.bfloat16)
+    shorter = w.float().to(torch.float8_e5m2).float()
+    assert check(definition(shorter, x.float()).bfloat16(), right).reason
+    assert check(definition(w, x), right).reason is None
 
 
 def test_an_empty_row_must_be_exactly_zero() -> None:

@@ -15,6 +15,7 @@ from sparsebench.harness.patterns import PATTERNS, level, mask
 
 CPU = torch.device("cpu")
 IN_BLOCKS = ["blocks", "balanced_blocks", "banded", "block_diagonal"]
+SPENSE = ["spense_rows", "spense_columns"]
 GRAPHS = ["small_world", "scale_free"]
 
 
@@ -40,7 +41,7 @@ def cells(kept: Tensor, r: int, c: int) -> Tensor:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_pattern_keeps_what_its_level_says(pattern: str) -> None:
     levels = {"dense": 0.0, "two_four": 0.5, "small_world": 0.7, "scale_free": 0.72}
-    sparsity = levels.get(pattern, 0.8)
+    sparsity = (levels | dict.fromkeys(SPENSE, 0.25)).get(pattern, 0.8)
     asked = fields(pattern, 120, 200, sparsity, [12, 20])
     assert level(asked) == sparsity
     assert float(chosen(asked).double().mean()) == pytest.approx(1 - sparsity, abs=1e-12)
@@ -117,9 +118,58 @@ def test_two_of_each_four_are_kept() -> None:
     assert len(kept.view(-1, 4).unique(dim=0)) == 6
 
 
-def test_two_four_needs_fours() -> None:
+@pytest.mark.parametrize("pattern", ["two_four", *SPENSE])
+def test_two_four_needs_fours(pattern: str) -> None:
     with pytest.raises(SuiteError, match="expected k to be a multiple of 4, found 6"):
-        level(fields("two_four", 4, 6, 0.5))
+        level(fields(pattern, 4, 6, 0.5))
+
+
+def parts(kept: Tensor, pattern: str, front: int) -> tuple[Tensor, Tensor]:
+    """Split a mask of Spense after so many rows or columns."""
+    front_part, back_part = kept.tensor_split([front], dim=SPENSE.index(pattern))
+    return front_part, back_part
+
+
+@pytest.mark.parametrize("pattern", SPENSE)
+@pytest.mark.parametrize(
+    ("size", "sparsity", "front"),
+    [
+        (512, 0.25, 256),
+        (512, 0.375, 384),
+        (1408, 0.25, 640),  # of 11 tiles 5.5 are to be dense: 6 are
+        (200, 0.25, 100),
+        (512, 0.5, 512),
+        (512, 0.0, 0),
+    ],
+)
+def test_a_hybrid_is_two_four_in_front_and_whole_behind(
+    pattern: str, size: int, sparsity: float, front: int
+) -> None:
+    asked = fields(pattern, size, size, sparsity)
+    kept = chosen(asked)
+    pruned, whole = parts(kept, pattern, front)
+    assert (pruned.reshape(-1, 4).sum(1) == 2).all()
+    assert whole.all()
+    assert level(asked) == front / size / 2
+    assert level(asked) == pytest.approx(1 - float(kept.double().mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize("pattern", SPENSE)
+def test_a_pure_hybrid_is_two_four_bit_for_bit(pattern: str) -> None:
+    assert torch.equal(
+        chosen(fields(pattern, 64, 128, 0.5)), chosen(fields("two_four", 64, 128, 0.5))
+    )
+
+
+@pytest.mark.parametrize("pattern", SPENSE)
+@pytest.mark.parametrize(
+    ("size", "sparsity", "nearest"), [(128, 0.2, "0"), (256, 0.4, "0.5"), (512, 0.6, "0.5")]
+)
+def test_a_hybrid_level_between_whole_tiles_is_refused(
+    pattern: str, size: int, sparsity: float, nearest: str
+) -> None:
+    with pytest.raises(SuiteError, match=f"the nearest level is {nearest}$"):
+        level(fields(pattern, size, size, sparsity))
 
 
 def test_a_band_lies_about_the_diagonal_of_any_shape() -> None:

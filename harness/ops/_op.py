@@ -22,7 +22,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    dtype: Literal["fp16", "bf16", "fp32", "tf32"]
+    dtype: Literal["fp16", "bf16", "fp32", "tf32", "fp8"]
     pattern: str = "dense"
     sparsity: float = Field(default=0.0, ge=0.0, lt=1.0)
     block: Block = 1
@@ -48,14 +48,17 @@ class Op:
 
     fields        pydantic model of a problem's fields
     operands      by name, in the order of the definition's arguments; at most one is a pattern
-    definition    dense operands in any dtype, but for a pattern, to the output [rows, columns];
-                  arguments that it takes by keyword alone are fields of the problem
+    definition    dense operands in any dtype, but for a pattern, to the output [rows, columns],
+                  of fp8 in bf16; arguments taken by keyword alone are fields of the problem
     spread        the same arguments in fp64 to the size, per output element, of the values that
                   rounding acts on: sqrt of the sum of squared terms; errors are held against it
     depth         the operands of the definition to the most non-zero terms in one of its sums
     flops         (problem, non-zeros by weight name) to the operations no kernel can avoid
-    fewest_bytes  (problem, non-zeros by weight name, bytes an element) to the bytes likewise: every
-                  non-zero and activation read once, every output written once, no index at all
+    fewest_bytes  (problem, non-zeros by weight name, bytes an operand's element) to the bytes
+                  likewise: every non-zero and activation read once, every output written once, no
+                  index at all
+    adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
+                  was drawn, in place and to the same bits on every device; default: leaves it
     """
 
     fields: type[Fields]
@@ -65,6 +68,7 @@ class Op:
     depth: Callable[..., int]
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
+    adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
 
     @property
     def weights(self) -> list[str]:

@@ -1,15 +1,23 @@
 """Linear layer without bias: Y[m, n] = X[m, k] @ W[n, k].T, as torch.nn.functional.linear.
 
 m tokens, n output features, k input features; W is the sparse operand.
+
+    fp8   Y = bf16(X @ W.T), X and W of float8_e4m3fn, sums in fp32
+
+Who stores a model in fp8 has a scale a token and a scale an output channel, and multiplies finished
+sums by both. Here they are 1 and left out: they depend on no format, and cuSPARSELt 0.8 takes no
+scale a channel on Hopper, so that they would measure who has to launch another kernel for them.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
+from sparsebench.kernels._kernel import OUTPUTS
 from sparsebench.results.record import Problem
 
 
@@ -21,8 +29,16 @@ class LinearFields(Fields):
     k: PositiveInt
 
 
+class GradientFields(LinearFields):
+    """A problem of one of its gradients: no fp8, since dY is stored in e5m2 where it is used."""
+
+    dtype: Literal["fp16", "bf16", "fp32", "tf32"]
+
+
 def definition(w: Tensor, x: Tensor) -> Tensor:
     """W [n, k], X [m, k] to Y [m, n]."""
+    if w.dtype == torch.float8_e4m3fn:
+        return torch.nn.functional.linear(x.float(), w.float()).bfloat16()
     return torch.nn.functional.linear(x, w)
 
 
@@ -44,7 +60,7 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of W's non-zeros, X and Y."""
     m, n, k = problem["m"], problem["n"], problem["k"]
-    return int(itemsize * (nnz["w"] + m * k + m * n))
+    return int(itemsize * (nnz["w"] + m * k) + OUTPUTS[problem["dtype"]].itemsize * m * n)
 
 
 OP = Op(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Op, Operand, longest_row
-from sparsebench.harness.ops.linear import LinearFields
+from sparsebench.harness.ops.linear import GradientFields
 from sparsebench.results.record import Problem
 
 
@@ -40,7 +40,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 OP = Op(
-    fields=LinearFields,
+    fields=GradientFields,
     operands={"w": Operand("weight", ("n", "k")), "dy": Operand("activation", ("m", "n"))},
     definition=definition,
     spread=spread,

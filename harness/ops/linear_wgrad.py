@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Op, Operand
-from sparsebench.harness.ops.linear import LinearFields
+from sparsebench.harness.ops.linear import GradientFields
 from sparsebench.results.record import Problem
 
 
@@ -41,7 +41,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 OP = Op(
-    fields=LinearFields,
+    fields=GradientFields,
     operands={
         "w": Operand("pattern", ("n", "k")),
         "dy": Operand("activation", ("m", "n")),
