@@ -307,6 +307,49 @@ def tune(
         raise typer.Exit(SOME_FAILED)
 
 
+@app.command()
+def prune(
+    weights: Annotated[
+        Path, typer.Argument(help="A .safetensors file, or a Gemma 3 model as .gguf.")
+    ],
+    tensors: Annotated[
+        str, typer.Option(help="Of a .safetensors file: 'gate,up,down', or one linear layer.")
+    ] = "",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Activations [tokens, k], .safetensors; for a model a text file."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="magnitude, wanda or spensegpt.")] = "spensegpt",
+    dense: Annotated[str, typer.Option(help="Fraction of features that stays dense.")] = "0.5",
+    region: Annotated[str, typer.Option(help="Which features: last or scored.")] = "scored",
+    activation: Annotated[str, typer.Option(help="Of an MLP: silu, gelu_tanh, relu.")] = "silu",
+    split: Annotated[str, typer.Option(help="Of a linear layer: rows or columns.")] = "columns",
+    tokens: Annotated[int, typer.Option(help="Of a text, to calibrate on.", min=1024)] = 8192,
+    device: Device = None,
+    to: Annotated[Path | None, typer.Option("--out", help="A .safetensors file to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Prune weights to 2:4 beside a dense region; "a,b" for method, dense or region tries both."""
+    from sparsebench.harness.device import pick
+    from sparsebench.harness.pruning.command import parse_recipes, prune_file, table
+
+    found = prune_file(
+        weights,
+        parse_recipes(method, dense, region),
+        pick(device),
+        names=[name for name in tensors.split(",") if name],
+        calibration=calibration,
+        activation=activation,
+        split=split,
+        tokens=tokens,
+        to=to,
+    )
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        _wide().print(table(found))
+
+
 def _wide() -> Console:
     return Console(width=max(out.width, WIDE))
 

@@ -1,0 +1,236 @@
+"""What `sparsebench prune` does: files to weights, recipes to pruned weights, and what they cost.
+
+    weights.safetensors   tensors by name      + activations.safetensors   one matrix [tokens, k]
+    model.gguf            every MLP of it      + text                      default: Python's own
+
+The last quarter of the activations is held out. Written are the pruned tensors under their names
+(of a model GGUF's), `permutation` or `blk.N.permutation`, and as metadata the method, the region
+and how many features, the last of each tensor, are dense.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsebench.harness import sources
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.pruning import gguf_file
+from sparsebench.harness.pruning.layer import (
+    Recipe,
+    linear_errors,
+    mlp_errors,
+    prune_linear,
+    prune_mlp,
+)
+from sparsebench.harness.pruning.mlp import GatedMLP, PrunedMLP
+from sparsebench.harness.pruning.model import (
+    CONTEXT,
+    contexts,
+    dense_loss,
+    prune_model,
+    python_reference,
+)
+
+HELD_OUT = 0.25
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a recipe came to: errors on held-out tokens, means over layers; a model's loss in nats.
+
+    dense is the fraction of features that was left so, sparsity that of weights pruned.
+    """
+
+    method: str
+    region: str
+    dense: float
+    sparsity: float
+    errors: Mapping[str, float]
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tokens to calibrate on and held out, a dense model's loss in nats, an outcome a recipe."""
+
+    calibration: int
+    held_out: int
+    loss: float | None
+    outcomes: Sequence[Outcome]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Pruned tensors by name, how many of the features are dense, errors by layer, and a loss."""
+
+    tensors: Mapping[str, Tensor]
+    dense: int
+    features: int
+    errors: Sequence[Mapping[str, float]]
+    loss: float | None = None
+
+
+def parse_recipes(methods: str, fractions: str, regions: str) -> list[Recipe]:
+    """Return every combination of lists with commas, such as `wanda,spensegpt`, `0,0.5`, `last`."""
+    try:
+        numbers = [float(fraction) for fraction in fractions.split(",")]
+    except ValueError as error:
+        raise SuiteError(f"dense: expected fractions such as 0,0.5; found {fractions!r}") from error
+    combined = product(methods.split(","), numbers, regions.split(","))
+    return [Recipe(method, dense, region) for method, dense, region in combined]
+
+
+def prune_file(
+    weights: Path,
+    recipes: Sequence[Recipe],
+    device: torch.device,
+    *,
+    names: Sequence[str] = (),
+    calibration: Path | None = None,
+    activation: str = "silu",
+    split: str = "columns",
+    tokens: int = 8 * CONTEXT,
+    to: Path | None = None,
+) -> Report:
+    """Prune tensors `names` of a .safetensors file, or every MLP of a .gguf model; write them.
+
+    Raises SuiteError where a file, a name, a size, a value or a flag does not fit.
+    """
+    if to and len(recipes) != 1:
+        raise SuiteError(f"out: expected one recipe for one file, found {len(recipes)}")
+    if to and not to.parent.is_dir():
+        raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
+    if weights.suffix == ".gguf":
+        if names:
+            raise SuiteError(f"{weights}: expected no tensor names beside a model, found {names}")
+        return _model(weights, calibration, recipes, device, tokens, to)
+    if calibration is None or len(names) not in (1, 3) or len(set(names)) != len(names):
+        expected = "three tensors (gate, up, down) or one, and activations"
+        raise SuiteError(f"{weights}: expected {expected}; found {list(names)}, {calibration}")
+    loaded = [sources.load_weights(weights, name).to(device) for name in names]
+    x = _activations(calibration).to(device)
+    held_out = int(len(x) * HELD_OUT)
+    if not held_out:
+        raise SuiteError(f"{calibration}: expected at least 4 tokens, found {len(x)}")
+    seen, unseen = x[:-held_out], x[-held_out:]
+    if len(names) == 1:
+        make = partial(_linear, names[0], loaded[0], split, seen, unseen)
+    else:
+        gate, up, down = loaded
+        make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
+    return Report(len(seen), held_out, None, _outcomes(make, recipes, to))
+
+
+def table(report: Report) -> Table:
+    """Return the outcomes for a terminal, errors in per cent."""
+    shown = Table(box=None, title_justify="left", title_style="bold")
+    shown.title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
+    columns = ["method", "region", "dense", "sparsity", *report.outcomes[0].errors]
+    for name in columns + ["loss (nats)"] * (report.loss is not None):
+        shown.add_column(name, justify="left" if name in ("method", "region") else "right")
+    if report.loss is not None:
+        blank = [""] * (len(columns) - 4)
+        shown.add_row("none", "", "1", "0.0%", *blank, f"{report.loss:.3f}")
+    for outcome in report.outcomes:
+        errors = [f"{error:.2%}" for error in outcome.errors.values()]
+        loss = [] if outcome.loss is None else [f"{outcome.loss:.3f}"]
+        fractions = f"{outcome.dense:.3g}", f"{outcome.sparsity:.1%}"
+        shown.add_row(outcome.method, outcome.region, *fractions, *errors, *loss)
+    return shown
+
+
+def _model(
+    weights: Path,
+    text: Path | None,
+    recipes: Sequence[Recipe],
+    device: torch.device,
+    tokens: int,
+    to: Path | None,
+) -> Report:
+    words = python_reference() if text is None else _text(text)
+    read = gguf_file.read(weights, device)
+    numbers = read.tokenizer.encode(words)
+    seen, unseen = (part.to(device) for part in contexts(numbers, read.begin, tokens // CONTEXT))
+
+    def make(recipe: Recipe) -> _Made:
+        pruned = prune_model(read.model, recipe, seen, unseen)
+        first = pruned.layers[0]
+        size = first.dense, len(first.permutation)
+        return _Made(_named(pruned.layers), *size, pruned.errors, pruned.loss)
+
+    loss = dense_loss(read.model, unseen)
+    return Report(seen.numel(), unseen.numel(), loss, _outcomes(make, recipes, to))
+
+
+def _mlp(names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, how: Recipe) -> _Made:
+    pruned = prune_mlp(mlp, seen, how)
+    weights = pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down
+    tensors = dict(zip(names, weights, strict=True)) | {"permutation": pruned.permutation}
+    errors = mlp_errors(mlp, pruned, unseen)
+    return _Made(tensors, pruned.dense, len(pruned.permutation), [errors])
+
+
+def _linear(
+    name: str, weight: Tensor, split: str, seen: Tensor, unseen: Tensor, how: Recipe
+) -> _Made:
+    pruned = prune_linear(weight, seen, how, split)
+    tensors = {name: pruned.weight, "permutation": pruned.permutation}
+    errors = linear_errors(weight, pruned, unseen)
+    return _Made(tensors, pruned.dense, len(pruned.permutation), [errors])
+
+
+def _outcomes(
+    make: Callable[[Recipe], _Made], recipes: Sequence[Recipe], to: Path | None
+) -> list[Outcome]:
+    outcomes = []
+    for recipe in recipes:
+        made = make(recipe)
+        dense = made.dense / made.features
+        errors = {name: fmean(layer[name] for layer in made.errors) for name in made.errors[0]}
+        sparsity = (1 - dense) / 2
+        outcomes.append(Outcome(recipe.method, recipe.region, dense, sparsity, errors, made.loss))
+        if to:
+            _write(to, made, recipe)
+    return outcomes
+
+
+def _activations(path: Path) -> Tensor:
+    names = sources.tensor_names(path)
+    if len(names) != 1:
+        raise SuiteError(f"{path}: expected one matrix [tokens, k], found {len(names)}")
+    return sources.load_weights(path, names[0])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{path}: expected a text in UTF-8; found {error}") from error
+
+
+def _named(layers: Sequence[PrunedMLP]) -> dict[str, Tensor]:
+    """Return the pruned weights of a model by GGUF's names."""
+    tensors = {}
+    for number, layer in enumerate(layers):
+        for part in ("gate", "up", "down"):
+            tensors[f"blk.{number}.ffn_{part}.weight"] = getattr(layer.mlp, part)
+        tensors[f"blk.{number}.permutation"] = layer.permutation
+    return tensors
+
+
+def _write(path: Path, made: _Made, recipe: Recipe) -> None:
+    tensors = {name: tensor.cpu() for name, tensor in made.tensors.items()}
+    notes = {"method": recipe.method, "region": recipe.region, "dense": str(made.dense)}
+    try:
+        save_file(tensors, path, notes)
+    except (OSError, SafetensorError) as error:
+        raise SuiteError(f"{path}: expected a file that can be written; found {error}") from error

@@ -1,0 +1,539 @@
+"""Pruning to the 2:4 hybrid: the pattern, the methods, the region, a small model, the command."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsebench.harness import cli
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.pruning import region, spensegpt, two_four
+from sparsebench.harness.pruning.gemma import Gemma, Layer
+from sparsebench.harness.pruning.gguf_file import read
+from sparsebench.harness.pruning.layer import (
+    METHODS,
+    Recipe,
+    linear_errors,
+    mlp_errors,
+    prune_linear,
+    prune_mlp,
+)
+from sparsebench.harness.pruning.mlp import GatedMLP, PrunedMLP
+from sparsebench.harness.pruning.model import contexts, dense_loss, prune_model, python_reference
+from sparsebench.harness.pruning.tokenizer import NORMAL, USER_DEFINED, Tokenizer
+
+K, H, TOKENS = 64, 256, 1024
+RECIPES = [
+    Recipe(method, dense, which)
+    for method in METHODS
+    for dense, which in ((0.0, "last"), (0.5, "last"), (0.5, "scored"))
+]
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    """Draw correlated inputs of unequal sizes; the latter half is held out."""
+    draw = torch.Generator().manual_seed(1)
+    mixed = torch.randn(K, K, generator=draw) @ torch.diag(torch.logspace(0, -1.5, K))
+    scales = torch.logspace(-0.5, 0.5, K)[torch.randperm(K, generator=draw)]
+    return torch.randn(2 * TOKENS, K, generator=draw) @ mixed.T * scales
+
+
+@pytest.fixture(scope="module")
+def mlp() -> GatedMLP:
+    draw = torch.Generator().manual_seed(2)
+    sizes = torch.logspace(-0.3, 0.3, H)[torch.randperm(H, generator=draw), None]
+    gate, up, down = (torch.randn(H, K, generator=draw) * sizes / 8 for _ in range(3))
+    return GatedMLP(gate, up, down.T.contiguous())
+
+
+def bits(weight: Tensor) -> Tensor:
+    return weight.contiguous().view(torch.int32)
+
+
+def is_two_four(weight: Tensor) -> bool:
+    return bool(((weight != 0).unflatten(-1, (-1, 4)).sum(-1) <= 2).all())
+
+
+def best_two(scores: list[float]) -> set[int]:
+    return set(sorted(range(4), key=lambda i: (-scores[i], i))[:2])
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_masks_are_those_of_brute_force(method: str, x: Tensor) -> None:
+    weight = torch.randn(6, K, generator=torch.Generator().manual_seed(3))
+    weight[0, :4] = 1.0  # of equals, the first
+    found = METHODS[method](weight, x, 32)
+    norms = x.norm(dim=0) if method == "wanda" else torch.ones(K)
+    for row in range(6):
+        for start in range(0, 32, 4):
+            scores = [abs(float(weight[row, j] * norms[j])) for j in range(start, start + 4)]
+            for i, kept in ((i, i in best_two(scores)) for i in range(4)):
+                assert found[row, start + i] == (weight[row, start + i] if kept else 0)
+    assert torch.equal(found[:, 32:], weight[:, 32:])
+
+
+def one_by_one(weight: Tensor, x: Tensor, columns: int) -> Tensor:
+    """Prune as SparseGPT is defined: H^-1 of the inputs left, reduced at every column."""
+    weight, inverse = weight.double(), (x.double().T @ x.double())
+    inverse += 0.01 * inverse.diagonal().mean() * torch.eye(len(inverse))
+    inverse = torch.linalg.inv(inverse)
+    gone = torch.zeros(weight.shape, dtype=torch.bool)
+    for i in range(weight.shape[1]):
+        if i % 4 == 0 and i < columns:
+            ahead, sizes = inverse.clone(), []
+            for j in range(i, i + 4):
+                sizes.append(ahead[j, j].clone())
+                ahead -= torch.outer(ahead[:, j], ahead[j]) / ahead[j, j]
+            saliency = weight[:, i : i + 4].square() / torch.stack(sizes)
+            gone[:, i : i + 4] = ~two_four.kept(saliency)
+        error = weight[:, i].where(gone[:, i], 0) / inverse[i, i]
+        weight = weight - torch.outer(error, inverse[i])
+        inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+    return weight.masked_fill(gone, 0)
+
+
+@pytest.mark.parametrize("columns", [160, 132, 0])
+def test_spensegpt_in_blocks_is_the_definition_column_by_column(columns: int) -> None:
+    draw = torch.Generator().manual_seed(4)
+    mixed = torch.randn(160, 160, generator=draw) / 8 + torch.eye(160)
+    inputs = torch.randn(400, 160, generator=draw) @ mixed
+    weight = torch.randn(24, 160, generator=draw)
+    found = spensegpt.prune(weight, inputs, columns)
+    expected = one_by_one(weight, inputs, columns).float()
+    assert torch.equal(found == 0, expected == 0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_sparse_region_is_2_4_and_the_dense_one_last(
+    recipe: Recipe, mlp: GatedMLP, x: Tensor
+) -> None:
+    found = prune_mlp(mlp, x[:TOKENS], recipe)
+    sparse = H - found.dense
+    assert found.dense == recipe.dense * H
+    assert torch.equal(found.permutation.sort().values, torch.arange(H))
+    assert is_two_four(found.mlp.gate[:sparse])
+    assert is_two_four(found.mlp.up[:sparse])
+    assert is_two_four(found.mlp.down[:, :sparse])
+    order = found.permutation[sparse:]
+    assert torch.equal(found.mlp.gate[sparse:], mlp.gate[order])
+    assert torch.equal(found.mlp.up[sparse:], mlp.up[order])
+    compensated = recipe.method == "spensegpt" and found.dense > 0
+    assert torch.equal(found.mlp.down[:, sparse:], mlp.down[:, order]) == (not compensated)
+    for weight in (found.mlp.gate, found.mlp.up, found.mlp.down):
+        assert torch.equal(bits(weight) == 0, weight == 0)  # no -0.0
+
+
+@pytest.mark.parametrize("dense", [0.0, 0.5])
+def test_spensegpt_beats_wanda_beats_magnitude(dense: float, mlp: GatedMLP, x: Tensor) -> None:
+    errors = {
+        method: mlp_errors(mlp, prune_mlp(mlp, x[:TOKENS], Recipe(method, dense)), x[TOKENS:])
+        for method in METHODS
+    }
+    output = [errors[method]["output"] for method in ("spensegpt", "wanda", "magnitude")]
+    assert 0 < output[0] < output[1] < output[2] < 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_region_chosen_by_score_beats_the_last(method: str, mlp: GatedMLP, x: Tensor) -> None:
+    scored, last = (
+        mlp_errors(mlp, prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.5, which)), x[TOKENS:])
+        for which in ("scored", "last")
+    )
+    assert scored["output"] < last["output"]
+
+
+def test_scores_are_the_sum_of_three_normalised_ones(mlp: GatedMLP, x: Tensor) -> None:
+    found = prune_mlp(mlp, x, Recipe("wanda", 0.5, "scored"))
+    norms, hidden = x.norm(dim=0), mlp.hidden(x).norm(dim=0)
+    scores = torch.zeros(H)
+    for part in (
+        [float((mlp.gate[i].abs() * norms).mean()) for i in range(H)],
+        [float((mlp.up[i].abs() * norms).mean()) for i in range(H)],
+        [float((mlp.down[:, i].abs() * hidden[i]).mean()) for i in range(H)],
+    ):
+        scores += torch.tensor(part) / (sum(part) / H)
+    assert set(found.permutation[H // 2 :].tolist()) == set(scores.topk(H // 2).indices.tolist())
+    assert (found.permutation[: H // 2].diff() > 0).all()
+
+
+def test_all_dense_is_the_same_function_in_another_order(mlp: GatedMLP, x: Tensor) -> None:
+    draw = torch.Generator().manual_seed(5)
+    order = torch.randperm(H, generator=draw)
+    torch.testing.assert_close(mlp.permuted(order)(x), mlp(x), rtol=1e-4, atol=1e-4)
+    errors = mlp_errors(mlp, PrunedMLP(mlp.permuted(order), order, H), x)
+    assert max(errors.values()) < 1e-5
+    found = prune_mlp(mlp, x, Recipe("spensegpt", 1.0, "scored"))
+    assert torch.equal(found.mlp.down, mlp.down[:, found.permutation])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("split", ["rows", "columns"])
+def test_a_linear_layer_is_split_by_rows_or_columns(
+    split: str, recipe: Recipe, mlp: GatedMLP, x: Tensor
+) -> None:
+    weight = mlp.gate if split == "rows" else torch.randn(48, K)
+    found = prune_linear(weight, x[:TOKENS], recipe, split)
+    features = H if split == "rows" else K
+    sparse = features - found.dense
+    assert found.dense == recipe.dense * features
+    assert sorted(found.permutation.tolist()) == list(range(features))
+    region = found.weight[:sparse] if split == "rows" else found.weight[:, :sparse]
+    assert is_two_four(region)
+    assert 0 < linear_errors(weight, found, x[TOKENS:])["output"] < 1
+
+
+@pytest.mark.parametrize(
+    ("features", "fraction", "dense"),
+    [
+        (2048, 0.5, 1024),
+        (640, 0.5, 384),
+        (640, 0.25, 128),
+        (640, 0.0, 0),
+        (640, 1.0, 640),
+        (256, 0.5, 128),
+        (96, 0.5, 48),
+        (64, 0.25, 16),
+        (36, 0.5, 20),
+        (8, 0.5, 4),
+    ],
+)
+def test_the_dense_count_is_a_multiple_of_a_tile(
+    features: int, fraction: float, dense: int
+) -> None:
+    assert region.dense_count(features, fraction) == dense
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision_stays_and_minus_zero_becomes_zero(
+    method: str, mlp: GatedMLP, x: Tensor
+) -> None:
+    gate = mlp.gate.clone()
+    gate[:, 0] = -0.0
+    found = prune_mlp(replace(mlp, gate=gate).to(torch.bfloat16), x.bfloat16(), Recipe(method))
+    for weight in (found.mlp.gate, found.mlp.up, found.mlp.down):
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight.view(torch.int16) == 0, weight == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_prunes_as_the_cpu_does(method: str, mlp: GatedMLP, x: Tensor) -> None:
+    here = mlp_errors(mlp, prune_mlp(mlp, x[:TOKENS], Recipe(method)), x[TOKENS:])
+    weights = (weight.cuda() for weight in (mlp.gate, mlp.up, mlp.down))
+    moved, there = GatedMLP(*weights), x.cuda()
+    found = prune_mlp(moved, there[:TOKENS], Recipe(method))
+    assert found.mlp.gate.is_cuda
+    assert is_two_four(found.mlp.down[:, : H - found.dense])
+    errors = mlp_errors(moved, found, there[TOKENS:])
+    assert errors == pytest.approx(here, rel=0.01)
+
+
+def test_an_input_that_is_always_zero_is_pruned_first(x: Tensor) -> None:
+    dead = x.clone()
+    dead[:, 1] = 0
+    found = spensegpt.prune(torch.ones(8, K), dead, K)
+    assert found.isfinite().all()
+    assert (found[:, 1] == 0).all()
+
+
+def test_what_does_not_fit_is_one_line(mlp: GatedMLP, x: Tensor) -> None:
+    holed, endless = mlp.gate.clone(), mlp.down.clone()
+    holed[3, 5], endless[1, 2] = float("nan"), float("inf")
+    narrow = GatedMLP(mlp.gate[:, :62], mlp.up[:, :62], mlp.down[:62])
+    odd = GatedMLP(mlp.gate[:250], mlp.up[:250], mlp.down[:, :250])
+    refused = [
+        (lambda: replace(mlp, gate=holed), "gate: expected finite values, found 1 that are not"),
+        (lambda: replace(mlp, down=endless), "down: expected finite values, found 1"),
+        (lambda: replace(mlp, up=mlp.up[:128]), r"up: expected \[256, 64\], found .* \[128, 64\]"),
+        (lambda: replace(mlp, down=mlp.gate), r"down: expected \[64, 256\], found .* \[256, 64\]"),
+        (lambda: replace(mlp, gate=mlp.gate.int()), "gate: expected a floating-point matrix"),
+        (lambda: replace(mlp, activation="gelu"), "did you mean"),
+        (lambda: prune_mlp(narrow, x[:, :62], Recipe()), "multiple of 4 elements, found 62"),
+        (lambda: prune_mlp(odd, x, Recipe()), "multiple of 4 features, found 250"),
+        (lambda: prune_mlp(mlp, x[:, :60], Recipe()), r"expected \[tokens, 64\], found"),
+        (lambda: prune_mlp(mlp, x[:0], Recipe("wanda")), r"expected \[tokens, 64\], found"),
+        (lambda: prune_mlp(mlp, x * torch.inf, Recipe()), "activations: expected finite values"),
+        (lambda: prune_mlp(mlp, x[:63], Recipe()), "at least 64 calibration tokens.*found 63"),
+        (lambda: prune_mlp(mlp, x[:255], Recipe()), "at least 256 calibration tokens.*found 255"),
+        (lambda: prune_mlp(mlp, x * 0, Recipe()), "expected calibration activations; found zeros"),
+        (lambda: prune_linear(mlp.gate, x, Recipe(), "tiles"), "split: expected one of rows, col"),
+        (lambda: Recipe("sparsegpt"), "method: expected .*did you mean spensegpt"),
+        (lambda: Recipe(region="first"), "region: expected one of last, scored; found 'first'"),
+        (lambda: Recipe(dense=1.5), "dense: expected a fraction of 0 to 1, found 1.5"),
+    ]
+    for attempt, message in refused:
+        with pytest.raises(SuiteError, match=message):
+            attempt()
+
+
+def test_text_becomes_the_pieces_of_best_score() -> None:
+    entries = [
+        *(("<s>", 0.0, 3), ("  ", 0.0, USER_DEFINED), ("\n\n", 0.0, USER_DEFINED)),
+        *((letter, -100.0, NORMAL) for letter in "▁lowser\n"),
+        *(
+            ("lo", -1.0, NORMAL),
+            ("ow", -2.0, NORMAL),
+            ("low", -3.0, NORMAL),
+            ("▁low", -4.0, NORMAL),
+        ),
+        *(("er", -5.0, NORMAL), ("ww", -0.5, NORMAL)),
+        *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+    ]
+    tokenizer = Tokenizer(*zip(*entries, strict=True))
+
+    def pieces(text: str) -> list[str]:
+        return [entries[number][0] for number in tokenizer.encode(text)]
+
+    assert pieces("low lower") == ["low", "▁low", "er"]
+    assert pieces("lowwo") == ["lo", "ww", "o"]
+    assert pieces("sow   low\n\n\n") == ["s", "ow", "  ", "▁low", "\n\n", "\n"]
+    assert pieces("é") == ["<0xC3>", "<0xA9>"]
+    assert pieces("") == []
+
+
+def small_model(layers: int = 2, window: int = 4) -> Gemma:
+    """Make a model of width 32, 2 heads of 16 on one key head, MLPs of 128 and 300 pieces."""
+    draw = torch.Generator().manual_seed(6)
+
+    def weight(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw) / math.sqrt(sizes[-1])
+
+    def layer(number: int) -> Layer:
+        names = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
+        last = number == layers - 1
+        return Layer(
+            **{name: 1 + weight(32) for name in names},
+            **{name: 1 + weight(16) for name in ("q_norm", "k_norm")},
+            q=weight(32, 32),
+            k=weight(16, 32),
+            v=weight(16, 32),
+            out=weight(32, 32),
+            mlp=GatedMLP(weight(128, 32), weight(128, 32), weight(32, 128), "gelu_tanh"),
+            window=None if last else window,
+            base=1e6 if last else 1e4,
+        )
+
+    return Gemma(weight(300, 32), [layer(number) for number in range(layers)], 1 + weight(32))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_attention_is_its_definition_token_by_token(number: int) -> None:
+    layer = small_model().layers[number]
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(7))
+
+    def normed(v: Tensor, weight: Tensor) -> Tensor:
+        return v / (v.square().mean() + 1e-6).sqrt() * weight
+
+    def turned(v: Tensor, place: int) -> Tensor:
+        waves = torch.complex(v[:8].double(), v[8:].double())
+        angles = place * layer.base ** -(torch.arange(8) / 8).double()
+        turn = torch.polar(torch.ones_like(angles), angles)
+        return torch.cat(((waves * turn).real, (waves * turn).imag)).float()
+
+    rows = [normed(row, layer.attention_norm) for row in x[0]]
+    keys = [turned(normed(layer.k @ row, layer.k_norm), place) for place, row in enumerate(rows)]
+    for place, row in enumerate(rows):
+        first = 0 if layer.window is None else max(place - layer.window + 1, 0)
+        mixed = []
+        for query in (layer.q @ row).split(16):
+            query = turned(normed(query, layer.q_norm), place)
+            scores = torch.stack([query @ key / 4 for key in keys[first : place + 1]])
+            values = torch.stack([layer.v @ row for row in rows[first : place + 1]])
+            mixed.append(scores.softmax(0) @ values)
+        expected = x[0, place] + normed(layer.out @ torch.cat(mixed), layer.post_attention_norm)
+        torch.testing.assert_close(layer.attend(x)[0, place], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_is_pruned_layer_by_layer_and_all_dense_changes_nothing() -> None:
+    model = small_model()
+    tokens = torch.randint(300, (5, 48), generator=torch.Generator().manual_seed(8))
+    seen, unseen = tokens[:4], tokens[4:]
+    whole = prune_model(model, Recipe("spensegpt", 1.0, "scored"), seen, unseen)
+    assert whole.loss == pytest.approx(dense_loss(model, unseen), rel=1e-5)
+    half = prune_model(model, Recipe("spensegpt", 0.5, "scored"), seen, unseen)
+    assert [layer.dense for layer in half.layers] == [64, 64]
+    pure = prune_model(model, Recipe("spensegpt", 0.0), seen, unseen)
+    assert all(0 < layer["output"] < 1 for layer in pure.errors)
+    assert pure.loss != whole.loss
+
+
+def test_contexts_begin_alike_and_the_held_out_ones_come_after() -> None:
+    seen, unseen = contexts(range(10, 10 + 4 * 1023), begin=2, calibration=2)
+    assert (seen.shape, unseen.shape) == ((2, 1024), (1, 1024))
+    assert seen[:, 0].tolist() == [2, 2]
+    assert seen[1, 1] == 10 + 1023
+    assert unseen[0, -1] == 10 + 3 * 1023 - 1
+    with pytest.raises(SuiteError, match=r"text: expected at least 3069 tokens.*found 3000"):
+        contexts(range(3000), begin=2, calibration=2)
+
+
+def test_the_reference_has_no_paragraph_twice() -> None:
+    paragraphs = python_reference().split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs)) > 1000
+
+
+def sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["sparsebench", "prune", *map(str, arguments)])
+    return cli.main()
+
+
+@pytest.fixture
+def files(tmp_path: Path, mlp: GatedMLP, x: Tensor) -> tuple[Path, Path]:
+    weights, activations = tmp_path / "weights.safetensors", tmp_path / "x.safetensors"
+    save_file({"g": mlp.gate, "u": mlp.up, "d": mlp.down}, weights)
+    save_file({"x": x}, activations)
+    return weights, activations
+
+
+def test_the_command_prunes_an_mlp_of_a_file(
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    mlp: GatedMLP,
+    x: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights, activations = files
+    given = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
+    out = tmp_path / "pruned.safetensors"
+    assert sparsebench(monkeypatch, *given, "--out", out, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["calibration"], report["held_out"], report["loss"]) == (1536, 512, None)
+    expected = prune_mlp(mlp, x[:1536], Recipe())
+    with safe_open(out, framework="pt") as file:
+        assert file.metadata() == {"method": "spensegpt", "region": "scored", "dense": "128"}
+        assert torch.equal(file.get_tensor("g"), expected.mlp.gate)
+        assert torch.equal(file.get_tensor("d"), expected.mlp.down)
+        assert torch.equal(file.get_tensor("permutation"), expected.permutation)
+    lists = "--method", "magnitude,wanda", "--dense", "0,0.5"
+    assert sparsebench(monkeypatch, *given, *lists) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].strip() == "1536 tokens to calibrate on, 512 held out"
+    assert [line.split()[:4] for line in shown[2:]] == [
+        ["magnitude", "scored", "0", "50.0%"],
+        ["magnitude", "scored", "0.5", "25.0%"],
+        ["wanda", "scored", "0", "50.0%"],
+        ["wanda", "scored", "0.5", "25.0%"],
+    ]
+
+
+def test_the_command_prunes_a_linear_layer(
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights, activations = files
+    out = tmp_path / "pruned.safetensors"
+    given = "--tensors", "g", "--calibration", activations, "--split", "rows", "--device", "cpu"
+    assert sparsebench(monkeypatch, weights, *given, "--method", "wanda", "--out", out) == 0
+    assert "output" in capsys.readouterr().out
+    with safe_open(out, framework="pt") as file:
+        assert is_two_four(file.get_tensor("g")[:128])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tensors", "g,u"], "expected three tensors (gate, up, down) or one"),
+        (["--tensors", "g,u,e"], "expected a tensor 'e'"),
+        (["--tensors", "g,u,d", "--dense", "half"], "expected fractions such as 0,0.5"),
+        (
+            ["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"],
+            "expected one recipe for one file",
+        ),
+        (["--tensors", "g,u,d", "--method", "wand"], "did you mean wanda?"),
+        (["--tensors", "g,u,d", "--out", "/nowhere/y"], "expected a folder to write into"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    files: tuple[Path, Path],
+    more: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights, activations = files
+    more = [*more, "--calibration", str(activations), "--device", "cpu"]
+    assert sparsebench(monkeypatch, weights, *more) == cli.BAD_INPUT
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def write_gguf(path: Path, model: Gemma, architecture: str = "gemma3") -> None:
+    """Write a model as llama.cpp names its parts; its pieces are bytes and single characters."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf, which is optional")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(len(model.layers))
+    writer.add_sliding_window(model.layers[0].window)
+    writer.add_rope_freq_base(model.layers[-1].base)
+    writer.add_bos_token_id(2)
+    letters = [chr(97 + i) for i in range(26)] + list("▁\n.,*:=-()'\"")
+    pieces = [f"<0x{i:02X}>" for i in range(256)] + letters
+    pieces += [f"<unused{i}>" for i in range(300 - len(pieces))]
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 300)
+    writer.add_token_types([6] * 256 + [1] * len(letters) + [5] * (44 - len(letters)))
+
+    def add(name: str, weight: Tensor) -> None:
+        writer.add_tensor(f"{name}.weight", np.ascontiguousarray(weight.numpy()))
+
+    add("token_embd", model.embedding)
+    add("output_norm", model.norm)
+    for number, layer in enumerate(model.layers):
+        parts = {"attn_norm": layer.attention_norm, "attn_q": layer.q, "attn_k": layer.k}
+        parts |= {"attn_v": layer.v, "attn_q_norm": layer.q_norm, "attn_k_norm": layer.k_norm}
+        parts |= {"attn_output": layer.out, "post_attention_norm": layer.post_attention_norm}
+        parts |= {"ffn_norm": layer.mlp_norm, "post_ffw_norm": layer.post_mlp_norm}
+        parts |= {"ffn_gate": layer.mlp.gate, "ffn_up": layer.mlp.up, "ffn_down": layer.mlp.down}
+        for name, weight in parts.items():
+            add(f"blk.{number}.{name}", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_model_is_read_from_gguf_and_pruned_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path, out = small_model(6), tmp_path / "small.gguf", tmp_path / "pruned.safetensors"
+    write_gguf(path, model)
+    found = read(path, torch.device("cpu"))
+    assert [layer.window for layer in found.model.layers] == [4] * 5 + [None]
+    tokens = torch.tensor([[2, *found.tokenizer.encode("a small model")]])
+    assert dense_loss(found.model, tokens) == pytest.approx(dense_loss(model, tokens), rel=1e-5)
+    given = path, "--tokens", 1024, "--method", "wanda", "--dense", 0, "--device", "cpu"
+    assert sparsebench(monkeypatch, *given, "--out", out) == 0
+    assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("loss (nats)")
+    with safe_open(out, framework="pt") as file:
+        assert is_two_four(file.get_tensor("blk.5.ffn_down.weight"))
+        assert len(file.get_tensor("blk.5.permutation")) == 128
+
+
+def test_another_architecture_and_a_broken_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    write_gguf(path, small_model(), "llama")
+    with pytest.raises(SuiteError, match="expected a model of architecture gemma3, found llama"):
+        read(path, torch.device("cpu"))
+    path.write_bytes(b"no such thing")
+    with pytest.raises(SuiteError, match="expected a GGUF file"):
+        read(path, torch.device("cpu"))
+
+
+def test_without_the_package_gguf_the_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(SuiteError, match="expected the package gguf"):
+        read(tmp_path / "model.gguf", torch.device("cpu"))
