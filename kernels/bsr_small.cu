@@ -84,7 +84,7 @@ __device__ __forceinline__ uint4 read(u32 from) {
 }
 
 // Left to itself ptxas computes an address anew at every step, and waits for the CTA's number.
-__device__ __forceinline__ u32 held(u32 v) {
+__device__ __forceinline__ u32 pinned(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
@@ -260,8 +260,8 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
   __shared__ uint4 notes[SLOTS * (1 + WARPGROUPS)];
   __shared__ u64 full[SLOTS], empty[SLOTS];
   const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
-  Ring ring{held(tiles), held(address_of(notes)), held(address_of(full)), held(address_of(empty)),
-            0, 0};
+  Ring ring{pinned(tiles), pinned(address_of(notes)), pinned(address_of(full)),
+            pinned(address_of(empty)), 0, 0};
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; i++) {
       init(ring.full + 8 * i, 4);                // the producer warps
