@@ -95,16 +95,16 @@ def _work(problem: Problem) -> Work:
     full = {name: size[name] for name in op.weights}
     part = {name: 1 - level(problem.fields, op.operands[name].shape) for name in full}
     kept = {name: round(part[name] * full[name]) for name in full}
-    read = sum((size | kept)[name] for name in op.arguments)
-    fewest_bytes = op.fewest_bytes(problem, kept, itemsize)
+    written = {name: kept[name] if name == op.pattern else 0 for name in kept}
+    taken = sum(size[name] for name in op.activations)
     return Work(
         sparsity=1 - sum(kept.values()) / sum(full.values()),
         nnz=sum(kept.values()),
         flops=op.flops(problem, kept),
         dense_flops=op.flops(problem, full),
-        fewest_bytes=fewest_bytes,
+        fewest_bytes=op.fewest_bytes(problem, kept, itemsize),
         dense_bytes=itemsize * sum(full.values()),
-        output_bytes=fewest_bytes - itemsize * read,
+        output_bytes=op.fewest_bytes(problem, written, itemsize) - itemsize * taken,
     )
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -82,6 +82,21 @@ def test_a_definition_keeps_the_dtype_and_a_spread_the_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_a_definition_that_takes_fp8_gives_bf16_of_sums_in_fp32(name: str) -> None:
+    op = load_op(name)
+    if "fp8" in get_args(op.fields.model_fields["dtype"].annotation):
+        operands = drawn(name, torch.float8_e4m3fn)
+        single = {name: tensor.float() for name, tensor in operands.items()}
+        run = settled(name, op.definition)
+        assert torch.equal(run(**operands), run(**single).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["linear_dgrad", "linear_wgrad"])
+def test_gradients_have_no_fp8(name: str) -> None:
+    assert "fp8" not in get_args(load_op(name).fields.model_fields["dtype"].annotation)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_a_spread_is_finite_not_negative_and_zero_only_without_terms(name: str) -> None:
     op, operands = load_op(name), drawn(name)
     found = settled(name, op.spread)(**operands)
@@ -105,7 +120,7 @@ def test_rounding_errors_are_of_the_size_of_the_spread(name: str, dtype: torch.d
 @pytest.mark.parametrize("name", OPS)
 def test_dense_work_is_the_most_and_grows_with_the_non_zeros(name: str) -> None:
     op = load_op(name)
-    problem = Problem(name, SIZES)
+    problem = Problem(name, {**SIZES, "dtype": "bf16"})
     full = {w: SIZES[op.operands[w].shape[0]] * SIZES[op.operands[w].shape[1]] for w in op.weights}
     none = dict.fromkeys(full, 0)
     assert op.flops(problem, full) > op.flops(problem, none) == 0
@@ -148,9 +163,11 @@ def test_the_spread_of_ffn_is_that_of_random_rounding(activation: str) -> None:
 
 
 def test_the_work_of_linear_by_hand() -> None:
-    op, problem = load_op("linear"), Problem("linear", SIZES)
+    op, problem = load_op("linear"), Problem("linear", {**SIZES, "dtype": "bf16"})
     assert op.flops(problem, {"w": 7}) == 2 * 3 * 7
     assert op.fewest_bytes(problem, {"w": 7}, 2) == 2 * (7 + 3 * 5 + 3 * 6)
+    fp8 = Problem("linear", {**SIZES, "dtype": "fp8"})
+    assert op.fewest_bytes(fp8, {"w": 7}, 1) == 7 + 3 * 5 + 2 * 3 * 6
 
 
 def test_the_work_of_ffn_by_hand() -> None:

@@ -16,6 +16,7 @@ from sparsebench.harness.ceilings import Ceilings
 from sparsebench.harness.entry import Order
 from sparsebench.harness.measure import Flags, measure
 from sparsebench.harness.sim_clock import Spec, call_us, read, samples
+from sparsebench.harness.sim_contest import _work
 from sparsebench.harness.sim_contest import run as run_contest
 from sparsebench.harness.suite import read as read_suite
 from sparsebench.results import store
@@ -280,6 +281,45 @@ def test_the_work_of_a_case_is_counted_by_hand() -> None:
     assert set(dense.samples_us) == {round(2 * (4096 * 4096 + tokens + tokens) / 1e6, 3)}
     assert sparse.bound_us == pytest.approx(2 * (kept + tokens) / 1e6)  # the output stays in L2
     assert sparse.bound_by == "memory"
+
+
+@pytest.mark.parametrize(
+    ("op", "output"),
+    [("ffn", 8 * 32), ("mlp", 8 * 32), ("linear", 8 * 64), ("linear_dgrad", 8 * 32)],
+)
+def test_an_output_is_as_large_as_it_is_whatever_is_read(op: str, output: int) -> None:
+    sizes = {"m": 8, "n": 64, "k": 32, "dtype": "bf16"}
+    dense = {"pattern": "dense", "sparsity": 0.0, "block": 1}
+    active = {"activation": "relu", "active": 2.0, "skew": "iid"}
+    fields = dense | (active if op in ("ffn", "mlp") else {})
+    assert _work(Problem(op, sizes | fields)).output_bytes == 2 * output
+
+
+def test_the_output_of_a_weight_gradient_is_what_its_pattern_stores() -> None:
+    fields = {"m": 8, "n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "block": 16}
+    problem = Problem("linear_wgrad", {**fields, "sparsity": 0.5})
+    assert _work(problem).output_bytes == 2 * 32 * 64 / 2
+
+
+def test_few_active_units_are_not_faster_than_light(tmp_path: Path) -> None:
+    """Bytes leave out weights of units that are off: less the operands, they are no output."""
+    path = tmp_path / "active.yaml"
+    path.write_text("""
+schema: sparsebench/suite@1
+title: Active
+problems:
+  - {op: ffn, n: 5632, k: 2048, m: [1, 4096], dtype: bf16, activation: relu, active: [8, 600]}
+  - {op: mlp, n: 8192, k: 2048, m: [1, 4096], dtype: bf16, activation: relu, active: 8}
+contenders:
+  - {op: ffn, format: dense, kernel: ffn_sparse}
+  - {op: mlp, format: dense, kernel: mlp_sparse}
+baselines:
+  - {format: dense, kernel: cublas}
+""")
+    found = store.rows(
+        measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "r", None)
+    )
+    assert {row.status for row in found} == {Status.OK}
 
 
 def test_a_call_takes_the_largest_of_three_over_its_efficiency() -> None:

@@ -3,21 +3,24 @@
 m tokens, k model width, n hidden units; Wg and Wu [n, k] and Wd [k, n] are the sparse operands.
 
     activation  silu  z / (1 + exp(-z))      relu  max(z, 0)      relu2  max(z, 0)²
+
+With `active`, so many units a token are on, and only those count as work: the sparse operand is
+then h = act(X @ Wg.T), which no format stores (_active.py).
 """
 
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
 from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn.functional import linear, relu, silu
 
-from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
+from sparsebench.harness.ops._active import ActiveFields, adjust, share, share_of_any
+from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.results.record import Problem
 
 
-class FfnFields(Fields):
+class FfnFields(ActiveFields):
     """A problem of this op; n is the hidden width.
 
     No tf32: operands cut off at 10 bits, in two products after one another, shift Y by up to
@@ -33,7 +36,7 @@ class FfnFields(Fields):
 
 def definition(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
     """Wg and Wu [n, k], Wd [k, n], X [m, k] to Y [m, k]."""
-    return linear(_act(linear(x, wg), activation) * linear(x, wu), wd)
+    return linear(act_of(linear(x, wg), activation) * linear(x, wu), wd)
 
 
 def spread(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
@@ -45,7 +48,7 @@ def spread(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) ->
     """
     g, u = linear(x, wg), linear(x, wu)
     var_g, var_u = linear(x.square(), wg.square()), linear(x.square(), wu.square())
-    act, slope = _act(g, activation), _slope(g, activation)
+    act, slope = act_of(g, activation), slope_of(g, var_g, activation)
     h2 = (act * u).square()
     var_h = (slope * u).square() * var_g + act.square() * var_u + h2
     return linear(var_h + h2, wd.square()).sqrt()
@@ -57,17 +60,26 @@ def depth(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a token and non-zero; the n activations count for nothing."""
-    return float(2 * problem["m"] * sum(nnz.values()))
+    """Return one multiply and one add a token and non-zero; the n activations count for nothing.
+
+    Of Wu and Wd, what units that are on multiply.
+    """
+    multiplied = nnz["wg"] + share(problem) * (nnz["wu"] + nnz["wd"])
+    return float(2 * problem["m"] * multiplied)
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of all non-zeros, X and Y; the hidden units need never leave the chip."""
+    """Return the bytes of X, Y and the non-zeros; the hidden units need never leave the chip.
+
+    Of Wu and Wd, what belongs to units that are on for any token.
+    """
     m, k = problem["m"], problem["k"]
-    return int(itemsize * (sum(nnz.values()) + 2 * m * k))
+    read = nnz["wg"] + share_of_any(problem) * (nnz["wu"] + nnz["wd"])
+    return int(itemsize * (read + 2 * m * k))
 
 
-def _act(z: Tensor, activation: str) -> Tensor:
+def act_of(z: Tensor, activation: str) -> Tensor:
+    """Return act(z)."""
     match activation:
         case "silu":
             return silu(z)
@@ -77,14 +89,17 @@ def _act(z: Tensor, activation: str) -> Tensor:
             return relu(z).square()
 
 
-def _slope(z: Tensor, activation: str) -> Tensor:
-    """Return act'(z); relu's is 1 on both sides, since a rounding may take z across."""
+def slope_of(z: Tensor, variance: Tensor, activation: str) -> Tensor:
+    """Return act'(z); relu's is 1 somewhat below zero, too, since a rounding may take z across.
+
+    `variance` is that of z: a right z is within 8 eps of its root (check.py), in bf16 a 16th.
+    """
     match activation:
         case "silu":
             s = z.sigmoid()
             return s * (1 + z * (1 - s))
         case "relu":
-            return torch.ones_like(z)
+            return (z > -variance.sqrt() / 16).to(z.dtype)
         case _:
             return 2 * relu(z)
 
@@ -102,4 +117,5 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
 )

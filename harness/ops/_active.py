@@ -1,0 +1,114 @@
+"""Hidden units that are seldom on: operands by which `active` of n are, in the mean of tokens.
+
+    g[t, j]  =  sum over i > 0 of x[t, i] w[j, i]  +  b[j]         x[t, 0] = 1,  w[j, 0] = b[j]
+
+    b[j] = -c[j] s, s the sum's standard deviation: P(g > 0) = Q(c[j]) = p[j], the normal tail
+
+    skew         p[j]                   tokens
+    iid          active / n             independent
+    zipf         q / (q + rank[j])      independent; Zipf and Mandelbrot's law, ranks by a hash
+    correlated   active / n             in sequences: x = z + e / 2, z being its sequence's
+
+So the sparsity is in dense weights, as training leaves it there, and a kernel finds it anew at
+every call. Biases are rounded to the dtype, by which bf16 moves a mean by up to 3 %. Independent
+tokens share units by chance alone, which is a kernel's worst case. Gates of a sequence's tokens
+correlate by 4/5: where 0.5 % of the units are on, 40 % of a token's are another's, too.
+"""
+
+import math
+from functools import cache
+from statistics import NormalDist
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from sparsebench.harness.bits import fill, scores
+from sparsebench.harness.ops._op import Fields
+from sparsebench.results.record import Problem
+
+SEQUENCE = 128  # tokens
+DEVIATION = 0.8819  # of what bits.fill draws at a scale of UNIT
+CPU = torch.device("cpu")
+
+Skew = Literal["iid", "zipf", "correlated"]
+
+
+class ActiveFields(Fields):
+    """How many units are on for a token, on average; None leaves it to chance."""
+
+    active: float | None = Field(default=None, gt=0)
+    skew: Skew = "iid"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Refuse what the biases cannot bring about."""
+        fields = self.model_dump()
+        if self.active is None:
+            _expect(self.skew == "iid", "active where there is a skew", "none")
+            return self
+        activation, n = fields["activation"], fields["n"]
+        _expect(activation != "silu", "activation relu or relu2 where active is given", activation)
+        _expect(self.pattern == "dense", "pattern dense where active is given", self.pattern)
+        _expect(self.active < n, f"active below n, {n}", self.active)
+        return self
+
+
+def _expect(condition: bool, expected: str, found: object) -> None:
+    if not condition:
+        raise ValueError(f"{expected}, not {found}")
+
+
+def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -> None:
+    """Put the biases into column 0 of the weight `gate`, and 1 into that of x; make sequences."""
+    if problem.fields.get("active") is None or name not in (gate, "x"):
+        return
+    if name == "x":
+        if problem["skew"] == "correlated":
+            own = operand.new_empty(-(-len(operand) // SEQUENCE), operand.shape[1])
+            fill(own, problem.seed, "x of sequences", draw)
+            operand.mul_(0.5).add_(own.repeat_interleave(SEQUENCE, 0)[: len(operand)])
+        operand[:, 0] = 1
+    else:
+        operand[:, 0] = biases(problem).to(operand.dtype).to(operand.device)
+
+
+def biases(problem: Problem) -> Tensor:
+    """Return fp64 [n]."""
+    n, k = problem["n"], problem["k"]
+    of_x = DEVIATION * (1.25 if problem["skew"] == "correlated" else 1) ** 0.5
+    of_w = DEVIATION * 2.0 ** -round(math.log2(k) / 2)  # operands.py's scale
+    s = of_x * of_w * (k - 1) ** 0.5
+    quantile = NormalDist().inv_cdf
+    by_rank = [quantile(p) * s for p in probabilities(problem["active"], n, problem["skew"])]
+    rank = scores(problem.seed, "rank of units", n, CPU).argsort(stable=True).argsort()
+    return torch.tensor(by_rank, dtype=torch.float64)[rank]
+
+
+@cache
+def probabilities(active: float, n: int, skew: Skew) -> tuple[float, ...]:
+    """Return how often each unit is on, the most frequent one first."""
+    if skew != "zipf":
+        return (active / n,) * n
+    low, high = 0.0, float(n) * n  # q, by bisection: at n² all units are on
+    for _ in range(60):
+        q = (low + high) / 2
+        low, high = (q, high) if sum(q / (q + r) for r in range(1, n + 1)) < active else (low, q)
+    return tuple(low / (low + r) for r in range(1, n + 1))
+
+
+def share(problem: Problem) -> float:
+    """Return the part of the units that is on for a token; 1 where that is left to chance."""
+    active = problem.fields.get("active")
+    return 1.0 if active is None else float(active / problem["n"])
+
+
+def share_of_any(problem: Problem) -> float:
+    """Return the part that is on for any token, at least: tokens of a sequence count as one."""
+    if problem.fields.get("active") is None:
+        return 1.0
+    n, skew = problem["n"], problem["skew"]
+    tokens = -(-problem["m"] // SEQUENCE) if skew == "correlated" else problem["m"]
+    any_on = sum(1 - (1 - p) ** tokens for p in probabilities(problem["active"], n, skew))
+    return float(any_on / n)

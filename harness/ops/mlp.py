@@ -1,0 +1,63 @@
+"""Feed-forward layer without a gate: Y[m, k] = act(X @ Wu.T) @ Wd.T, X[m, k].
+
+m tokens, k model width, n hidden units; Wu [n, k] and Wd [k, n] are the sparse operands.
+
+    activation  silu  z / (1 + exp(-z))      relu  max(z, 0)      relu2  max(z, 0)²
+
+With `active`, so many units a token are on, and of Wd only those count as work (_active.py).
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sparsebench.harness.ops._active import adjust, share, share_of_any
+from sparsebench.harness.ops._op import Op, Operand, longest_row
+from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
+from sparsebench.results.record import Problem
+
+
+def definition(wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
+    """Wu [n, k], Wd [k, n], X [m, k] to Y [m, k]."""
+    return linear(act_of(linear(x, wu), activation), wd)
+
+
+def spread(wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
+    """Carry the spread of u through h = act(u), and that of h through Wd (see ffn.py)."""
+    u, var_u = linear(x, wu), linear(x.square(), wu.square())
+    h2 = act_of(u, activation).square()
+    var_h = slope_of(u, var_u, activation).square() * var_u + h2
+    return linear(var_h + h2, wd.square()).sqrt()
+
+
+def depth(wu: Tensor, wd: Tensor, x: Tensor) -> int:
+    """Return the most non-zeros in a row of a weight."""
+    return longest_row(wu, wd)
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add a token and non-zero; of Wd, those of units that are on."""
+    return float(2 * problem["m"] * (nnz["wu"] + share(problem) * nnz["wd"]))
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of X, Y and the non-zeros; of Wd, those of units on for any token."""
+    read = nnz["wu"] + share_of_any(problem) * nnz["wd"]
+    return int(itemsize * (read + 2 * problem["m"] * problem["k"]))
+
+
+OP = Op(
+    fields=FfnFields,
+    operands={
+        "wu": Operand("weight", ("n", "k")),
+        "wd": Operand("weight", ("k", "n")),
+        "x": Operand("activation", ("m", "k")),
+    },
+    definition=definition,
+    spread=spread,
+    depth=depth,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+    adjust=lambda problem, name, operand, draw: adjust(problem, "wu", name, operand, draw),
+)

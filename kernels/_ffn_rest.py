@@ -1,0 +1,159 @@
+"""Dense products, in Triton, of those groups of tokens that a kernel of sparse ones has left.
+
+    left   int32 [2]        how many groups there are, and how many programs are through with them
+    heavy  int32 [groups]   their numbers, in any order; a group is `most` tokens
+
+                          FEATURES
+            group 7    +-----------+
+    TOKENS  group 2    |   tile    |        H[t] = act(G[t]) * (X[t] @ Wu.T)    over G, in place
+            group 31   |           |        Y[t] = H[t] @ Wd.T
+            ...        +-----------+
+
+Tiles of X come through pointers, a row at a time, or, where all groups are left, as boxes (TMA). A
+program stays and takes one tile after the other; where no group is left, all end at once. That
+is what the host's not knowing costs: two launches of a program an SM. The sums of a row do not
+depend on the rows beside it, so that the order of `heavy` does not show. The last program of the
+last product sets both counts back to zero, for the next call. Without a gate of its own, H is
+act(G), and there is one product.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.kernels._triton import SMALLEST_TILE, Program, box, options
+
+BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
+DEPTH, STAGES = 64, 4
+
+Kind = Literal["gated", "plain", "activated"]
+"""Of a product: times act(what is in its output), as it is, of act(its left operand)."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left, on the device: `most` tokens a group; and the programs to multiply it by."""
+
+    left: Tensor
+    heavy: Tensor
+    most: int
+    programs: int
+
+
+def rest_of(m: int, most: int, programs: int, device: torch.device) -> Rest:
+    """Return an empty rest of m tokens."""
+    left = torch.zeros(2, dtype=torch.int32, device=device)
+    heavy = torch.zeros(-(-m // most), dtype=torch.int32, device=device)
+    return Rest(left, heavy, most, programs)
+
+
+def products(
+    x: Tensor, g: Tensor, wu: Tensor | None, wd: Tensor, y: Tensor, rest: Rest, *, squared: bool
+) -> list[Program]:
+    """Return the programs of H, over the gates g [m, n], and of Y; relu squared, or relu.
+
+    Without wu, H is act(G), made on the way into the product.
+    """
+    if wu is None:
+        return [_program(g, wd, y, rest, "activated", squared)]
+    return [_program(x, wu, g, rest, "gated", squared), _program(g, wd, y, rest, "plain", squared)]
+
+
+def _program(x: Tensor, w: Tensor, out: Tensor, rest: Rest, kind: Kind, squared: bool) -> Program:
+    (m, k), n = x.shape, len(w)
+    tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
+    features = 128 if m > 1024 else 64 if m > 64 else 32
+    warps = 8 if features == 128 else 4
+    constants = {
+        "TOKENS": tokens,
+        "FEATURES": features,
+        "DEPTH": DEPTH,
+        "BAND": BAND,
+        "STAGES": STAGES,
+        "KIND": kind,
+        "SQUARED": squared,
+    }
+    boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
+    args = (x, *boxes, out, rest.heavy, rest.left, m, n, k, rest.most)
+    compiled = constants | options(warps, "pointers")
+    return Program(_multiply, (rest.programs,), args, compiled, out)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    on = tl.where(z <= 0, 0.0, z)  # NaN stays
+    return on * on if SQUARED else on
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    x,
+    boxes,
+    w,
+    out,
+    heavy,
+    left,
+    m,
+    n,
+    k,
+    most,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SQUARED: tl.constexpr,
+):
+    count = tl.load(left)
+    if count > 0:
+        features = tl.arange(0, FEATURES)
+        lanes = tl.arange(0, DEPTH)
+        whole = count * most >= m  # nothing was sparse: rows as they are, by TMA
+        token_tiles = tl.cdiv(count * most, TOKENS)
+        feature_tiles = tl.cdiv(n, FEATURES)
+        for tile in range(tl.program_id(0), token_tiles * feature_tiles, tl.num_programs(0)):
+            band = tile // (BAND * feature_tiles)
+            height = tl.minimum(BAND, token_tiles - band * BAND)
+            inner = tile - band * BAND * feature_tiles
+            feature = inner // height * FEATURES
+            token = (band * BAND + inner % height) * TOKENS
+            slots = token + tl.arange(0, TOKENS)
+            place = slots // most
+            rows = tl.load(heavy + place, place < count, 0) * most + slots % most
+            rows = tl.where(whole, slots, rows)
+            there = ((place < count) & (rows < m))[:, None]
+            rows = rows.to(tl.int64)[:, None]
+
+            total = tl.zeros((TOKENS, FEATURES), tl.float32)
+            if whole:
+                for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
+                    x_tile = boxes.load([token, depth])
+                    if KIND == "activated":
+                        x_tile = _act(x_tile.to(tl.float32), SQUARED).to(x_tile.dtype)
+                    w_tile = w.load([feature, depth])
+                    total = tl.dot(x_tile, w_tile.T, total)
+            else:
+                for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
+                    inside = (lanes < k - depth)[None, :]
+                    x_tile = tl.load(x + rows * k + (depth + lanes)[None, :], there & inside, 0.0)
+                    if KIND == "activated":
+                        x_tile = _act(x_tile.to(tl.float32), SQUARED).to(x_tile.dtype)
+                    w_tile = w.load([feature, depth])
+                    total = tl.dot(x_tile, w_tile.T, total)
+
+            out_at = out + rows * n + (feature + features)[None, :]
+            mask = there & (features < n - feature)[None, :]
+            if KIND == "gated":
+                total *= _act(tl.load(out_at, mask, 0.0).to(tl.float32), SQUARED)
+            tl.store(out_at, total.to(out.dtype.element_ty), mask)
+        if KIND != "gated":
+            tl.debug_barrier()  # all warps have read the count: it may change
+            through = tl.atomic_add(left + 1, 1)
+            if through == tl.num_programs(0) - 1:
+                tl.store(left, 0)
+                tl.store(left + 1, 0)

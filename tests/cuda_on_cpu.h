@@ -1,0 +1,159 @@
+// Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster is a fiber; they take
+// turns, in another order each round, and change at whatever threads of a GPU wait for each other.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using std::min;
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __cluster_dims__(n)
+#define __launch_bounds__(...)
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+static struct { int x; } threadIdx;
+
+template <class T> T __ldg(const T* p) { return *p; }
+static u32 __byte_perm(u32 a, u32 b, u32 how) {
+  const u64 both = a | (u64)b << 32;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) out |= (u32)(both >> 8 * (how >> 4 * i & 7) & 0xff) << 8 * i;
+  return out;
+}
+static int atomicAdd(int* p, int v) { return (*p += v) - v; }
+
+// ---- threads ----
+
+struct Meeting { int arrived = 0, round = 0; };
+struct Cta { std::vector<char> dynamic, fixed; Meeting all, warps[32]; u32 words[1024][6]; };
+struct Fiber { ucontext_t context; std::vector<char> stack; int cta, thread; bool done; };
+static std::vector<Cta> ctas;
+static std::vector<Fiber> fibers;
+static Meeting cluster;
+static Fiber* now;
+static ucontext_t home;
+static int first, threads;
+static void (*body)();
+
+static void meet(Meeting& m, int count) {
+  const int round = m.round;
+  if (++m.arrived == count) m.arrived = 0, m.round++;
+  while (m.round == round) {
+    Fiber* me = now;
+    swapcontext(&me->context, &home);
+  }
+}
+static Cta& mine() { return ctas[now->cta]; }
+static int lane() { return now->thread % 32; }
+static u32 (*warp())[6] { return mine().words + now->thread / 32 * 32; }
+static void warp_in_step() { meet(mine().warps[now->thread / 32], 32); }
+static void __syncwarp() { warp_in_step(); }
+static void __syncthreads() { meet(mine().all, threads); }
+static void cluster_in_step() { meet(cluster, (int)fibers.size()); }
+static int cta_number() { return first + now->cta; }
+static char* dynamic_shared() { return mine().dynamic.data(); }
+static char* fixed_shared() { return mine().fixed.data(); }
+
+static void enter() {
+  body();
+  now->done = true;
+  swapcontext(&now->context, &home);
+}
+static void run_cluster(int size, size_t bytes) {
+  ctas.assign(size, Cta{});
+  for (Cta& c : ctas) c.dynamic.assign(bytes, 0x7f), c.fixed.assign(1 << 15, 0x7f);  // NaN
+  fibers = std::vector<Fiber>((size_t)size * threads);
+  for (size_t i = 0; i < fibers.size(); i++) {
+    Fiber& f = fibers[i];
+    f.cta = i / threads, f.thread = i % threads, f.done = false, f.stack.resize(1 << 15);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.context, enter, 0);
+  }
+  const size_t count = fibers.size();
+  for (size_t left = count, round = 0; left; round++) {
+    if (round == 1 << 20) std::fprintf(stderr, "threads wait for ever\n"), std::abort();
+    for (size_t i = 0; i < count; i++) {
+      const size_t turn = (i + round * 37) % count;
+      now = &fibers[round % 2 ? turn : count - 1 - turn];
+      threadIdx.x = now->thread;
+      if (!now->done) swapcontext(&home, &now->context), left -= now->done;
+    }
+  }
+}
+static void launch(int grid, int threads_of_cta, int cluster_size, size_t bytes, void (*kernel)()) {
+  body = kernel, threads = threads_of_cta;
+  for (first = 0; first < grid; first += cluster_size) run_cluster(cluster_size, bytes);
+}
+
+// ---- instructions ----
+
+static int __shfl_up_sync(u32, int value, int by) {
+  warp()[lane()][0] = value;
+  warp_in_step();
+  const int got = warp()[lane() >= by ? lane() - by : lane()][0];
+  warp_in_step();
+  return got;
+}
+static float wide(unsigned short bits) {
+  float f;
+#if FP16
+  _Float16 h;
+  std::memcpy(&h, &bits, 2), f = h;
+#else
+  const u32 word = (u32)bits << 16;
+  std::memcpy(&f, &word, 4);
+#endif
+  return f;
+}
+static u32 narrow(float f) {
+#if FP16
+  const _Float16 h = f;
+  unsigned short bits;
+  std::memcpy(&bits, &h, 2);
+  return bits;
+#else
+  u32 bits;
+  std::memcpy(&bits, &f, 4);
+  return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#endif
+}
+static u32 pair_of(float low, float high) { return narrow(low) | narrow(high) << 16; }
+static u32 on(u32 pair) {
+  return (wide(pair & 0xffff) <= 0 ? 0 : 0xffff) | (wide(pair >> 16) <= 0 ? 0 : 0xffff0000);
+}
+// m16n8k16: lane 4 g + t has A[g, g + 8][2 t, 2 t + 1 and + 8], B[2 t, 2 t + 1 and + 8][g] and
+// D[g, g + 8][2 t, 2 t + 1].
+static void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(warp()[lane()], own, sizeof own);
+  warp_in_step();
+  for (int e = 0; e < 4; e++) {
+    const int row = lane() / 4 + e / 2 * 8, column = lane() % 4 * 2 + e % 2;
+    for (int k = 0; k < 16; k++) {
+      const u32 a = warp()[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      const u32 b = warp()[column * 4 + k % 8 / 2][4 + k / 8];
+      d[e] += wide(a >> 16 * (k % 2) & 0xffff) * wide(b >> 16 * (k % 2) & 0xffff);
+    }
+  }
+  warp_in_step();
+}
+template <class T> static T at_same_place(const void* own, int cta) {
+  const char *p = (const char*)own, *base = dynamic_shared();
+  const bool dynamic = p >= base && p < base + mine().dynamic.size();
+  T value;
+  std::memcpy(&value, dynamic ? ctas[cta].dynamic.data() + (p - base)
+                              : ctas[cta].fixed.data() + (p - fixed_shared()), sizeof value);
+  return value;
+}
+static int int_of(const int* own, int cta) { return at_same_place<int>(own, cta); }
+static float4 floats_of(const float* own, int cta) { return at_same_place<float4>(own, cta); }

@@ -1,0 +1,162 @@
+"""Feed-forward layers whose units are seldom on: operands, work and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.operands import DenseOperands, operands, redraw
+from sparsebench.harness.ops._active import SEQUENCE, probabilities, share_of_any
+from sparsebench.harness.suite import read
+from sparsebench.results.record import Problem, Value
+
+CPU = torch.device("cpu")
+M, N, K = 512, 1024, 256
+GATE = {"ffn": "wg", "mlp": "wu"}
+
+
+def problem(op: str = "ffn", **more: Value) -> Problem:
+    fields: dict[str, Value] = {"m": M, "n": N, "k": K, "dtype": "bf16", "activation": "relu"}
+    rest: dict[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
+    return Problem(op, {**fields, **rest, **more})
+
+
+def built(asked: Problem) -> DenseOperands:
+    return operands(asked, load_op(asked.op), CPU, None)
+
+
+def units_on(asked: Problem, drawn: DenseOperands) -> Tensor:
+    """Return bool [m, n]."""
+    gate = drawn.weights[GATE[asked.op]]
+    return drawn.activations["x"].float() @ gate.float().T > 0
+
+
+@pytest.mark.parametrize("op", GATE)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("active", [8.0, 100.0])
+def test_as_many_units_are_on_as_asked_for_at_every_draw(op, dtype, active) -> None:
+    asked = problem(op, dtype=dtype, active=active, skew="iid")
+    drawn = built(asked)
+    for draw in (0, 1):
+        redraw(asked, load_op(op), drawn.activations, draw)
+        assert (drawn.activations["x"][:, 0] == 1).all()
+        assert float(units_on(asked, drawn).sum(1).float().mean()) == pytest.approx(active, rel=0.1)
+
+
+def test_a_few_units_are_on_most_of_the_time_by_zipf() -> None:
+    asked = problem(active=32.0, skew="zipf")
+    often = units_on(asked, built(asked)).float().mean(0).sort(descending=True).values
+    assert float(often.sum()) == pytest.approx(32, rel=0.1)
+    assert often[0] > 0.6
+    assert often[:32].sum() > often[32:].sum() / 2 > 20 * often[N // 2]
+
+
+def test_tokens_of_a_sequence_share_units() -> None:
+    shared = {}
+    for skew in ("iid", "correlated"):
+        asked = problem(active=32.0, skew=skew)
+        on = units_on(asked, built(asked)).float()
+        assert float(on.sum(1).mean()) == pytest.approx(32, rel=0.2)
+        shared[skew] = float((on[:-1] * on[1:]).sum() / on.sum())
+        apart = (on[: M - SEQUENCE] * on[SEQUENCE:]).sum() / on.sum()
+        assert apart < 0.06
+    assert shared["iid"] < 0.06
+    assert shared["correlated"] > 0.4
+
+
+@pytest.mark.parametrize("skew", ["iid", "zipf", "correlated"])
+def test_probabilities_have_the_mean_asked_for(skew) -> None:
+    found = probabilities(29.0, 5632, skew)
+    assert sum(found) == pytest.approx(29)
+    assert list(found) == sorted(found, reverse=True)
+    assert 0 < found[-1] <= found[0] < 1
+
+
+DIGESTS = {
+    "as before": ({}, "3f96aeca17e24fe2"),
+    "iid": ({"active": 32.0, "skew": "iid"}, "1c4dd52eeb5605fb"),
+    "zipf": ({"active": 32.0, "skew": "zipf"}, "3ceac05c7ed041b0"),
+    "correlated": ({"active": 32.0, "skew": "correlated"}, "9277d2ac44ecd51e"),
+}
+
+
+@pytest.mark.parametrize("what", DIGESTS)
+def test_these_bits_never_change(what: str) -> None:
+    fields, digest = DIGESTS[what]
+    assert built(problem(**fields)).digest == digest
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+def test_mlp_is_a_gated_layer_whose_gate_and_up_agree_but_for_a_factor(activation: str) -> None:
+    """With relu, act(z) is relu(z) times 1; with relu2, times relu(z)."""
+    torch.manual_seed(0)
+    wu, wd, x = torch.randn(6, 5), torch.randn(5, 6), torch.randn(3, 5)
+    y = load_op("mlp").definition(wu, wd, x, activation=activation)
+    factor = {"silu": 1 / (1 + (-x @ wu.T).exp()), "relu": (x @ wu.T > 0).float()}
+    factor["relu2"] = (x @ wu.T).relu()
+    torch.testing.assert_close(y, ((x @ wu.T) * factor[activation]) @ wd.T)
+
+
+def test_the_spread_leaves_out_units_that_are_surely_off() -> None:
+    asked = problem(active=8.0, skew="iid", dtype="fp32")
+    drawn = built(asked)
+    exact = {n: t.double() for n, t in {**drawn.weights, **drawn.activations}.items()}
+    spread = load_op("ffn").spread(**exact, activation="relu")
+    y = load_op("ffn").definition(**exact, activation="relu")
+    assert 1 < float(spread.norm() / y.norm()) < 10
+
+
+def test_only_units_that_are_on_are_work() -> None:
+    nnz = {"wg": N * K, "wu": N * K, "wd": N * K}
+    for op, gates in (("ffn", 2), ("mlp", 1)):
+        own = {name: nnz[name] for name in load_op(op).weights}
+        dense, few = problem(op), problem(op, active=N / 4, skew="iid")
+        flops, bytes_ = load_op(op).flops, load_op(op).fewest_bytes
+        assert flops(dense, own) == 2 * M * (1 + gates) * N * K
+        assert flops(few, own) == 2 * M * (1 + gates / 4) * N * K
+        one = Problem(op, {**few.fields, "m": 1})
+        assert bytes_(one, own, 2) == 2 * ((1 + gates / 4) * N * K + 2 * K)
+
+
+def test_units_on_for_any_token_are_a_union() -> None:
+    assert share_of_any(problem(active=64.0, skew="iid")) == pytest.approx(1.0)
+    two = {"active": 64.0, "m": 2}
+    assert share_of_any(problem(**two, skew="iid")) == pytest.approx(2 / 16 - 1 / 256)
+    assert share_of_any(problem(**two, skew="correlated")) == pytest.approx(1 / 16)
+    assert share_of_any(problem(**two, skew="zipf")) < 2 / 16 - 1 / 256
+
+
+SUITE = """
+schema: sparsebench/suite@1
+title: t
+problems:
+  - {op: ffn, m: 1, n: 64, k: 32, dtype: fp32, ACTIVE}
+contenders: [{format: dense, kernel: reference}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("active: 8", "activation relu or relu2 where active is given, not silu"),
+        ("activation: relu, active: 64", "active below n, 64, not 64"),
+        ("activation: relu, active: 0", "greater than 0"),
+        ("activation: relu, skew: zipf", "active where there is a skew, not none"),
+        ("activation: relu, active: 8, pattern: blocks", "pattern dense where active is given"),
+    ],
+)
+def test_what_biases_cannot_bring_about_is_refused(written: str, message: str, tmp_path: Any):
+    path = tmp_path / "s.yaml"
+    path.write_text(SUITE.replace("ACTIVE", written))
+    with pytest.raises(SuiteError, match=message):
+        read(str(path))
+
+
+def test_the_packaged_suite_sweeps_tokens_and_active_units() -> None:
+    problems = [contest.problem for contest in read("ffn").contests]
+    assert {p["active"] for p in problems} == {8, 29, 113, 280, 600}
+    assert {p["m"] for p in problems} >= {1, 131072}
+    assert {p["skew"] for p in problems} == {"iid", "zipf", "correlated"}

@@ -1,0 +1,417 @@
+"""The kernels of the feed-forward layer: on a CPU, thread by thread and interpreted; on a GPU."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from on_hopper import KERNELS, assert_compiles_cleanly, hopper
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.check import Expected, check
+from sparsebench.harness.operands import operands, redraw
+from sparsebench.kernels import (
+    _ffn_rest,
+    ffn_dense_triton,
+    ffn_sparse,
+    mlp_sparse,
+    torch_compile,
+)
+from sparsebench.kernels._cuda import Constants
+from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._triton import Program
+from sparsebench.results.record import Problem
+
+CPU = torch.device("cpu")
+OP = load_op("ffn")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
+
+
+def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
+    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": "relu", "skew": "iid"}
+    rest = {"pattern": "dense", "sparsity": 0.0, "block": 1, "active": None}
+    return Problem(op, {**fields, **rest, **more})
+
+
+def given(asked: Problem, device: torch.device = CPU) -> Operands:
+    op = load_op(asked.op)
+    drawn = operands(asked, op, device, None)
+    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
+    definition = partial(op.definition, activation=asked["activation"])
+    return Operands(asked, weights, drawn.activations, definition)
+
+
+def assert_right(y: Tensor, these: Operands) -> None:
+    """Ask what the harness asks."""
+    names = {name: w.to_dense().double() for name, w in these.weights.items()}
+    names |= {name: x.double() for name, x in these.activations.items()}
+    op, how = load_op(these.problem.op), {"activation": these.problem["activation"]}
+    right, spread = op.definition(**names, **how), op.spread(**names, **how)
+    verdict = check(y, Expected(right, spread, y.dtype, max(these.problem["n"], 1)))
+    assert verdict.reason is None, verdict.reason
+
+
+# ---- the sparse kernel, on paper ----
+
+
+def test_groups_fill_the_processors() -> None:
+    found = {m: ffn_sparse.grouping(m, 2048, 132) for m in (1, 16, 32, 64, 128, 512, 1024, 4096)}
+    assert found == {
+        **{1: (1, 8), 16: (1, 8), 32: (2, 8), 64: (4, 8)},
+        **{128: (8, 8), 512: (8, 4), 1024: (8, 2), 4096: (8, 1)},
+    }
+    assert ffn_sparse.grouping(512, 4096, 132) == (8, 2)  # one CTA an SM
+
+
+def test_a_limit_is_a_share_of_the_units_that_many_tokens_make_constant() -> None:
+    assert ffn_sparse.limit_of(1, 5632, 1) == 5632
+    assert ffn_sparse.limit_of(64, 5632, 4) == 5632 // 4
+    assert ffn_sparse.limit_of(4096, 5632, 8) == ffn_sparse.limit_of(131072, 5632, 8) == 579
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"activation": "silu"}, "expected activation relu or relu2, found silu"),
+        ({"k": 2052}, "expected n and k to be multiples of 8"),
+        ({"k": 3848}, "expected k up to 3072, or a multiple of 256 up to 4096, found 3848"),
+        ({"k": 8192}, "up to 4096, found 8192"),
+        ({"n": 2**17}, "bytes of shared memory"),
+        ({}, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:
+    asked = problem(**({"m": 4, "n": 512, "k": 256} | change))
+    assert reason in (ffn_sparse.KERNEL.supports(asked, CPU) or "")
+
+
+# ---- its code ----
+
+
+@compiled
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("k", [2048, 4096, 200, 2040, 3064])
+@pytest.mark.parametrize("split", [1, 8])
+@pytest.mark.parametrize("gated", [True, False])
+def test_it_compiles_without_a_spill(k: int, split: int, gated: bool, tmp_path: Path) -> None:
+    for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
+        constants = ffn_sparse.constants_of(k, split, squared, gated, dtype)
+        assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
+
+
+def on_cpu(constants: Constants, folder: Path) -> Any:
+    """Build the kernel's own source for this machine; PTX and shared memory are cuda_on_cpu.h's."""
+    source = (KERNELS / "ffn_sparse.cu").read_text()
+    head, _, rest = source.partition("// ---- PTX ----")
+    source = head + rest[rest.index("// ---- rows") :]
+    source = source.replace('#include "hopper.cuh"', '#include "cuda_on_cpu.h"')
+    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
+    source += """
+      static struct { const u16 *x, *g; const uint4 *wu, *wd; u16* y; int *left, *heavy; } p;
+      static struct { int m, n, most, limit; } q;
+      static void run() {
+        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.most, q.limit);
+      }
+      extern "C" void call(void** pointers, int* sizes, int groups, size_t bytes) {
+        memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
+        launch(groups * SPLIT, THREADS, SPLIT, bytes, run);
+      }
+    """
+    file, library = folder / "kernel.cpp", folder / "kernel.so"
+    file.write_text(source)
+    macros = [f"-D{name}={value}" for name, value in constants]
+    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+# m, n, k, part of the units that is on, tokens a group, split, limit: a last group with few tokens,
+# fewer units than threads, steps that are full and not, k below, at and beyond a warp's columns.
+CASES = [
+    (11, 48, 72, 0.2, 8, 1, 48),
+    (5, 200, 264, 0.3, 2, 2, 200),
+    (17, 1088, 136, 0.05, 8, 4, 1088),
+    (3, 72, 520, 0.5, 1, 8, 72),
+    (20, 400, 512, 0.1, 8, 2, 220),
+    (8, 64, 1032, 1.0, 4, 1, 64),
+]
+
+
+@compiled
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "squared", "gated"),
+    [("bf16", False, True), ("fp16", True, True), ("bf16", True, False)],
+)
+def test_its_threads_give_the_product_on_a_cpu(
+    case: tuple[Any, ...], dtype: str, squared: bool, gated: bool, tmp_path: Path
+) -> None:
+    m, n, k, part, most, split, limit = case
+    torch.manual_seed(0)
+    kind = DTYPES[dtype]
+    x, wu, wd_t = (torch.randn(*size).to(kind) for size in ((m, k), (n, k), (n, k)))
+    g = torch.where(torch.rand(m, n) < part, torch.rand(m, n), -torch.rand(m, n)).to(kind)
+    g[1] = 0  # a token without a unit
+    g[2, 3] = float("nan")
+    y, rest = torch.full_like(x, 7.0), _ffn_rest.rest_of(m, most, 1, CPU)
+    kept = x, g, wu, wd_t, y, rest.left, rest.heavy
+    pointers = (ctypes.c_void_p * 7)(*(t.data_ptr() for t in kept))
+    bytes_ = ctypes.c_size_t(ffn_sparse.shared_bytes(k, n, most, split))
+    sizes = (ctypes.c_int * 4)(m, n, most, limit)
+    constants = ffn_sparse.constants_of(k, split, squared, gated, kind)
+    on_cpu(constants, tmp_path).call(pointers, sizes, len(rest.heavy), bytes_)
+
+    gate, up = g.double().relu(), x.double() @ wu.double().T if gated else 1
+    h = (gate.square() if squared else gate) * up
+    right, spread = h @ wd_t.double(), (h.square() @ wd_t.double().square()).sqrt()
+    group = torch.arange(m) // most
+    rows = torch.stack([(~(g <= 0))[group == i].any(0).sum() for i in range(len(rest.heavy))])
+    heavy = (rows > limit).nonzero()[:, 0].tolist()
+    assert sorted(rest.heavy[: rest.left[0]].tolist()) == heavy
+    left = torch.isin(group, torch.tensor(heavy))
+    assert (y[left] == 7).all()
+    done = ~left & (torch.arange(m) != 2)
+    assert y[2].isnan().all() or left[2]
+    expected = Expected(right[done], 2 * spread[done] + 1e-30, kind, n)
+    assert (reason := check(y[done], expected).reason) is None, reason
+
+
+# ---- Triton ----
+
+
+@compiled
+def test_triton_products_are_right_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [*(sys.executable, "-P", "-m", "pytest", "-q"), "-k", "interpreted_", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+    assert " passed" in run.stdout
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "squared"), [("fp16", False), ("fp32", True)])
+@pytest.mark.parametrize(
+    ("m", "most", "heavy"), [(21, 8, [2, 0]), (5, 2, [1]), (150, 8, [*range(19)]), (9, 8, [])]
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_interpreted_groups_that_are_left_are_multiplied(m, most, heavy, gated, dtype, squared):
+    n, k, kind = 72, 40, DTYPES[dtype]
+    torch.manual_seed(0)
+    x, wu, wd, g = (torch.randn(*s).to(kind) for s in ((m, k), (n, k), (k, n), (m, n)))
+    g[0, 0] = float("nan")
+    rest, gates, y = _ffn_rest.rest_of(m, most, 3, CPU), g.clone(), torch.full_like(x, 7.0)
+    rest.left[0], rest.heavy[: len(heavy)] = len(heavy), torch.tensor(heavy, dtype=torch.int32)
+    for program in _ffn_rest.products(x, g, wu if gated else None, wd, y, rest, squared=squared):
+        program()
+
+    gate, up = gates.double().relu(), x.double() @ wu.double().T if gated else 1
+    h = (gate.square() if squared else gate) * up
+    right, spread = h @ wd.double().T, (h.square() @ wd.double().square().T).sqrt()
+    mine = torch.isin(torch.arange(m) // most, torch.tensor(heavy))
+    assert (y[~mine] == 7).all()
+    assert not mine[0] or y[0].isnan().all()
+    mine[0] = False
+    expected = Expected(right[mine], 2 * spread[mine] + 1e-30, kind, n)
+    assert (reason := check(y[mine], expected).reason) is None, reason
+    assert rest.left.tolist() == [0, 0]
+
+
+@interpreted
+@pytest.mark.parametrize("path", ["tma", "pointers"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_interpreted_fused_gate_and_up_are_right(dtype, activation, path):
+    these = given(problem(19, 72, 40, dtype, activation=activation))
+    x = these.activations["x"]
+    wg, wu, wd = (these.weights[name].to_dense() for name in ("wg", "wu", "wd"))
+    configs = ffn_dense_triton.configurations(len(x), x.element_size(), path)
+    for config in configs:
+        h = ffn_dense_triton.launch(x, wg, wu, config, activation)()
+        assert_right(torch.mm(h, wd.t()), these)
+
+
+def assert_triton_compiles(program: Program) -> None:
+    """Compile a call ahead of time, as Triton would make it: a size that is one is a constant."""
+    names, values = program.kernel.arg_names, dict(program.constants)
+    options = {name: values.pop(name) for name in (*values,) if name not in names}
+    signature, aligned = {}, {}
+    for place, value in enumerate(program.args):
+        if isinstance(value, TensorDescriptor):
+            kind = f"tensordesc<bf16{value.block_shape}>"
+        elif isinstance(value, Tensor):
+            kind = "*i32" if value.dtype == torch.int32 else "*bf16"
+        else:
+            kind = "constexpr" if value == 1 else "i32"
+        if kind == "constexpr":
+            values[names[place]] = value
+        elif kind[0] == "*" or (kind == "i32" and value % 16 == 0):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        signature[names[place]] = kind
+    signature |= dict.fromkeys(values, "constexpr")
+    source = ASTSource(program.kernel, signature, values, aligned)
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), options)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert ".local" not in compiled.asm["ptx"]
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@compiled
+@pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
+def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
+    n, k, most = 5632, 2048, ffn_sparse.grouping(m, 2048, 132)[0]
+    rest = _ffn_rest.rest_of(m, most, 132, torch.device("meta"))
+    for wu in (empty(n, k), None):
+        x, g, wd, y = empty(m, k), empty(m, n), empty(k, n), empty(m, k)
+        for program in _ffn_rest.products(x, g, wu, wd, y, rest, squared=m == 300):
+            assert_triton_compiles(program)
+
+
+@compiled
+@pytest.mark.parametrize("m", [1, 64, 300, 4096])
+def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
+    x, w = empty(m, 2048), empty(5632, 2048)
+    for path in ("tma", "pointers"):
+        for config in ffn_dense_triton.configurations(m, 2, path):
+            assert_triton_compiles(ffn_dense_triton.launch(x, w, w, config, "relu2"))
+
+
+# ---- torch.compile ----
+
+
+@compiled
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(Unsupported, match="option mode: expected one of default, max-autotune"):
+        torch_compile.prepare(given(problem(2, 8, 8, "fp32")), mode="fast")
+
+
+@compiled
+def test_fp8_is_left_to_others() -> None:
+    asked = Problem("linear", {"dtype": "fp8"})
+    assert "found fp8" in (torch_compile.KERNEL.supports(asked, CPU) or "")
+
+
+@compiled
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_a_compiled_definition_follows_its_activations() -> None:
+    these = given(problem(3, 24, 16, "fp32"))
+    launch = torch_compile.prepare(these)
+    redraw(these.problem, OP, these.activations, 1)
+    assert_right(launch(), these)
+    assert launch.choice == {"mode": "default"}
+
+
+# ---- on a GPU ----
+
+GPU = torch.device("cuda", 0)
+SHAPES = [(1, 512, 256), (3, 1000, 200), (16, 5632, 2048), (33, 520, 1032), (77, 1408, 512)]
+SHAPES += [(300, 2056, 2048), (1500, 1024, 2048), (2500, 520, 4096), (130, 14336, 4096)]
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    ("dtype", "activation", "skew"), [("bf16", "relu", "iid"), ("fp16", "relu2", "correlated")]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", [ffn_sparse, mlp_sparse])
+def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, activation, skew):
+    op = kernel.KERNEL.op
+    for active in (1, shape[1] / 64, shape[1] / 2):
+        asked = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
+        these = given(asked, GPU)
+        launch = kernel.prepare(these)
+        for draw in (1, 2):
+            redraw(asked, load_op(op), these.activations, draw)
+            assert_right(launch(), these)
+            assert torch.equal(launch().clone(), launch())
+
+
+def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
+    return given(problem(m, n, k, active=active), GPU)
+
+
+@pytest.mark.gpu
+@hopper
+def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu() -> None:
+    these = gpu_case()
+    wg, x = these.weights["wg"].values, these.activations["x"]
+    wg[:, 1] = 1.0  # what column 1 of X adds to every gate of a token
+    x[:, 1] = 0
+    x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units on, none, a group of eight
+    for fallback in (True, False):
+        y = ffn_sparse.prepare(these, fallback=fallback)()
+        assert_right(y, these)
+        assert (y[6] == 0).all()
+    wg[256:, 0] = -100  # one tile of 256 units holds all that is on
+    wg[:256, 0] = 100
+    for fallback in (True, False):
+        assert_right(ffn_sparse.prepare(these, fallback=fallback)(), these)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("fallback", [True, False])
+def test_nan_stays_in_its_token_on_a_gpu(fallback: bool) -> None:
+    these = gpu_case()
+    right = ffn_sparse.prepare(these, fallback=False)().clone()
+    these.activations["x"][7, 3] = float("nan")
+    y = ffn_sparse.prepare(these, fallback=fallback)()
+    others = torch.arange(len(y), device=GPU) // 8 != 0
+    assert y[7].isnan().all()
+    assert torch.equal(y[others], right[others])
+    assert y[:7].isfinite().all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("active", [8, 600])
+def test_a_graph_replays_it_on_a_gpu(active: float) -> None:
+    these = gpu_case(active=active)
+    launch = ffn_sparse.prepare(these)
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = launch()
+    for draw in (1, 2):
+        redraw(these.problem, OP, these.activations, draw)
+        graph.replay()
+        assert_right(y, these)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("kernel", [ffn_dense_triton, torch_compile])
+@pytest.mark.parametrize("m", [1, 33, 300, 2000])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+def test_dense_yardsticks_are_right_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
+    these = given(problem(m, 1024, 512, activation=activation), GPU)
+    launch = kernel.prepare(these)
+    redraw(these.problem, OP, these.activations, 1)
+    assert_right(launch(), these)
+    assert_right(kernel.prepare(replace(these, settled=launch.choice))(), these)
