@@ -9,6 +9,7 @@
     x x . .  . x . x              x x . .  x x x x      two_four in front, everything kept behind
     x x x x  x x x x              . x . x  x x x x
 
+spense_hidden: of an MLP, one or the other, so that all weights are dense in the same hidden units;
 and small_world, scale_free: the links of a graph (graphs.py). A weight is cut into a grid of blocks
 (of 1x1 where elements are chosen), the grid, row by row, into groups, and every group keeps the
 same number of its cells: the best by score, the first of equals. The score of random weights is a
@@ -132,6 +133,9 @@ PATTERNS = {
     "spense_columns": spense_columns,
 }
 
+HIDDEN = "spense_hidden"
+"""Of an MLP: spense_rows for weights to its hidden units, spense_columns for that from them."""
+
 FILE = "file"
 """The pattern that is not chosen here: the source's own."""
 
@@ -177,8 +181,10 @@ def mask(
 
 def _rule(fields: Mapping[str, Any], shape: tuple[str, str]) -> Rule:
     name, block = fields["pattern"], fields["block"]
+    if name == HIDDEN:  # the sizes of an MLP's weights name its hidden units n
+        name = "spense_rows" if shape[0] == "n" else "spense_columns"
     if name not in PATTERNS:
-        known = [*PATTERNS, FILE]
+        known = [*PATTERNS, HIDDEN, FILE]
         hint = did_you_mean(name, known)
         raise SuiteError(f"pattern: expected one of {', '.join(known)}; found {name!r}{hint}")
     r, c = (block, block) if isinstance(block, int) else block

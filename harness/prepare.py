@@ -118,7 +118,7 @@ def _convert(contest: Contest, contender: Contender) -> tuple[dict[str, Format],
             synchronize(contest.device)
             start = time.perf_counter()
             for name, dense in contest.dense.weights.items():
-                weights[name] = store(dense, **contender.params)
+                weights[name] = store(dense, **contender.params_of(name))
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
         contest.packed[key] = weights, min(took_us)

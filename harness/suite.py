@@ -13,6 +13,7 @@
     contenders:
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
+      - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
     scopes: [kernel, op]             # device time; as called from Python. Default: [kernel]
@@ -21,7 +22,7 @@
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -302,17 +303,22 @@ def _contenders(
     if kernel.consumes not in ("any", entry.format):
         expected = f"a kernel of format {entry.format}"
         raise SuiteError(f"{where}: expected {expected}, found {entry.kernel} of {kernel.consumes}")
-    _known(f"{where}.params", entry.params, keywords(load_format(entry.format).from_dense))
+    own = keywords(load_format(entry.format).from_dense)
+    of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
+    _known(f"{where}.params", entry.params, own, of_one)
     _known(f"{where}.options", entry.options, keywords(kernel.prepare))
     for params in _bound(f"{where}.params", entry.params, problem):
         for options in _bound(f"{where}.options", entry.options, problem):
             yield Contender(entry.format, entry.kernel, params, options, baseline)
 
 
-def _known(where: str, given: Mapping[str, Any], known: set[str]) -> None:
-    for name in given.keys() - known:
-        takes = ", ".join(sorted(known)) or "nothing"
-        raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{did_you_mean(name, known)}")
+def _known(
+    where: str, given: Mapping[str, Any], known: set[str], of_one: Collection[str] = ()
+) -> None:
+    """Refuse a name that is neither known nor that of one weight's parameter."""
+    for name in given.keys() - known - set(of_one):
+        takes, hint = ", ".join(sorted(known)) or "nothing", did_you_mean(name, {*known, *of_one})
+        raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
 
 
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:

@@ -85,8 +85,9 @@ class Problem:
 class Contender:
     """A format and a kernel, by name.
 
-    `params` go to the format (`block`), `options` to the kernel (`tuned`). A `baseline` is a
-    contender that others are compared with; a `twin` is the second A of an A/A pair.
+    `params` go to the format (`block`; `wd.block` for the weight wd alone), `options` to the kernel
+    (`tuned`). A `baseline` is a contender that others are compared with; a `twin` is the second A
+    of an A/A pair.
     """
 
     format: str
@@ -101,6 +102,16 @@ class Contender:
         """Name the contender for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
         return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
+
+    def params_of(self, weight: str) -> dict[str, Value]:
+        """Return the parameters of one weight: those of all, and its own in their place."""
+        of_all = {name: value for name, value in self.params.items() if "." not in name}
+        own = f"{weight}."
+        return of_all | {
+            name.removeprefix(own): value
+            for name, value in self.params.items()
+            if name.startswith(own)
+        }
 
 
 @dataclass(frozen=True)

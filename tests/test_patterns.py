@@ -130,6 +130,14 @@ def parts(kept: Tensor, pattern: str, front: int) -> tuple[Tensor, Tensor]:
     return front_part, back_part
 
 
+def test_an_mlps_weights_are_dense_in_the_same_hidden_units() -> None:
+    asked = fields("spense_hidden", 512, 128, 0.25)
+    to_hidden, from_hidden = (mask(asked, shape, hashed, CPU) for shape in (("n", "k"), ("k", "n")))
+    assert torch.equal(to_hidden, chosen(fields("spense_rows", 512, 128, 0.25)))
+    assert torch.equal(from_hidden.all(0), torch.arange(512) >= 256)
+    assert torch.equal(to_hidden.all(1), from_hidden.all(0))
+
+
 @pytest.mark.parametrize("pattern", SPENSE)
 @pytest.mark.parametrize(
     ("size", "sparsity", "front"),

@@ -60,6 +60,16 @@ def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> 
     assert kernels == [["scipy_csr"], ["scipy_csr", "scipy_csr_dgrad"]]
 
 
+def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:
+    problem = PROBLEM.replace("linear", "ffn")
+    entry = "{format: bsr, kernel: reference, params: {block: 8, wd.block: [$block, 4]}}"
+    (contest,) = suite(tmp_path, problem, entry).contests
+    asked = [c.params for c in contest.contenders]
+    assert asked == [{"block": 8, "wd.block": 8}, {"block": 8, "wd.block": 4}]
+    found = [contest.contenders[1].params_of(weight) for weight in ("wg", "wu", "wd")]
+    assert found == [{"block": 8}, {"block": 8}, {"block": 4}]
+
+
 def test_the_gradients_of_the_training_suite_meet_their_own_peers() -> None:
     for contest in [*read("training").contests, *read("openai").contests]:
         ops = {load_kernel(contender.kernel).op for contender in contest.contenders}
@@ -111,6 +121,8 @@ BAD = {
                                 "expected a kernel of format bsr, found scipy_csr of csr"),
     "unknown param": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {blok: 8}}", "",
                       "contenders[0].params.blok: unknown key; takes block (did you mean block?)"),
+    "unknown weight": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {v.block: 8}}", "",
+                       "params.v.block: unknown key; takes block (did you mean w.block?)"),
     "unknown option": (PROBLEM, "{format: bsr, kernel: scipy_bsr, options: {fast: true}}", "",
                        "contenders[0].options.fast: unknown key; takes nothing"),
     "unknown binding": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {block: $blok}}", "",

@@ -44,7 +44,7 @@ def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: i
     if tokens != m:
         raise Unsupported(f"expected {m} tokens of dY as of X, found {tokens}")
     call = Call("wgrad", m, (n, k), (r, c), x.dtype)
-    return _multiply(call, dy, _rows(x), offsets, columns, (columns.shape[0], r, c))
+    return _multiply(call, dy, readable(x), offsets, columns, (columns.shape[0], r, c))
 
 
 def _multiply(
@@ -59,7 +59,7 @@ def _multiply(
     if not call.m or not columns.shape[0]:
         return a.new_zeros(out)
     with torch.cuda.device_of(a):
-        return planned(call, offsets, columns)(_rows(a), b)
+        return planned(call, offsets, columns)(readable(a), b)
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
     return shape[1], shape[2]
 
 
-def _rows(matrix: Tensor) -> Tensor:
+def readable(matrix: Tensor) -> Tensor:
     """Return the matrix with rows that a kernel can read; no copy of contiguous or aligned ones."""
     (m, k), (step, one) = matrix.shape, matrix.stride()
     aligned = not matrix.data_ptr() % ALIGNMENT

@@ -1,0 +1,401 @@
+// Y[m, n] = X[m, k] @ W[n, k].T, a part of W 2:4 sparse and the rest dense (formats/spense.py), in
+// one launch on Hopper's tensor cores (wgmma, wgmma.sp). Compute capability 9.0 alone.
+//
+//   an item: 128 features x TOKENS tokens of Y        a step: a tile of W, 256 bytes of k
+//
+//      W, two rows of tiles               X.T                         Y.T
+//      +--------+--------+--------+     +---------+                 +---------+
+//      | sparse | sparse | dense  |     | 2 boxes |    warpgroup 0  | 64      |
+//      |        |        |        |     +---------+       ->        | TOKENS  |
+//      +--------+--------+--------+  x  | 2 boxes |  =              +---------+
+//      | sparse | sparse | dense  |     +---------+    warpgroup 1  | 64      |
+//      |        |        |        |     | 2 boxes |       ->        | TOKENS  |
+//      +--------+--------+--------+     +---------+                 +---------+
+//
+// W is the left operand, for it is the one that may be sparse: 64 of its rows are an instruction,
+// tokens its width. Both kinds of tiles are added up in the same registers, in fp32. A sparse tile
+// is 9 or 10 KB for the work of 16 KB. A row of tiles begins sparse and ends dense (split by
+// columns), or is of one kind (by rows); each warpgroup has its own, and they share X, which is the
+// same for both kinds.
+//
+// The pipeline: 12 warps, one CTA an SM for the whole launch; three rings of slots.
+//
+//    warp 8     X boxes, TOKENS x 128 bytes, by TMA -----> X ring -----+--> warpgroups 0 and 1
+//    warp 9     W tiles of warpgroup 0, by bulk copies --> W ring 0 ---|--> warpgroup 0
+//    warp 10    W tiles of warpgroup 1 ------------------> W ring 1 ---+--> warpgroup 1
+//
+//   A slot of a W ring holds a sparse tile, values and metadata, or half of a dense one. A box of X
+//   meets half of a sparse tile, or the half of a dense one: two products or four. A warpgroup
+//   keeps the products of one box in flight, and frees what they read when those of the next are
+//   issued. With CLUSTER = 2 the CTAs have the same tokens and neighbouring features; each loads
+//   half of every box of X and sends it to both.
+//
+// Where items are few, several CTAs have a part of an item's steps each (_spense.py). A warpgroup
+// then writes its sums to memory, and the last one to arrive adds up all parts, always in the same
+// order: equal inputs give equal bits.
+//
+// Everything is in units of bytes, so that the same code multiplies 16 and 8 bits: a product takes
+// 32 bytes of each row of W, stored or dense, and 64 or 32 bytes of each token. fp8 is added up as
+// the tensor cores do it, in fewer bits than fp32's, as cuBLAS does with use_fast_accum; Y is bf16.
+//
+// Counts of a box, TOKENS = 256, in clocks of an SM (128 bytes of shared memory each):
+//
+//                     tensor cores   X, read by each warpgroup   W, read   both, written by copies
+//    half a sparse tile        512                         512        64                 328
+//    half a dense tile        1024                         512       128                 384
+//
+// A sparse product needs all that shared memory gives for X alone, so 2:4 cannot be twice as fast
+// where tensor cores are the limit: 904 of these clocks are 0.88 of a dense box's. Where memory is
+// (up to about 128 tokens) the share of W's bytes counts, 0.5625 and 0.625.
+//
+// The words of metadata are an input in registers, as A can be: they may not change before the
+// product is done, which ptxas does not see to where the next tile's are read (it serialises the
+// products where it sees it, C7513). So a half tile's words are read when those that they replace
+// are done with, and kept in registers of their own until then.
+//
+// Compiled with -DTOKENS=256|128|64|32|16 -DCLUSTER=1|2 -DFP8=0|1 -DFP16=0|1 (0 is bf16), and for a
+// look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma.mma_async.sp.
+
+#include "hopper.cuh"
+
+constexpr int ROWS = 64, ROW_BYTES = 128, VALUE_BYTES = ROWS * ROW_BYTES;
+constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
+constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
+constexpr int BOX_COLUMNS = ROW_BYTES / 2;  // the tensor map counts in 16 bits
+constexpr int SHARES = 2 * CLUSTER;         // rows of tiles of an item
+constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64, CHUNKS = TOKENS / CHUNK;
+constexpr int CHUNK_BYTES = CHUNK * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
+constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
+constexpr int RING_BYTES = 222 * 1024 - 2 * BUFFERS * CHUNK_BYTES;  // of slots; barriers have 3 KB
+constexpr int X_SLOTS = RING_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2;
+constexpr int W_SLOTS = (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W_BYTES);
+
+static_assert(X_SLOTS >= 4 && W_SLOTS >= 2, "less would not overlap loads and products");
+
+struct Maps { TensorMap x, y; };
+
+// Tile (row, column) of W is sparse where row < sparse_rows and column < sparse_columns, and then
+// lies at [row, column] of the sparse tiles; else at [row - dense_row, column - dense_column] of
+// the dense ones, which have dense_columns in a row.
+struct Weights {
+  const char *sparse, *dense;
+  int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
+};
+
+// Steps first to first + count of a group of SHARES rows of tiles and TOKENS tokens (_spense.py).
+// Of `parts` items that share these features and tokens this one is number `part`; their sums are
+// in `parts` places from `place` on, and `counter` counts them.
+struct alignas(16) Item { int group, token, first, count, part, parts, place, counter; };
+
+__device__ __forceinline__ int row_of(const Weights& w, const Item& item, int share) {
+  return min(item.group * SHARES + share, w.rows - 1);  // a last row that is missing is done twice
+}
+__device__ __forceinline__ int sparse_steps(const Weights& w, const Item& item, int row) {
+  return row < w.sparse_rows ? min(max(w.sparse_columns - item.first, 0), item.count) : 0;
+}
+
+// ---- a ring of slots, and where in it a thread is ----
+
+// In shared memory: the slots, then for each a barrier that is full, then one that is empty.
+template <int BYTES, int SLOTS> struct Ring {
+  static constexpr int FULL = SLOTS * BYTES, EMPTY = FULL + 8 * SLOTS, END = FULL + 1024;
+  u32 base, parity;
+  int slot;
+  __device__ __forceinline__ u32 at() const { return base + slot * BYTES; }
+  __device__ __forceinline__ u32 filled() const { return base + FULL + 8 * slot; }
+  __device__ __forceinline__ u32 freed(int which) const { return base + EMPTY + 8 * which; }
+  __device__ __forceinline__ void wait_filled() const { wait(filled(), parity, "a full slot"); }
+  __device__ __forceinline__ void wait_freed() const { wait(freed(slot), parity, "a free slot"); }
+  __device__ __forceinline__ void advance() {
+    if (++slot == SLOTS) { slot = 0; parity ^= 1; }
+  }
+  __device__ __forceinline__ void init_barriers(int words) const {  // that free a slot
+    for (int i = 0; i < SLOTS; i++) {
+      init(base + FULL + 8 * i, 1);  // its producer, with bytes to expect
+      init(base + EMPTY + 8 * i, words);
+    }
+  }
+};
+using XRing = Ring<X_BYTES, X_SLOTS>;
+using WRing = Ring<W_BYTES, W_SLOTS>;
+
+// ---- producers: one lane each ----
+
+__device__ __forceinline__ void bring(u32 to, const char* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void produce_x(const TensorMap& x, const Item* items, int at, int end,
+                                          XRing ring, int rank) {
+  constexpr int PART = TOKENS / CLUSTER;  // of the tokens that this CTA loads
+  constexpr unsigned short ALL = (1 << CLUSTER) - 1;
+  Item next = items[at];
+  for (; at < end; at++) {
+    const Item item = next;
+    next = items[at + 1];  // READ_AHEAD
+    const int token = item.token + rank * PART;
+    for (int box = 2 * item.first; box < 2 * (item.first + item.count); box++) {
+      const u32 to = ring.at() + rank * PART * ROW_BYTES;
+      ring.wait_freed();
+      arrive_expecting(ring.filled(), X_BYTES);
+      if (CLUSTER == 1) load(to, &x, box * BOX_COLUMNS, token, ring.filled());
+      else load_for(ALL, to, &x, box * BOX_COLUMNS, token, ring.filled());
+      ring.advance();
+    }
+  }
+}
+
+template <int BYTES>
+__device__ __forceinline__ void produce_tiles(WRing& ring, const char* from, int count) {
+  for (int i = 0; i < count; i++) {
+    ring.wait_freed();
+    arrive_expecting(ring.filled(), BYTES);
+    bring(ring.at(), from + (u64)i * BYTES, BYTES, ring.filled());
+    ring.advance();
+  }
+}
+
+__device__ __forceinline__ void produce_w(const Weights& w, const Item* items, int at, int end,
+                                          WRing ring, int share) {
+  Item next = items[at];
+  for (; at < end; at++) {
+    const Item item = next;
+    next = items[at + 1];
+    const int row = row_of(w, item, share), sparse = sparse_steps(w, item, row);
+    const int column = item.first + sparse;  // of the first dense tile
+    const u64 of_sparse = (u64)row * w.sparse_columns + item.first;
+    const u64 of_dense = (u64)(row - w.dense_row) * w.dense_columns + column - w.dense_column;
+    produce_tiles<SPARSE_BYTES>(ring, w.sparse + of_sparse * SPARSE_BYTES, sparse);
+    produce_tiles<VALUE_BYTES>(ring, w.dense + of_dense * DENSE_BYTES, 2 * (item.count - sparse));
+  }
+}
+
+// ---- products ----
+
+#if FP8
+#define OPERANDS "e4m3.e4m3"
+#define DEPTH "k32"
+#define SPARSE_DEPTH "k64"
+#define BY_ROWS ""
+#else
+#define OPERANDS TYPE "." TYPE
+#define DEPTH "k16"
+#define SPARSE_DEPTH "k32"
+#define BY_ROWS ", 0, 0"
+#endif
+#define WORD_16 "%10"
+#define WORD_32 "%18"
+#define WORD_64 "%34"
+#define WORD_128 "%66"
+#define WORD_256 "%130"
+#define DENSE_PRODUCT_(N, a, b)                                                                   \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." OPERANDS " {" SUM_##N "}, "   \
+               A_AND_B_##N ", 1, 1, 1" BY_ROWS ";" : D_##N : "l"(a), "l"(b))
+#define DENSE_PRODUCT(N, a, b) DENSE_PRODUCT_(N, a, b)
+#define SPARSE_PRODUCT_(N, a, b, word)                                                            \
+  asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_DEPTH ".f32." OPERANDS " {"       \
+               SUM_##N "}, " A_AND_B_##N ", " WORD_##N ", 0, 1, 1, 1" BY_ROWS ";"                 \
+               : D_##N : "l"(a), "l"(b), "r"(word))
+#define SPARSE_PRODUCT(N, a, b, word) SPARSE_PRODUCT_(N, a, b, word)
+
+using Sums = float[TOKENS / 2];
+constexpr int BYTES_32 = 32 >> 4, BYTES_64 = 64 >> 4;  // in a descriptor
+
+__device__ __forceinline__ void multiply_sparse(Sums& d, u64 w, u64 x, const uint2& words) {
+  begin_products();
+  SPARSE_PRODUCT(TOKENS, w, x, words.x);
+  SPARSE_PRODUCT(TOKENS, w + BYTES_32, x + BYTES_64, words.y);
+  end_of_products();
+}
+__device__ __forceinline__ void multiply_dense(Sums& d, u64 w, u64 x) {
+  begin_products();
+  #pragma unroll
+  for (int i = 0; i < 4; i++) DENSE_PRODUCT(TOKENS, w + i * BYTES_32, x + i * BYTES_32);
+  end_of_products();
+}
+
+// The words of metadata that a thread gives to the two products of half a tile. Of 16 bits only the
+// first two of four lanes give any (selector 0); the others read what their neighbours do.
+__device__ __forceinline__ uint2 words_of(u32 tile, int half) {
+  const int thread = threadIdx.x % 128;
+  const int place = FP8 ? thread : thread / 4 * 2 + thread % 2;
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y) : "r"(tile + VALUE_BYTES + 16 * place + 8 * half) : "memory");
+  return v;
+}
+__device__ __forceinline__ void keep(const uint2& v) {  // in its registers, up to here
+  asm volatile("" :: "r"(v.x), "r"(v.y));
+}
+
+// ---- consumers ----
+
+struct Held { int x, w; };  // slots that products in flight read; -1 for none
+
+// A warpgroup's word that it is done with a box, to every CTA that sends a part of it; each warp's
+// that it is done with a tile.
+__device__ __forceinline__ void release(const XRing& x, const WRing& w, Held held) {
+  const int thread = threadIdx.x % 128;
+  if (held.x >= 0) {
+    if (CLUSTER == 1 && thread == 0) arrive(x.freed(held.x));
+    if (CLUSTER > 1 && thread < CLUSTER) arrive_in(x.freed(held.x), thread);
+  }
+  if (held.w >= 0 && thread % 32 == 0) arrive(w.freed(held.w));
+}
+
+// The first half's words are replaced while those of the second are in use, and the other way round.
+__device__ __forceinline__ void add_sparse(Sums& d, XRing& x, WRing& w, int tiles) {
+  Held held{-1, -1};
+  uint2 words[2]{};
+  for (int i = 0; i < tiles; i++) {
+    w.wait_filled();
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+      words[half] = words_of(w.at(), half);
+      x.wait_filled();
+      multiply_sparse(d, descriptor(w.at()) + half * BYTES_64, descriptor(x.at()), words[half]);
+      products_left<1>();
+      keep(words[1 - half]);
+      release(x, w, held);
+      held = Held{x.slot, half ? w.slot : -1};
+      x.advance();
+    }
+    w.advance();
+  }
+  products_left<0>();
+  keep(words[1]);
+  release(x, w, held);
+}
+
+__device__ __forceinline__ void add_dense(Sums& d, XRing& x, WRing& w, int halves) {
+  Held held{-1, -1};
+  for (int i = 0; i < halves; i++) {
+    w.wait_filled();
+    x.wait_filled();
+    multiply_dense(d, descriptor(w.at()), descriptor(x.at()));
+    products_left<1>();
+    release(x, w, held);
+    held = Held{x.slot, w.slot};
+    x.advance();
+    w.advance();
+  }
+  products_left<0>();
+  release(x, w, held);
+}
+
+// Write the sums of a part of an item. Of its parts the last one to come gets the sums of all and
+// true; the counter is then as it was.
+__device__ __forceinline__ bool combine(Sums& d, const Item& item, float4* partial, int* counters,
+                                        int share, int half, int* arrived) {
+  const int thread = threadIdx.x % 128;
+  int* counter = counters + item.counter * SHARES + share;
+  constexpr int PIECES = TOKENS / 8, STEP = SHARES * PIECES * 128;  // of a part
+  float4* first = partial + (u64)item.place * STEP + share * PIECES * 128 + thread;
+  #pragma unroll
+  for (int i = 0; i < PIECES; i++)
+    first[(u64)item.part * STEP + i * 128] =
+        float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
+  __threadfence();
+  warpgroup_in_step(half + 1);
+  if (thread == 0) *arrived = atomicAdd(counter, 1);
+  warpgroup_in_step(half + 1);
+  if (*arrived + 1 < item.parts) return false;
+  __threadfence();
+  if (thread == 0) *counter = 0;
+  #pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
+  for (int part = 0; part < item.parts; part++)
+    #pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      const float4 v = first[(u64)part * STEP + i * 128];
+      d[4 * i] += v.x, d[4 * i + 1] += v.y, d[4 * i + 2] += v.z, d[4 * i + 3] += v.w;
+    }
+  return true;
+}
+
+// A warp's 16 features x 16 tokens are four pieces of 8 x 8, of each of which a lane holds two
+// neighbouring tokens of a feature. stmatrix.trans stores them as 16 rows of tokens; lane l gives
+// the address of row l % 8 of piece l / 8.
+__device__ __forceinline__ void put_out(const Sums& d, const TensorMap* y, u32 out, int feature,
+                                        int token, int half) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, leader = threadIdx.x % 128 == 0;
+  const int row = lane % 8 + lane / 16 * 8, piece = 2 * warp + lane / 8 % 2;
+  const u32 at = out + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
+  #pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int buffer = c % BUFFERS * CHUNK_BYTES;
+    if (leader) stores_have_read<BUFFERS - 1>();
+    warpgroup_in_step(half + 1);
+    #pragma unroll
+    for (int i = 0; i < CHUNK / 16; i++) {
+      const float* s = d + 8 * (c * (CHUNK / 16) + i);
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                   :: "r"(at + buffer + i * 16 * ROW_BYTES), "r"(pair_of(s[0], s[1])),
+                      "r"(pair_of(s[2], s[3])), "r"(pair_of(s[4], s[5])), "r"(pair_of(s[6], s[7]))
+                   : "memory");
+    }
+    show_to_copies();
+    warpgroup_in_step(half + 1);
+    if (leader) {
+      store(y, out + buffer, feature, token + c * CHUNK);
+      end_of_stores();
+    }
+  }
+}
+
+// ---- the kernel: as many workers as the GPU has room for, each with its own list of items ----
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weights w,
+               const Item* items, const int* starts, float4* partial, int* counters) {
+  extern __shared__ char shared[];
+  __shared__ int arrived[2];
+  const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
+  if (threadIdx.x == 0) {
+    XRing{tiles}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
+    for (int half = 0; half < 2; half++)
+      WRing{tiles + XRing::END + half * WRing::END}.init_barriers(4);  // a warpgroup's warps
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  if (CLUSTER > 1) cluster_in_step();
+  else __syncthreads();
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
+  const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER, end = starts[worker + 1];
+  const int half = group == 2 ? warp == 2 : group;  // whose tiles of W it brings or multiplies
+  const int share = 2 * rank + half;
+  // Producers start a parity ahead: slots are free before the first round.
+  XRing x{tiles, group == 2, 0};
+  WRing w_ring{tiles + XRing::END + half * WRing::END, group == 2, 0};
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (threadIdx.x % 32 == 0) {
+      if (warp == 0) produce_x(maps.x, items, starts[worker], end, x, rank);
+      else if (warp < 3) produce_w(w, items, starts[worker], end, w_ring, share);
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const u32 out = tiles + XRing::END + 2 * WRing::END + half * BUFFERS * CHUNK_BYTES;
+    Sums d;
+    for (int i = starts[worker]; i < end; i++) {
+      const Item& item = items[i];  // read where it is used: registers are sums
+      const int row = row_of(w, item, share);
+      // What products depend on is the same in a warp, and ptxas is to know: else it waits for each.
+      const int sparse = __shfl_sync(~0u, sparse_steps(w, item, row), 0);
+      const int dense = __shfl_sync(~0u, item.count, 0) - sparse;
+      #pragma unroll
+      for (int j = 0; j < TOKENS / 2; j++) d[j] = 0.f;
+      add_sparse(d, x, w_ring, sparse);
+      add_dense(d, x, w_ring, 2 * dense);
+      if (item.parts == 1 || combine(d, item, partial, counters, share, half, arrived + half))
+        put_out(d, &maps.y, out, row * ROWS, item.token, half);
+    }
+    if (threadIdx.x % 128 == 0) stores_are_done();
+  }
+  if (CLUSTER > 1) cluster_in_step();  // the other CTA may still send boxes and words to this one
+}

@@ -1,0 +1,209 @@
+"""Linear layer with 2:4 sparse and dense weights in one launch on Hopper: Y[m, n] = X[m, k] W.T.
+
+spense_wgmma.cu is the kernel and draws its pipeline: W's tiles by bulk copies as they lie, X by
+TMA, wgmma.sp and wgmma into the same fp32 sums. _spense.py says which CTA multiplies what, and
+which items are cut along k; here are the choice of a configuration, the launch, and what is
+refused:
+
+    fp16, bf16, or fp8 (e4m3) with Y in bf16; n a multiple of 8, k of 8 (16 bits) or 16 (8 bits):
+    rows of 16 bytes; any m, X with any row stride of a multiple of 16 bytes; any split of W
+
+fp8 is multiplied without scales, and added up as the tensor cores do it: in fewer bits than fp32
+has, as torch._scaled_mm does with use_fast_accum.
+"""
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.spense import DTYPES, ROWS, Spense
+from sparsebench.kernels._cuda import (
+    TMA_ALIGNMENT,
+    Constants,
+    Layout,
+    Loaded,
+    Program,
+    load,
+    supports_hopper,
+    tensor_map,
+)
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._spense import schedule
+from sparsebench.kernels._tune import fastest
+from sparsebench.kernels._tuned import Sizes, Tuned, choose, multiprocessors
+from sparsebench.results.record import Problem
+
+TOKENS = 16, 32, 64, 128, 256
+BOX = 64  # elements of 16 bits: rows of 128 bytes
+THREADS = 384
+SHARED_BYTES = 226 * 1024  # rings, chunks of Y, aligning to 1024
+# Maps of x and y; Weights; items, starts, sums of pieces, counters.
+ARGUMENTS = Layout("256s", "PPiiiiii", *"PPPP")
+LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens   of X that a CTA multiplies at a time, one of TOKENS
+    cluster  CTAs with the same tokens, which share the boxes of X: 1 or 2
+    """
+
+    tokens: int
+    cluster: int
+
+
+def configurations(m: int) -> list[Config]:
+    """Return what is worth trying for m tokens, the likeliest first: at most four.
+
+    The tile that holds all tokens reads W once; for more tokens than any holds, the largest two.
+    """
+    fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
+    tiles = fitting[-1:] if m <= 64 else fitting[:-3:-1]
+    return [Config(tokens, ctas) for tokens in tiles for ctas in ((1, 2) if m <= 32 else (2, 1))]
+
+
+def space() -> list[Config]:
+    """Return what a long search times: everything."""
+    return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on the layout of W, the tokens and the configuration, but on no address.
+
+    lists     on the device: items, starts
+    sums      floats of sums of pieces;  counters  of pieces that have arrived
+    x, y      their shapes;  sparse, dense  those of W's tiles;  dtype  of X and W
+    """
+
+    loaded: Loaded
+    config: Config
+    lists: tuple[Tensor, ...]
+    sums: int
+    counters: int
+    x: tuple[int, int]
+    y: tuple[int, int]
+    sparse: tuple[int, ...]
+    dense: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def launch(x: Tensor, w: Spense, config: Config, *, watchdog: bool = False) -> Program:
+    """Return the program that computes X @ W.T [m, n].
+
+    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    """
+    if reason := refusal(x, w):
+        raise Unsupported(reason)
+    return bind(plan(w, len(x), config, watchdog=watchdog), x, w)
+
+
+def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
+    """Assign the work and upload the lists; of W the shapes and the dtype count.
+
+    `refusal` says what may not come here.
+    """
+    device, (n, k), share = w.sparse.device, w.shape, 2 * config.cluster
+    workers = multiprocessors(device) // config.cluster
+    work = schedule(w, m, config.tokens, config.cluster, workers)
+    constants = constants_of(config, w.dtype) + ((("WATCHDOG", 1),) if watchdog else ())
+    kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
+    grid = workers * config.cluster
+    return Plan(
+        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES),
+        config,
+        lists=tuple(torch.from_numpy(a).to(device) for a in (work.items, work.starts)),
+        sums=work.places * share * ROWS * config.tokens,
+        counters=work.counters * share,
+        x=(m, k),
+        y=(m, n),
+        sparse=tuple(w.sparse.shape),
+        dense=tuple(w.dense.shape),
+        dtype=w.dtype,
+    )
+
+
+def bind(plan: Plan, x: Tensor, w: Spense) -> Program:
+    """Return the program of a plan on these operands, into an output and sums of its own."""
+    expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
+    found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
+    if found != expected:
+        raise Unsupported(f"planned for {expected}, found {found}")
+    y = x.new_empty(plan.y, dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
+    sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
+    counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # the kernel leaves them so
+    (m, k), (tokens, cluster) = plan.x, (plan.config.tokens, plan.config.cluster)
+    each = y.itemsize // x.itemsize  # bytes are copied two at a time
+    words, strides = (m, k // each), (x.stride(0) // each, 1)
+    maps = tensor_map(x.data_ptr(), words, strides, y.dtype, (tokens // cluster, BOX))
+    maps += tensor_map(y.data_ptr(), plan.y, (plan.y[1], 1), y.dtype, (min(tokens, BOX), BOX))
+    lists = *plan.lists, sums, counters
+    tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
+    args = ARGUMENTS(maps, *tiles, *(a.data_ptr() for a in lists))
+    return Program(plan.loaded, args, (x, w.sparse, w.dense, *lists), y)
+
+
+def tiles_of(w: Spense) -> tuple[int, ...]:
+    """Return rows, sparse rows and columns, first dense row and column, dense columns of tiles."""
+    (n, k), sparse, dense = w.shape, w.sparse.shape, w.dense.shape
+    rows, columns = -(-n // ROWS), -(-k // w.span)
+    return rows, sparse[0], sparse[1], rows - dense[0], columns - dense[1], dense[1]
+
+
+def constants_of(config: Config, dtype: torch.dtype) -> Constants:
+    """Return what the kernel is compiled for."""
+    return (
+        ("TOKENS", config.tokens),
+        ("CLUSTER", config.cluster),
+        ("FP8", int(dtype == torch.float8_e4m3fn)),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def refusal(x: Tensor, w: Spense) -> str | None:
+    """Say which of the kernel's conditions fails, if any."""
+    n, k = w.shape
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    step = TMA_ALIGNMENT // x.itemsize
+    if k % step or n % 8:
+        return f"expected columns of X a multiple of {step} and of Y of 8, found {k} and {n}"
+    if x.stride(1) != 1 or x.stride(0) % step:
+        return f"expected rows of a multiple of {step} elements, found strides {list(x.stride())}"
+    if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
+        return f"expected contiguous tiles, found strides {w.sparse.stride()}, {w.dense.stride()}"
+    if any(beyond := [a.data_ptr() % TMA_ALIGNMENT for a in (w.sparse, w.dense)]):
+        return f"expected tiles at a multiple of {TMA_ALIGNMENT} bytes, found {beyond} bytes more"
+    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**24:
+        return f"expected 1 to 2^31 tokens and 1 to 2^24 columns, found {len(x)}, {n} and {k}"
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Assign the work; take a table's configuration, or time a few."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Spense)
+    if reason := refusal(x, w):
+        raise Unsupported(reason)
+    (n, k), (rows, columns) = w.shape, w.sparse_shape
+    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
+    searched = space() if tuned == "wide" else configurations(len(x))
+    configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
+    candidates = [launch(x, w, config) for config in configs]
+    best = fastest(candidates, x.device)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None; fp8 has bf16's conditions."""
+    if problem["dtype"] == "fp8":
+        problem = replace(problem, fields={**problem.fields, "dtype": "bf16"})
+    return supports_hopper(problem, device)
+
+
+KERNEL = Kernel("linear", "spense", "cuda", prepare, supports, tunes=True)

@@ -1,0 +1,457 @@
+"""Layers of 2:4 hybrid weights against dense ones, and the op ffn with such weights."""
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import triton
+from on_hopper import hopper
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsebench.formats._format import FormatError
+from sparsebench.formats.spense import Spense
+from sparsebench.harness import contest
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.check import Expected, check
+from sparsebench.harness.operands import operands, redraw
+from sparsebench.harness.pruning.mlp import GatedMLP
+from sparsebench.harness.suite import read
+from sparsebench.kernels import spense_ffn, spense_wgmma
+from sparsebench.kernels._kernel import Launch, Operands, Unsupported
+from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn import spense as layers
+from sparsebench.results.record import Contender, Problem, Status
+
+BF16, FP16 = torch.bfloat16, torch.float16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of Triton's interpreter")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pruned(n: int, k: int, rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Return a weight that is 2:4 in its first rows and columns, with zeros of both signs."""
+    w = torch.randn(n, k)
+    keep = torch.rand(n, -(-k // 4), 4).argsort(-1).flatten(1)[:, :k] % 4 < 2
+    keep[rows:] = keep[:, columns:] = True
+    return (w * keep / k**0.5).to(dtype)
+
+
+# n, k, dense fraction, split, shape of X before k: edges inside of tiles, no sparse and no dense
+# part, a vector, no token.
+LAYERS: list[tuple[int, int, float, str, tuple[int, ...]]] = [
+    (200, 144, 0.0, "rows", (7,)),
+    (328, 136, 0.5, "rows", (2, 3)),
+    (72, 400, 0.4, "columns", (5,)),
+    (192, 264, 1.0, "rows", ()),
+    (64, 264, 1.0, "columns", (0,)),
+]
+
+
+def layer_of(
+    n: int, k: int, fraction: float, split: str, dtype: torch.dtype = BF16, bias: bool = True
+) -> tuple[SpenseLinear, Tensor, Tensor | None]:
+    rows = int(n * (1 - fraction)) if split == "rows" else n
+    columns = int(k * (1 - fraction)) if split == "columns" else k
+    w, b = pruned(n, k, rows, columns, dtype), torch.randn(n).to(dtype) if bias else None
+    layer = SpenseLinear.from_dense(w, dense_fraction=fraction, split=split, bias=b)
+    return layer, w, b
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(BF16, True), (FP16, False)])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_layer_gives_what_nn_linear_gives(n, k, fraction, split, tokens, dtype, bias):
+    layer, w, b = layer_of(n, k, fraction, split, dtype, bias)
+    x = torch.randn(*tokens, k).to(dtype)
+    torch.testing.assert_close(layer(x), linear(x, w) if b is None else linear(x, w) + b)
+    dense = layer.to_dense()
+    assert torch.equal(dense.weight, w)
+    assert (dense.bias is not None) == bias
+    torch.testing.assert_close(dense(x), linear(x, w, b))
+
+
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_state_dict_fills_another_layer_of_its_layout(n, k, fraction, split, tokens):
+    saved, w, _ = layer_of(n, k, fraction, split)
+    empty = SpenseLinear(k, n, dense_fraction=fraction, split=split)
+    assert torch.equal(empty.spense.to_dense(), torch.zeros_like(w))
+    file = io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    empty.load_state_dict(torch.load(file))
+    x = torch.randn(*tokens, k).to(BF16)
+    assert torch.equal(empty(x), saved(x))
+    assert list(saved.state_dict()) == ["bias", "sparse", "dense", "_extra_state"]
+
+
+def test_a_state_dict_of_another_layout_is_refused():
+    saved = layer_of(256, 144, 0.5, "rows")[0].state_dict()
+    other = SpenseLinear(144, 256, dense_fraction=0.5, dtype=FP16)
+    with pytest.raises(FormatError, match=r"expected \[256, 144, 128, 144, 0\], found .* 144, 1\]"):
+        other.load_state_dict(saved)
+    with pytest.raises(FormatError, match=r"found \[256, 144, 128, 144, 1\]"):
+        SpenseLinear(144, 256).load_state_dict(saved)
+
+
+def mlp_of(
+    h: int = 328, k: int = 136, dense: int = 200, activation: str = "silu", dtype=BF16
+) -> tuple[SpenseGatedMLP, GatedMLP]:
+    gate, up = (2 * pruned(h, k, h - dense, k, dtype) for _ in range(2))
+    down = pruned(k, h, k, h - dense, dtype)
+    packed = SpenseGatedMLP.from_dense(gate, up, down, dense=dense, activation=activation)
+    return packed, GatedMLP(gate, up, down, activation)
+
+
+# h, k, dense: parts of whole tiles and not, all dense, all sparse.
+MLPS = [(328, 136, 200), (512, 72, 128), (200, 136, 200), (200, 144, 0), (320, 64, 100)]
+
+
+@pytest.mark.parametrize("activation", [*layers.ACTIVATIONS])
+@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
+def test_an_mlp_gives_what_three_dense_products_give(h, k, dense, activation):
+    packed, right = mlp_of(h, k, dense, activation)
+    for found, expected in zip(packed.to_dense(), (right.gate, right.up, right.down), strict=True):
+        assert torch.equal(found, expected)
+    for tokens in ((5,), (2, 3), (), (0,)):
+        x = torch.randn(*tokens, k).to(BF16)
+        torch.testing.assert_close(packed(x), right(x))
+
+
+@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
+def test_an_mlps_state_dict_fills_another_one(h, k, dense):
+    saved, _ = mlp_of(h, k, dense)
+    empty, x = SpenseGatedMLP(k, h, dense=dense), torch.randn(3, k).to(BF16)
+    assert empty(x).eq(0).all()
+    empty.load_state_dict(saved.state_dict())
+    assert torch.equal(empty(x), saved(x))
+
+
+@compiled
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_layers_compile_into_one_graph(dynamic: bool):
+    mlp, _ = mlp_of()
+    stack = nn.Sequential(mlp, layer_of(328, 136, 0.5, "rows")[0])
+    run = torch.compile(stack, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for m in (3, 5):
+        x = torch.randn(m, 136).to(BF16)
+        torch.testing.assert_close(run(x), stack(x))
+
+
+def test_operators_are_what_torch_compile_expects():
+    layer, x = layer_of(72, 400, 0.4, "columns")[0], torch.randn(3, 400).to(BF16)
+    torch.library.opcheck(layers.linear, (x, layer.sparse, layer.dense, 72, 400, 72, 128))
+    torch.library.opcheck(layers.activate, (torch.randn(3, 256), 120, 0, "relu"))
+
+
+def test_autocast_takes_inputs_to_the_dtype_of_the_weights():
+    layer, w, b = layer_of(200, 144, 0.0, "rows")
+    x = torch.randn(3, 144)
+    with torch.autocast("cpu", BF16):
+        torch.testing.assert_close(layer(x), linear(x.to(BF16), w) + b)
+
+
+def test_what_a_layer_cannot_hold_is_refused():
+    w = pruned(256, 64, 256, 64)
+    w[3, 4:7] = 1
+    with pytest.raises(FormatError, match=r"^weight: expected at most 2 of 4 .* row 3, group 1 "):
+        SpenseLinear.from_dense(w)
+    with pytest.raises(FormatError, match="weight: expected fp16 or bf16, found"):
+        SpenseLinear.from_dense(w.float())
+    with pytest.raises(FormatError, match="weight: expected a split by rows or columns"):
+        SpenseLinear.from_dense(w, split="both")
+    with pytest.raises(FormatError, match=r"bias: expected \[256\], found \[64\]"):
+        SpenseLinear.from_dense(pruned(256, 64, 256, 64), bias=w[0])
+
+
+def test_what_an_mlp_cannot_hold_is_refused():
+    gate, up, down = pruned(256, 64, 128, 64), pruned(256, 64, 128, 64), pruned(64, 256, 64, 128)
+    make = SpenseGatedMLP.from_dense
+    with pytest.raises(FormatError, match=r"^down: expected \[64, 256\], found \[256, 64\]"):
+        make(gate, up, up, dense=128)
+    with pytest.raises(FormatError, match=r"^up: expected torch.bfloat16 as gate has, found"):
+        make(gate, up.half(), down, dense=128)
+    with pytest.raises(FormatError, match="dense: expected 0 to 256 hidden units, found 257"):
+        make(gate, up, down, dense=257)
+    with pytest.raises(FormatError, match="expected one of silu, gelu_tanh, relu; found 'tanh'"):
+        make(gate, up, down, dense=128, activation="tanh")
+    up[127, :4] = 1
+    with pytest.raises(FormatError, match=r"^up: expected at most 2 of 4 .* row 127, group 0"):
+        make(gate, up, down, dense=128)
+
+
+def test_inputs_that_a_layer_cannot_multiply_are_refused():
+    layer = layer_of(200, 144, 0.0, "rows")[0]
+    with pytest.raises(Unsupported, match=r"expected \[\.\.\., 144\], found \[3, 145\]"):
+        layer(torch.zeros(3, 145))
+    with pytest.raises(Unsupported, match="as the weights have, found torch"):
+        layer(torch.zeros(3, 144))
+    x = torch.zeros(3, 144, dtype=BF16, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"expected inference \(torch.no_grad\)"):
+        layer(x)
+    with torch.inference_mode():
+        layer(x)
+
+
+# ---- plans ----
+
+
+def test_equal_tiles_of_tokens_share_their_lists(monkeypatch):
+    monkeypatch.setattr(spense_wgmma, "load", lambda *given: (None, "code"))
+    monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(spense_wgmma, "supports", lambda problem, device: None)
+    monkeypatch.setattr(layers, "_PLANS", {})
+    w = layer_of(512, 1024, 0.5, "columns")[0].spense
+    plans = {m: layers._planned(torch.zeros(m, 1024, dtype=BF16), w) for m in (600, 700, 900)}
+    assert plans[600].lists is plans[700].lists
+    assert plans[600].lists is not plans[900].lists
+    for m, plan in plans.items():
+        alone = spense_wgmma.plan(w, m, plan.config)
+        assert replace(plan, lists=()) == replace(alone, lists=())
+        assert all(map(torch.equal, plan.lists, alone.lists))
+
+
+def test_a_gpu_without_the_kernel_is_refused(monkeypatch):
+    monkeypatch.setattr(layers, "_PLANS", {})
+    w = layer_of(512, 1024, 0.5, "columns")[0].spense
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU of compute"):
+        layers._planned(torch.zeros(4, 1024, dtype=BF16), w)
+
+
+# ---- the op ffn ----
+
+NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, triton))
+
+
+def test_gate_and_up_that_do_not_fit_are_not_joined():
+    w = torch.zeros(256, 256, dtype=BF16)
+    half, whole = (Spense.from_dense(w, dense_fraction=fraction) for fraction in (0.5, 0.0))
+    with pytest.raises(Unsupported, match=r"found \[128, 256\] sparse of \[256, 256\] and \[256,"):
+        spense_ffn.joined(half, whole)
+    columns = Spense.from_dense(w, dense_fraction=0.5, split="columns")
+    with pytest.raises(Unsupported, match="expected gate and up split at the same row, found"):
+        spense_ffn.joined(columns, columns)
+
+
+def test_a_suite_gives_down_a_split_of_its_own():
+    for asked in read("spense-ffn").contests:
+        (hybrid,) = (c for c in asked.contenders if c.kernel == "spense_ffn")
+        assert hybrid.params_of("wu") == {"dense_fraction": 0.5, "split": "rows"}
+        assert hybrid.params_of("wd") == {"dense_fraction": 0.5, "split": "columns"}
+
+
+@compiled
+def test_down_is_converted_by_a_split_of_its_own():
+    params = {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
+    contender = Contender("spense", "reference", params)
+    (row,), _ = contest.run(problem(4, 512, 128), [contender], torch.device("cpu"), None)
+    assert row.status is Status.OK
+    assert row.stored_bytes == 3 * 512 * 128 * (2 + 9 / 8) / 2  # by rows, all of down were dense
+
+
+ACT = {**layers.ACTIVATIONS, "relu2": lambda z: z.relu().square()}
+
+
+def assert_activates(m: int, n: int, front: int, activation: str, dtype: Any, device: str) -> None:
+    """Hold the kernel against fp64, to two units in the last place; NaN stays in its element."""
+    products = 3 * torch.randn(m, 2 * spense_ffn.whole_tiles(n), device=device).to(dtype)
+    products[0, 0] = -300  # whose exp is infinite
+    products[-1, 1] = float("nan")
+    program = spense_ffn.hidden(products, n, front, activation)
+    program.out.fill_(7)
+    gate, up = (part.T for part in spense_ffn.parted(products.double().T, n, front))
+    right = (ACT[activation](gate) * up).to(dtype)
+    with numpy.errstate(over="ignore"):  # the interpreter's
+        torch.testing.assert_close(program(), right, rtol=2**-7, atol=1e-6, equal_nan=True)
+
+
+@compiled
+@pytest.mark.skipif(
+    NUMPY >= (2, 4) and TRITON < (3, 7),
+    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
+)
+def test_the_activation_is_right_in_the_interpreter():
+    # A process of its own: the variable is read when triton is imported.
+    run = subprocess.run(
+        [*(sys.executable, "-P", "-m", "pytest", "-q"), "-k", "interpreted_", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("activation", [*ACT])
+@pytest.mark.parametrize(
+    ("m", "n", "front"), [(1, 8, 0), (19, 328, 128), (5, 512, 256), (33, 200, 0)]
+)
+def test_interpreted_activations_are_right(m, n, front, activation):
+    assert_activates(m, n, front, activation, FP16, "cpu")
+
+
+def assert_right(y: Tensor, these: Operands) -> None:
+    """Ask what the harness asks of the op ffn."""
+    names = {name: w.to_dense().double() for name, w in these.weights.items()}
+    names |= {name: x.double() for name, x in these.activations.items()}
+    op, how = load_op("ffn"), {"activation": these.problem["activation"]}
+    right, spread = op.definition(**names, **how), op.spread(**names, **how)
+    verdict = check(y, Expected(right, spread, y.dtype, max(names["wg"].shape)))
+    assert verdict.reason is None, verdict.reason
+
+
+def problem(m: int, n: int, k: int, dtype: str = "bf16", activation: str = "silu") -> Problem:
+    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": activation}
+    rest = {"pattern": "two_four", "sparsity": 0.5, "block": 1, "active": None, "skew": "iid"}
+    return Problem("ffn", {**fields, **rest})
+
+
+def ffn(asked: Problem, fraction: float, device: str = "cuda") -> Operands:
+    op = load_op("ffn")
+    drawn = operands(asked, op, torch.device(device), None)
+    split = {"wg": "rows", "wu": "rows", "wd": "columns"}
+    weights = {
+        name: Spense.from_dense(w, dense_fraction=fraction, split=split[name])
+        for name, w in drawn.weights.items()
+    }
+    definition = partial(op.definition, activation=asked["activation"])
+    return Operands(asked, weights, drawn.activations, definition)
+
+
+def in_torch(operands: Operands) -> Launch:
+    """Stands in for spense_wgmma's prepare."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    y, dense = x.new_empty(len(x), w.shape[0]), w.to_dense().T
+    return Launch(lambda: y.copy_(x @ dense), {"by": operands.settled or list(w.shape)}, "code")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_interpreted_feed_forward_layers_are_right(fraction, monkeypatch):
+    monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
+    these = ffn(problem(19, 392, 72, "fp16"), fraction, "cpu")
+    launch = spense_ffn.prepare(these)
+    redraw(these.problem, load_op("ffn"), these.activations, 1)
+    assert_right(launch(), these)
+    assert launch.choice == {"gate_up": {"by": [2 * 448, 72]}, "down": {"by": [72, 392]}}
+    again = spense_ffn.prepare(replace(these, settled=launch.choice))
+    assert again.choice == {name: {"by": choice} for name, choice in launch.choice.items()}
+
+
+@compiled
+@pytest.mark.parametrize("activation", [*ACT])
+def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = spense_ffn._activate
+    constants = {"TOKENS": 16, "FEATURES": spense_ffn.FEATURES, "ACTIVATION": activation}
+    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= {"products": "*bf16", "h": "*bf16"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3, 4, 5)}  # all but m
+    source = ASTSource(function, kinds, constants, aligned)
+    ptx = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ptx.count("ld.global.v4") == ptx.count("ld.global") > 0
+    assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+def test_a_feed_forward_layer_is_right_on_a_gpu(activation, dtype):
+    for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
+        these = ffn(problem(m, 1352, 520, dtype, activation), fraction)
+        launch = spense_ffn.prepare(these)
+        redraw(these.problem, load_op("ffn"), these.activations, 1)
+        launch().fill_(float("nan"))
+        assert_right(launch(), these)
+        again = spense_ffn.prepare(replace(these, settled=launch.choice))
+        assert (again.choice, again.code) == (launch.choice, launch.code)
+        assert_right(again(), these)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_activations_are_right_on_a_gpu(dtype):
+    for activation in ACT:
+        for m, n, front in ((1, 8, 0), (19, 328, 128), (5, 512, 256), (3000, 1352, 640)):
+            assert_activates(m, n, front, activation, dtype, "cuda")
+
+
+def close_on_a_gpu(y: Tensor, right: Tensor) -> None:
+    """Both round to a dtype of 8 bits or more; h, too, and of its roundings the sum."""
+    y, right = y.float(), right.float()
+    bound = 2**-5 * (right.abs() + right.square().mean().sqrt())
+    assert ((y - right).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_layers_are_right_on_a_gpu(dtype):
+    with torch.no_grad():
+        for n, k, fraction, split, _ in LAYERS:
+            layer, w, b = layer_of(n, k, fraction, split, dtype)
+            layer, w, b = layer.cuda(), w.cuda(), b.cuda()
+            wide = torch.randn(300, k + 24, device="cuda").to(dtype)
+            for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, 3 : k + 3], wide[:17, :k]):
+                close_on_a_gpu(layer(x), linear(x, w, b))
+            assert layer(wide[:0, :k]).shape == (0, n)
+        for h, k, dense in MLPS:
+            for activation in layers.ACTIVATIONS:
+                packed, right = mlp_of(h, k, dense, activation, dtype)
+                gate, up, down = (t.cuda() for t in (right.gate, right.up, right.down))
+                x = torch.randn(2, 150, k, device="cuda").to(dtype)
+                close_on_a_gpu(packed.cuda()(x), GatedMLP(gate, up, down, activation)(x))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+def test_a_gpu_captures_and_compiles_layers():
+    mlp, right = mlp_of(1024, 512, 512)
+    mlp, x = mlp.cuda(), torch.randn(40, 512, device="cuda").to(BF16)
+    right = GatedMLP(*(t.cuda() for t in (right.gate, right.up, right.down)))
+    layers._PLANS.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        run = torch.compile(mlp, fullgraph=True)
+        close_on_a_gpu(run(x), right(x))
+        mlp(x)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = mlp(x)
+        for _ in range(2):
+            x.copy_(torch.randn_like(x))
+            y.fill_(float("nan"))
+            graph.replay()
+            close_on_a_gpu(y, right(x))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_gpu_says_that_a_capture_came_before_the_first_call():
+    layer, x = layer_of(256, 144, 0.5, "rows")[0].cuda(), torch.zeros(4, 144, device="cuda")
+    layers._PLANS.clear()
+    graph = torch.cuda.CUDAGraph()
+    x = x.to(BF16)
+    before = pytest.raises(RuntimeError, match="call the layer once before capturing")
+    with torch.no_grad(), before, torch.cuda.graph(graph):
+        layer(x)
+    with pytest.raises(Unsupported, match="expected inputs on cuda:0, found cpu"):
+        layer(x.cpu())
