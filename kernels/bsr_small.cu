@@ -63,12 +63,6 @@ struct alignas(16) Step {
 constexpr int WORKERS = 160;
 struct Starts { int at[WORKERS]; };  // of each worker's steps
 
-__device__ __forceinline__ void bring(u32 to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void write(u32 to, const void* sixteen_bytes) {
   const uint4 v = *(const uint4*)sixteen_bytes;
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"

@@ -5,6 +5,7 @@
 //               gives the parity of the phase: 0, 1, 0, ...
 //   load        TMA: a box of a matrix, as its tensor map says, into shared memory; complete when
 //               its bytes have been counted by an mbarrier
+//   bring       so many bytes into shared memory, counted likewise
 //   store       TMA: a box out of shared memory, in groups that one waits for
 //   wgmma       d[64 x N] += A[64 x 16] B[16 x N] by the four warps of a warpgroup, A and B in
 //               shared memory; asynchronous, in groups that one waits for
@@ -74,6 +75,12 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, i
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4}], [%2];"
                :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+// As it lies in memory: a multiple of 16 bytes from and to addresses of such a multiple.
+__device__ __forceinline__ void bring(u32 to, const void* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 // To the same place in each CTA of the mask, and counted by each one's barrier.
 __device__ __forceinline__ void load_for(unsigned short ctas, u32 to, const TensorMap* map,

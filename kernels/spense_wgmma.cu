@@ -121,12 +121,6 @@ using WRing = Ring<W_BYTES, W_SLOTS>;
 
 // ---- producers: one lane each ----
 
-__device__ __forceinline__ void bring(u32 to, const char* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void produce_x(const TensorMap& x, const Item* items, int at, int end,
                                           XRing ring, int rank) {
   constexpr int PART = TOKENS / CLUSTER;  // of the tokens that this CTA loads
