@@ -119,7 +119,7 @@ def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str,
         "nnz": sum(dense.nnz.values()),
         "digest": dense.digest,
         "flops": op.flops(problem, dense.nnz),
-        "dense_flops": op.flops(problem, full),
+        "dense_flops": op.flops(op.dense(problem), full),
         "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
         "dense_bytes": itemsize * sum(full.values()),
     }

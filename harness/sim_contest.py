@@ -101,7 +101,7 @@ def _work(problem: Problem) -> Work:
         sparsity=1 - sum(kept.values()) / sum(full.values()),
         nnz=sum(kept.values()),
         flops=op.flops(problem, kept),
-        dense_flops=op.flops(problem, full),
+        dense_flops=op.flops(op.dense(problem), full),
         fewest_bytes=op.fewest_bytes(problem, kept, itemsize),
         dense_bytes=itemsize * sum(full.values()),
         output_bytes=op.fewest_bytes(problem, written, itemsize) - itemsize * taken,

@@ -160,3 +160,11 @@ def test_the_packaged_suite_sweeps_tokens_and_active_units() -> None:
     assert {p["active"] for p in problems} == {8, 29, 113, 280, 600}
     assert {p["m"] for p in problems} >= {1, 131072}
     assert {p["skew"] for p in problems} == {"iid", "zipf", "correlated"}
+
+
+@pytest.mark.parametrize("name", ["ffn", "mlp"])
+def test_a_dense_product_computes_every_unit(name: str) -> None:
+    op, fields = load_op(name), {"m": 4, "n": 64, "k": 32, "active": 8.0, "skew": "zipf"}
+    sizes = dict.fromkeys(op.weights, 64 * 32)
+    dense = op.flops(op.dense(Problem(name, fields)), sizes)
+    assert dense == 2 * 4 * sum(sizes.values()) > op.flops(Problem(name, fields), sizes)

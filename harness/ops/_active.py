@@ -16,6 +16,7 @@ correlate by 4/5: where 0.5 % of the units are on, 40 % of a token's are another
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
 from typing import Literal, Self
@@ -102,6 +103,11 @@ def share(problem: Problem) -> float:
     """Return the part of the units that is on for a token; 1 where that is left to chance."""
     active = problem.fields.get("active")
     return 1.0 if active is None else float(active / problem["n"])
+
+
+def all_active(problem: Problem) -> Problem:
+    """Return the problem with every unit on: what a dense product computes."""
+    return replace(problem, fields={**problem.fields, "active": None, "skew": "iid"})
 
 
 def share_of_any(problem: Problem) -> float:

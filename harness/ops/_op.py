@@ -57,6 +57,7 @@ class Op:
     fewest_bytes  (problem, non-zeros by weight name, bytes an operand's element) to the bytes
                   likewise: every non-zero and activation read once, every output written once, no
                   index at all
+    dense         the problem to that whose flops a dense product has; default: itself
     adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
                   was drawn, in place and to the same bits on every device; default: leaves it
     """
@@ -68,6 +69,7 @@ class Op:
     depth: Callable[..., int]
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
+    dense: Callable[[Problem], Problem] = lambda problem: problem
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
 
     @property

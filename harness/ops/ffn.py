@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn.functional import linear, relu, silu
 
-from sparsebench.harness.ops._active import ActiveFields, adjust, share, share_of_any
+from sparsebench.harness.ops._active import ActiveFields, adjust, all_active, share, share_of_any
 from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.results.record import Problem
 
@@ -117,5 +117,6 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    dense=all_active,
     adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
 )

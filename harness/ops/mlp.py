@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsebench.harness.ops._active import adjust, share, share_of_any
+from sparsebench.harness.ops._active import adjust, all_active, share, share_of_any
 from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
 from sparsebench.results.record import Problem
@@ -59,5 +59,6 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    dense=all_active,
     adjust=lambda problem, name, operand, draw: adjust(problem, "wu", name, operand, draw),
 )
