@@ -166,13 +166,11 @@ def swizzle(block: int) -> Ints:
     return pieces.reshape(-1)
 
 
-def packed(values: Tensor, order: Tensor, pieces: Tensor) -> Tensor:
-    """Return the blocks in the order of the steps, each in the order of `swizzle`."""
-    return gathered(values, sources(order, pieces))
-
-
 def sources(order: Tensor, pieces: Tensor) -> Tensor:
-    """Return for each 16 bytes of the packed W which ones of the values they are, int32."""
+    """Return for each 16 bytes of the packed W which ones of the values they are, int32.
+
+    Blocks come in the order of the steps, the 16 bytes of each in that of `swizzle`.
+    """
     return (order[:, None] * len(pieces) + pieces).flatten().int()
 
 

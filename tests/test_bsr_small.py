@@ -14,7 +14,17 @@ from sparsebench.formats._format import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda, bsr_small, bsr_small_dgrad
 from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
-from sparsebench.kernels._small import END, LAST, NONE, cut, lists_of, packed, swizzle, work
+from sparsebench.kernels._small import (
+    END,
+    LAST,
+    NONE,
+    cut,
+    gathered,
+    lists_of,
+    sources,
+    swizzle,
+    work,
+)
 from sparsebench.kernels.bsr_small import Config
 from sparsebench.results.record import Problem
 
@@ -65,7 +75,7 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     lists = lists_of(w, config.features, warpgroups, transposed)
     steps, bounds = work(lists, len(x), config.tokens, b, workers=5)
     order, pieces = torch.from_numpy(lists.order), torch.from_numpy(swizzle(b))
-    blocks = unpacked(packed(w.values, order, pieces))
+    blocks = unpacked(gathered(w.values, sources(order, pieces)))
     padded = np.pad(x.numpy(), ((0, config.tokens), (0, 64)))  # zero outside of X
     width = w.shape[1] if transposed else w.shape[0]
     y = np.full((len(x), width), np.nan, np.float32)
