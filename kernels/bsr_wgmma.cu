@@ -227,28 +227,19 @@ __device__ __forceinline__ Note add_up(float (&d)[TOKENS / 2], Ring& ring, int h
   }
 }
 
-// A warp's 16 features x 16 tokens are four pieces of 8 x 8, of each of which a lane holds two
-// neighbouring tokens of a feature. stmatrix.trans stores them as 16 rows of tokens; lane l gives
-// the address of row l % 8 of piece l / 8.
 __device__ __forceinline__ void put_out(const float (&d)[TOKENS / 2], const TensorMap* y, u32 out,
                                         Note note, int half) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, leader = threadIdx.x % 128 == 0;
-  const int row = lane % 8 + lane / 16 * 8, piece = 2 * warp + lane / 8 % 2;
+  const bool leader = threadIdx.x % 128 == 0;
   const int slice = of_half(note.slices, half);
-  const u32 at = out + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
+  const u32 at = place_of_lane(out);
   #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int buffer = c % BUFFERS * CHUNK_BYTES;
     if (leader) stores_have_read<BUFFERS - 1>();
     warpgroup_in_step(half + 1);
     #pragma unroll
-    for (int i = 0; i < SIDE / 16; i++) {
-      const float* s = d + 8 * (c * (SIDE / 16) + i);
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                   :: "r"(at + buffer + i * 16 * ROW_BYTES), "r"(pair_of(s[0], s[1])),
-                      "r"(pair_of(s[2], s[3])), "r"(pair_of(s[4], s[5])), "r"(pair_of(s[6], s[7]))
-                   : "memory");
-    }
+    for (int i = 0; i < SIDE / 16; i++)
+      put_transposed(at + buffer + i * 16 * ROW_BYTES, d + 8 * (c * (SIDE / 16) + i));
     show_to_copies();
     warpgroup_in_step(half + 1);
     if (leader) {

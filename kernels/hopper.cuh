@@ -196,3 +196,20 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+
+// ---- sums of features x tokens, into swizzled rows of 64 features ----
+// Of 64 features a warp has 16. Its 16 x 16 sums are four pieces of 8 x 8, of each of which a lane
+// holds two neighbouring tokens of a feature. stmatrix.trans stores them as 16 rows of tokens; lane
+// l gives the address of row l % 8 of piece l / 8.
+
+__device__ __forceinline__ u32 place_of_lane(u32 tile) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = lane % 8 + lane / 16 * 8, piece = 2 * warp + lane / 8 % 2;
+  return tile + row * 128 + ((piece ^ (row & 7)) << 4);
+}
+__device__ __forceinline__ void put_transposed(u32 place, const float* s) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(place), "r"(pair_of(s[0], s[1])), "r"(pair_of(s[2], s[3])),
+                  "r"(pair_of(s[4], s[5])), "r"(pair_of(s[6], s[7]))
+               : "memory");
+}
