@@ -108,7 +108,9 @@ class Program:
         return self.loaded.code
 
 
-def supports_hopper(problem: Problem, device: torch.device) -> str | None:
+def supports_hopper(
+    problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
+) -> str | None:
     """Say why a kernel of Hopper's own instructions cannot run the problem here, or None."""
     wanted = "an NVIDIA GPU of compute capability 9.0"
     if device.type != "cuda":
@@ -116,8 +118,8 @@ def supports_hopper(problem: Problem, device: torch.device) -> str | None:
     found = torch.cuda.get_device_capability(device)
     if found != HOPPER:
         return f"needs {wanted}, found {found[0]}.{found[1]}"
-    if problem["dtype"] not in ("fp16", "bf16"):
-        return f"expected fp16 or bf16, found {problem['dtype']}"
+    if problem["dtype"] not in dtypes:
+        return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 

@@ -12,7 +12,7 @@ fp8 is multiplied without scales, and added up as the tensor cores do it: in few
 has, as torch._scaled_mm does with use_fast_accum.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -200,10 +200,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None; fp8 has bf16's conditions."""
-    if problem["dtype"] == "fp8":
-        problem = replace(problem, fields={**problem.fields, "dtype": "bf16"})
-    return supports_hopper(problem, device)
+    """Say why the kernel cannot run the problem here, or None."""
+    return supports_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, supports, tunes=True)
