@@ -61,7 +61,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel that is ready on a device, and its grid; `code` is a digest of its machine code."""
+    """A kernel that is ready on a device, and its grid; `code` is a digest of its machine code.
+
+    All CTAs of a grid that is there `together` run at the same time, and may wait for one another.
+    """
 
     kernel: Any
     code: str
@@ -69,6 +72,7 @@ class Loaded:
     grid: int
     threads: int
     shared_bytes: int
+    together: bool = False
 
     def enqueue(self, args: Arguments) -> None:
         """Enqueue the kernel on torch's current stream of the device. Raises RuntimeError.
@@ -77,12 +81,13 @@ class Loaded:
         """
         _set_device()(self.device)  # a new thread has no context
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton ask
-        result = _driver().cuLaunchKernel(
-            *(self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes),
-            *(stream, args[0], None),  # copied by the call, or by the capture of a graph
-        )
+        shape = self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes
+        if self.together:  # arguments are copied by the call, or by the capture of a graph
+            result = _driver().cuLaunchCooperativeKernel(*shape, stream, args[0])
+        else:
+            result = _driver().cuLaunchKernel(*shape, stream, args[0], None)
         if result:
-            require_success(result, f"cuLaunchKernel, {self.grid} CTAs of {self.threads}")
+            require_success(result, f"launch of {self.grid} CTAs of {self.threads}")
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,7 @@ def _set_device() -> Callable[[int], None]:
 def _driver() -> ctypes.CDLL:
     driver, (pointer, u32) = ctypes.CDLL("libcuda.so.1"), (ctypes.c_void_p, ctypes.c_uint32)
     driver.cuLaunchKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 3
+    driver.cuLaunchCooperativeKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 2
     return driver
 
 

@@ -4,14 +4,23 @@
     step    a column of tiles of a group
     item    steps of a group and a tile of tokens: all of them, or a piece
 
-        worker 0   |= group 0, token 0 ==|= group 1, token 0 ==|= group 2, 0: steps 0 to 31 =|
-        worker 1   |= group 0, token 256 =|= group 1, 256 =====|= 2, 0: 32 to 39 =|= 2, 256 =|
+    in rounds   worker 0   |= group 0, token 0 ==|= group 1, token 0 ==|= group 2, 0: first half =|
+                worker 1   |= group 0, token 256 =|= group 1, 256 =====|= group 2, 0: second half =|
+
+    in line     worker 0   |= group 0, token 0 ==|= group 1, token 0 ==|= 2, 0: steps 0 to 31 =|
+                worker 1   |= group 0, token 256 =|= group 1, 256 =====|= 2, 0: 32, 33 =|= 2, 256 =|
 
 Items are dealt out in turn, the tokens of a band together: what is multiplied at one time shares
-tiles of W and X in the L2 cache. The last one or two rounds are cut: their steps, one after the
-other, into a piece for each worker (stream-K, Osama et al., arXiv 2301.03598). Few items are cut
-altogether: 5120 features and one tile of tokens are 40 items for 132 SMs. The pieces of an item are
-added up in the order of their steps, so that a schedule's sums are always the same.
+tiles of W and X in the L2 cache. What the last round lacks there are two ways to fill:
+
+    in rounds   each item of it is cut into as many equal parts as there are workers for: 5120
+                features and one tile of tokens, 40 items, are 3 parts each for 120 of 132 SMs
+    in line     its steps and those of the round before, one after the other, are cut into a piece
+                for each worker (stream-K, Osama et al., arXiv 2301.03598)
+
+The first has fewer sums of parts to write and read, the second leaves nobody idle: the one with the
+shorter time, by a small model of both, is taken. At m = 256 and 5120 x 25600 it was 75 us against
+85. Parts are added up in the order of their steps, so that a schedule's sums are always the same.
 """
 
 from dataclasses import dataclass
@@ -25,9 +34,11 @@ from sparsebench.formats.spense import DENSE_BYTES, ROWS, SPAN_BYTES, Spense
 BAND = 8  # tiles of tokens
 SHORTEST = 2  # steps of a piece, or what there is for each worker: its sums are written and read
 READ_AHEAD = 1  # items past the end, where there are none
-# What an SM of an H200 brings and multiplies: bytes from memory and from L2, and multiply-adds of
-# 16 bits, a ns (4.3 and 8.8 TB/s and 790 TFLOP/s, kernels/NOTES.md).
-FROM_MEMORY, FROM_L2, PRODUCTS = 4300 / 132, 8800 / 132, 395_000 / 132
+WORKERS = 160  # at most, and one more start
+# What an H200 reads from memory, and what one of its SMs brings and multiplies, in bytes and in
+# multiply-adds of 16 bits a ns (4.3 TB/s and 790 TFLOP/s, kernels/NOTES.md).
+FROM_MEMORY, BROUGHT, PRODUCTS = 4300, 90, 395_000 / 132
+JOIN, SUMMED, SUM_BYTES = 2000, 3500, 4  # ns that sums of parts wait for; bytes of them a ns
 SPARSE = 0.7  # of a dense tile's time on the tensor cores: shared memory is what limits (.cu)
 
 Ints = NDArray[np.integer[Any]]
@@ -50,46 +61,121 @@ class Schedule:
     places: int
     counters: int
 
+    @property
+    def first(self) -> bytes:
+        """Return the kernel's argument First: the first item of each worker, and `starts`."""
+        items, starts = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
+        items[: len(self.starts) - 1] = self.items[self.starts[:-1], :4]
+        starts[: len(self.starts)] = self.starts
+        return items.tobytes() + starts.tobytes()
+
 
 def schedule(w: Spense, m: int, tokens: int, cluster: int, workers: int) -> Schedule:
     """Assign every step of every group and tile of `tokens` of m tokens."""
-    costs = _costs(w, m, tokens, cluster)
-    groups, steps = costs.shape
-    group, token = _order(groups, -(-m // tokens))
-    dealt = max(len(group) // workers - 1, 0) * workers
-    cuts = dealt * steps + _cuts(costs[group[dealt:]], _loads(costs[group[:dealt]], workers))
-    # All steps of all items in one line: it is cut between items, and at the cuts.
-    edges = np.union1d(np.arange(len(group) + 1) * steps, cuts)
-    item, first, count = edges[:-1] // steps, edges[:-1] % steps, np.diff(edges)
-    owner = np.where(item < dealt, item % workers, np.searchsorted(cuts, edges[:-1], "right"))
+    costs = _costs(w, tokens, cluster)
+    group, token = _order(len(costs), -(-m // tokens))
+    ways = _in_line(costs[group], workers), _in_rounds(costs[group], workers)
+    sums = 2 * cluster * ROWS * tokens * SUM_BYTES
+    times = [way.time(costs[group], workers, sums, _memory_time(w)) for way in ways]
+    pieces = ways[int(np.argmin(times))]
+    item, first, count = pieces.item, pieces.first, pieces.count
     parts = np.bincount(item)
     cut = (parts > 1).astype(int)
     place, counter = _before(parts * cut)[item], _before(cut)[item]
     part = np.arange(len(item)) - _before(parts)[item]
     columns = group[item], token[item] * tokens, first, count, part, parts[item], place, counter
-    listed = np.argsort(owner, kind="stable")
+    listed = np.argsort(pieces.owner, kind="stable")
     items = np.zeros((len(item) + READ_AHEAD, 8), np.int32)
     items[: len(item)] = np.column_stack(columns)[listed]
-    starts = np.searchsorted(owner[listed], np.arange(workers + 1)).astype(np.int32)
+    starts = np.searchsorted(pieces.owner[listed], np.arange(workers + 1)).astype(np.int32)
     return Schedule(items, starts, int((parts * cut).sum()), int(cut.sum()))
 
 
-def _costs(w: Spense, m: int, tokens: int, cluster: int) -> Floats:
-    """Return the ns that each group's steps take, [groups, steps]."""
+@dataclass(frozen=True)
+class _Pieces:
+    """Steps `first` to `first + count` of `item` are `owner`'s; in the order of items and steps."""
+
+    item: Ints
+    first: Ints
+    count: Ints
+    owner: Ints
+
+    def time(self, costs: Floats, workers: int, sums: int, memory: float) -> float:
+        """Predict the ns that items with these costs [items, steps] take.
+
+        sums    bytes of an item's;  memory  ns that reading W takes all workers together
+        """
+        upto = np.zeros((len(costs), costs.shape[1] + 1))
+        upto[:, 1:] = costs.cumsum(1)
+        cost = upto[self.item, self.first + self.count] - upto[self.item, self.first]
+        busy = float(np.bincount(self.owner, cost, workers).max())
+        parts = np.bincount(self.item)
+        joined = int(parts[parts > 1].sum())
+        return max(busy, memory) + (JOIN if joined else 0) + 2 * joined * sums / SUMMED
+
+
+def _in_line(costs: Floats, workers: int) -> _Pieces:
+    """Deal out all rounds but the last one or two, and cut those, as one line, for each worker."""
+    items, steps = costs.shape
+    dealt = max(items // workers - 1, 0) * workers
+    cuts = dealt * steps + _cuts(costs[dealt:], _loads(costs[:dealt], workers))
+    # All steps of all items in one line: it is cut between items, and at the cuts.
+    edges = np.union1d(np.arange(items + 1) * steps, cuts)
+    item, first, count = edges[:-1] // steps, edges[:-1] % steps, np.diff(edges)
+    owner = np.where(item < dealt, item % workers, np.searchsorted(cuts, edges[:-1], "right"))
+    return _Pieces(item, first, count, owner)
+
+
+def _in_rounds(costs: Floats, workers: int) -> _Pieces:
+    """Deal out all whole rounds, and cut each item that is left into equal parts for the idle."""
+    items, steps = costs.shape
+    dealt = items // workers * workers
+    left = np.arange(dealt, items)
+    parts = max(min(workers // max(len(left), 1), steps // SHORTEST), 1)
+    upto = costs[dealt:].cumsum(1)
+    wanted = upto[:, -1:] * np.arange(1, parts) / parts
+    inner = (upto[:, None, :] < wanted[:, :, None]).sum(2) + 1  # steps that are over by then
+    ends = np.column_stack([inner, np.full(len(left), steps)])
+    starts = np.column_stack([np.zeros(len(left), int), inner])
+    idle = np.argsort(_loads(costs[:dealt], workers), kind="stable")
+    return _Pieces(
+        np.concatenate([np.arange(dealt), left.repeat(parts)]),
+        np.concatenate([np.zeros(dealt, int), starts.ravel()]),
+        np.concatenate([np.full(dealt, steps), (ends - starts).ravel()]),
+        np.concatenate([np.arange(dealt) % workers, idle[: len(left) * parts]]),
+    )
+
+
+def _memory_time(w: Spense) -> float:
+    """Return the ns in which W comes from memory."""
+    (a, b, of_sparse), (c, d, of_dense) = w.sparse.shape, w.dense.shape
+    return float(a * b * of_sparse + c * d * of_dense) / FROM_MEMORY
+
+
+def rows_in_turn(rows: int, sparse_rows: int) -> Ints:
+    """Return the row of tiles at each place: of rows in turn so many are sparse, so many dense.
+
+    The kernel's row_of: so all groups have about the same to do.
+    """
+    place, dense = np.arange(rows), rows - sparse_rows
+    before = place * dense // rows
+    return np.where((place + 1) * dense // rows > before, sparse_rows + before, place - before)
+
+
+def _costs(w: Spense, tokens: int, cluster: int) -> Floats:
+    """Return the ns that each group's steps take, [groups, steps]: those of its slowest CTA."""
     (n, k), height = w.shape, 2 * cluster
     rows, steps = -(-n // ROWS), -(-k // w.span)
     groups = -(-rows // height)
-    row = np.minimum(np.arange(groups * height), rows - 1).reshape(groups, height)
     sparse_rows, sparse_steps, sparse_bytes = w.sparse.shape
-    sparse = (row < sparse_rows).all(axis=1, keepdims=True) & (np.arange(steps) < sparse_steps)
+    places = np.minimum(np.arange(groups * height), rows - 1)
+    row = rows_in_turn(rows, sparse_rows)[places].reshape(groups, cluster, 2, 1)
+    sparse = (row < sparse_rows) & (np.arange(steps) < sparse_steps)
     products = 2 * ROWS * tokens * (SPAN_BYTES // 2) / PRODUCTS  # 8 bits have twice the k and rate
-
-    def cost(tile_bytes: int, time: float) -> float:
-        of_w, of_x = 2 * tile_bytes, SPAN_BYTES * tokens / cluster
-        brought = of_w / FROM_MEMORY if m <= tokens else 0.0
-        return max(brought, (of_w + of_x) / FROM_L2, time)
-
-    return np.where(sparse, cost(sparse_bytes, SPARSE * products), cost(DENSE_BYTES, products))
+    times = np.where(sparse, SPARSE * products, products).mean(2)
+    brought = np.where(sparse, sparse_bytes, DENSE_BYTES).sum(2) + SPAN_BYTES * tokens
+    costs: Floats = np.maximum(times, brought / BROUGHT).max(1)
+    return costs
 
 
 def _order(groups: int, tiles: int) -> tuple[Ints, Ints]:

@@ -31,12 +31,15 @@
 //   half of every box of X and sends it to both.
 //
 // Where items are few, several CTAs have a part of an item's steps each (_spense.py). A warpgroup
-// then writes its sums to memory, and the last one to arrive adds up all parts, always in the same
-// order: equal inputs give equal bits.
+// then writes its sums to memory. When a CTA has been through its list it waits for the other parts
+// of its items, and adds up every so many tokens of all: the parts share that work, too. They do so
+// always in the same order: equal inputs give equal bits. All CTAs run at the same time, since they
+// wait for one another: the launch is a cooperative one.
 //
 // Everything is in units of bytes, so that the same code multiplies 16 and 8 bits: a product takes
 // 32 bytes of each row of W, stored or dense, and 64 or 32 bytes of each token. fp8 is added up as
-// the tensor cores do it, in fewer bits than fp32's, as cuBLAS does with use_fast_accum; Y is bf16.
+// the tensor cores do it, in fewer bits than fp32's, as cuBLAS does with use_fast_accum, and then
+// multiplied by a scale for each feature and each token, where there are any; Y is bf16.
 //
 // Counts of a box, TOKENS = 256, in clocks of an SM (128 bytes of shared memory each):
 //
@@ -53,8 +56,11 @@
 // products where it sees it, C7513). So a half tile's words are read when those that they replace
 // are done with, and kept in registers of their own until then.
 //
-// Compiled with -DTOKENS=256|128|64|32|16 -DCLUSTER=1|2 -DFP8=0|1 -DFP16=0|1 (0 is bf16), and for a
-// look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma.mma_async.sp.
+// No more than AHEAD tiles of W are on their way to a warpgroup. With all that fit, 20 MB wait for
+// memory at a time, and some SMs get theirs much later than others: 4 to 5 tiles are 6 % faster.
+//
+// Compiled with -DTOKENS=256|128|64|32|16 -DCLUSTER=1|2 -DAHEAD=2... -DFP8=0|1 -DFP16=0|1 (0 is
+// bf16), and for a look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
 
@@ -67,8 +73,9 @@ constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64, CHUNKS = TOKENS / CHUNK;
 constexpr int CHUNK_BYTES = CHUNK * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
 constexpr int RING_BYTES = 222 * 1024 - 2 * BUFFERS * CHUNK_BYTES;  // of slots; barriers have 3 KB
-constexpr int X_SLOTS = RING_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2;
-constexpr int W_SLOTS = (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W_BYTES);
+constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
+constexpr int X_SLOTS = at_most(2 * AHEAD, RING_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2);
+constexpr int W_SLOTS = at_most(AHEAD, (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W_BYTES));
 
 static_assert(X_SLOTS >= 4 && W_SLOTS >= 2, "less would not overlap loads and products");
 
@@ -76,21 +83,32 @@ struct Maps { TensorMap x, y; };
 
 // Tile (row, column) of W is sparse where row < sparse_rows and column < sparse_columns, and then
 // lies at [row, column] of the sparse tiles; else at [row - dense_row, column - dense_column] of
-// the dense ones, which have dense_columns in a row.
+// the dense ones, which have dense_columns in a row. Of rows in turn so many are sparse, so many
+// dense, that all groups of them are about equal.
 struct Weights {
   const char *sparse, *dense;
   int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
 };
 
+// Of fp8, by feature and by token, n and m of them; or none.
+struct Scales { const float *features, *tokens; int n, m; };
+
 // Steps first to first + count of a group of SHARES rows of tiles and TOKENS tokens (_spense.py).
+struct alignas(16) Work { int group, token, first, count; };
 // Of `parts` items that share these features and tokens this one is number `part`; their sums are
 // in `parts` places from `place` on, and `counter` counts them.
-struct alignas(16) Item { int group, token, first, count, part, parts, place, counter; };
+struct alignas(16) Join { int part, parts, place, counter; };
+struct Item { Work work; Join join; };
+// An argument: read from memory, one after the other, they come 1.3 us later to the first copy.
+constexpr int WORKERS = 160;
+struct First { Work items[WORKERS]; int starts[WORKERS]; };
 
-__device__ __forceinline__ int row_of(const Weights& w, const Item& item, int share) {
-  return min(item.group * SHARES + share, w.rows - 1);  // a last row that is missing is done twice
+__device__ __forceinline__ int row_of(const Weights& w, const Work& item, int share) {
+  const int place = min(item.group * SHARES + share, w.rows - 1);  // a missing one is done twice
+  const u32 rows = w.rows, dense = rows - w.sparse_rows, before = place * dense / rows;
+  return (place + 1) * dense / rows > before ? w.sparse_rows + before : place - before;
 }
-__device__ __forceinline__ int sparse_steps(const Weights& w, const Item& item, int row) {
+__device__ __forceinline__ int sparse_steps(const Weights& w, const Work& item, int row) {
   return row < w.sparse_rows ? min(max(w.sparse_columns - item.first, 0), item.count) : 0;
 }
 
@@ -121,14 +139,13 @@ using WRing = Ring<W_BYTES, W_SLOTS>;
 
 // ---- producers: one lane each ----
 
-__device__ __forceinline__ void produce_x(const TensorMap& x, const Item* items, int at, int end,
-                                          XRing ring, int rank) {
+__device__ __forceinline__ void produce_x(const TensorMap& x, Work next, const Item* items,
+                                          int at, int end, XRing ring, int rank) {
   constexpr int PART = TOKENS / CLUSTER;  // of the tokens that this CTA loads
   constexpr unsigned short ALL = (1 << CLUSTER) - 1;
-  Item next = items[at];
   for (; at < end; at++) {
-    const Item item = next;
-    next = items[at + 1];  // READ_AHEAD
+    const Work item = next;
+    next = items[at + 1].work;  // READ_AHEAD
     const int token = item.token + rank * PART;
     for (int box = 2 * item.first; box < 2 * (item.first + item.count); box++) {
       const u32 to = ring.at() + rank * PART * ROW_BYTES;
@@ -151,12 +168,11 @@ __device__ __forceinline__ void produce_tiles(WRing& ring, const char* from, int
   }
 }
 
-__device__ __forceinline__ void produce_w(const Weights& w, const Item* items, int at, int end,
-                                          WRing ring, int share) {
-  Item next = items[at];
+__device__ __forceinline__ void produce_w(const Weights& w, Work next, const Item* items, int at,
+                                          int end, WRing ring, int share) {
   for (; at < end; at++) {
-    const Item item = next;
-    next = items[at + 1];
+    const Work item = next;
+    next = items[at + 1].work;
     const int row = row_of(w, item, share), sparse = sparse_steps(w, item, row);
     const int column = item.first + sparse;  // of the first dense tile
     const u64 of_sparse = (u64)row * w.sparse_columns + item.first;
@@ -279,34 +295,118 @@ __device__ __forceinline__ void add_dense(Sums& d, XRing& x, WRing& w, int halve
   release(x, w, held);
 }
 
-// Write the sums of a part of an item. Of its parts the last one to come gets the sums of all and
-// true; the counter is then as it was.
-__device__ __forceinline__ bool combine(Sums& d, const Item& item, float4* partial, int* counters,
-                                        int share, int half, int* arrived) {
-  const int thread = threadIdx.x % 128;
-  int* counter = counters + item.counter * SHARES + share;
-  constexpr int PIECES = TOKENS / 8, STEP = SHARES * PIECES * 128;  // of a part
-  float4* first = partial + (u64)item.place * STEP + share * PIECES * 128 + thread;
-  #pragma unroll
-  for (int i = 0; i < PIECES; i++)
-    first[(u64)item.part * STEP + i * 128] =
-        float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-  __threadfence();
-  warpgroup_in_step(half + 1);
-  if (thread == 0) *arrived = atomicAdd(counter, 1);
-  warpgroup_in_step(half + 1);
-  if (*arrived + 1 < item.parts) return false;
-  __threadfence();
-  if (thread == 0) *counter = 0;
-  #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
-  for (int part = 0; part < item.parts; part++)
+// ---- scales ----
+
+// Sums of 64 features from `feature` on, and of 8 tokens a PIECE from `token` on.
+template <int PIECES>
+__device__ __forceinline__ void scale(float* d, const Scales& by, int feature, int token) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int low = feature + 16 * warp + lane / 4, even = token + lane % 4 * 2;
+  if (by.features) {
+    const float of_low = low < by.n ? by.features[low] : 0.f;
+    const float of_high = low + 8 < by.n ? by.features[low + 8] : 0.f;
+    #pragma unroll
+    for (int i = 0; i < 4 * PIECES; i += 4)
+      d[i] *= of_low, d[i + 1] *= of_low, d[i + 2] *= of_high, d[i + 3] *= of_high;
+  }
+  if (by.tokens) {
     #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const float4 v = first[(u64)part * STEP + i * 128];
-      d[4 * i] += v.x, d[4 * i + 1] += v.y, d[4 * i + 2] += v.z, d[4 * i + 3] += v.w;
+      const int at = even + 8 * i;
+      const float of_even = at < by.m ? by.tokens[at] : 0.f;
+      const float of_odd = at + 1 < by.m ? by.tokens[at + 1] : 0.f;
+      d[4 * i] *= of_even, d[4 * i + 1] *= of_odd, d[4 * i + 2] *= of_even, d[4 * i + 3] *= of_odd;
     }
-  return true;
+  }
+}
+
+// ---- sums of parts of an item ----
+
+constexpr int GRANULE = 16, GRANULES = TOKENS / GRANULE;  // tokens that a part adds up at a time
+constexpr int GRANULE_BYTES = GRANULE * ROW_BYTES, OF_A_PART = SHARES * GRANULES * 2 * 128;
+
+// Where thread 0 of a share's warpgroup has its first four sums of the item's first part.
+__device__ __forceinline__ float4* sums_of(float4* partial, const Join& join, int share) {
+  return partial + (u64)join.place * OF_A_PART + share * GRANULES * 2 * 128 + threadIdx.x % 128;
+}
+
+// What the warpgroup wrote is seen by those that have seen the count.
+__device__ __forceinline__ void count_one(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
+}
+
+// Write the sums of a part, and say that they are there.
+__device__ __forceinline__ void put_part(const Sums& d, const Join& join, float4* partial,
+                                         int* counters, int share, int half) {
+  float4* to = sums_of(partial, join, share) + (u64)join.part * OF_A_PART;
+  #pragma unroll
+  for (int i = 0; i < TOKENS / 8; i++)
+    to[i * 128] = float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
+  warpgroup_in_step(half + 1);
+  if (threadIdx.x % 128 == 0) count_one(counters + join.counter * SHARES + share);
+}
+
+__device__ __forceinline__ int seen(const int* counter) {
+  int count;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+__device__ __forceinline__ void wait_for(const int* counter, int parts) {
+  for (int tries = 0; seen(counter) < parts; tries++) {
+#ifdef WATCHDOG
+    if (tries == 1 << 18) __assertfail("all parts", __FILE__, __LINE__, "wait_for", 1);
+#endif
+  }
+}
+
+// Granules from `granule` to `end`, GROUP at a time: add up all parts and store Y.
+template <int GROUP, int UNROLL>
+__device__ __forceinline__ void add_parts(const float4* from, int parts, int granule, int end,
+                                          const Scales& scales, const TensorMap* y, u32 out,
+                                          int feature, int token, int half) {
+  const bool leader = threadIdx.x % 128 == 0;
+  const u32 at = place_of_lane(out);
+  for (; granule < end; granule += GROUP) {
+    float d[8 * GROUP] = {};
+    #pragma unroll UNROLL
+    for (int i = 0; i < parts; i++) {
+      const float4* v = from + (u64)i * OF_A_PART + granule * 2 * 128;
+      #pragma unroll
+      for (int j = 0; j < 2 * GROUP; j++)
+        if (granule + j / 2 < end) {
+          const float4 four = __ldcg(v + j * 128);
+          d[4 * j] += four.x, d[4 * j + 1] += four.y, d[4 * j + 2] += four.z, d[4 * j + 3] += four.w;
+        }
+    }
+    if (FP8) scale<2 * GROUP>(d, scales, feature, token + granule * GRANULE);
+    if (leader) stores_have_read<0>();
+    warpgroup_in_step(half + 1);
+    #pragma unroll
+    for (int j = 0; j < GROUP; j++) put_transposed(at + j * GRANULE_BYTES, d + 8 * j);
+    show_to_copies();
+    warpgroup_in_step(half + 1);
+    if (leader) {
+      for (int j = 0; j < GROUP && granule + j < end; j++)
+        store(y, out + j * GRANULE_BYTES, feature, token + (granule + j) * GRANULE);
+      end_of_stores();
+    }
+  }
+}
+
+// Each part adds up its share of the granules of all parts. The counter is then as it was.
+__device__ __forceinline__ void join_parts(const Item& item, const float4* from, int* counter,
+                                           const Scales& scales, const TensorMap* y, u32 out,
+                                           int feature, int half) {
+  const int part = item.join.part, parts = item.join.parts, token = item.work.token;
+  const int each = (GRANULES + parts - 1) / parts, adding = (GRANULES + each - 1) / each;
+  if (part >= adding) return;
+  const bool leader = threadIdx.x % 128 == 0;
+  if (leader) wait_for(counter, parts);
+  warpgroup_in_step(half + 1);
+  const int granule = part * each, end = min(granule + each, GRANULES);
+  if (each == 1) add_parts<1, 6>(from, parts, granule, end, scales, y, out, feature, token, half);
+  else add_parts<CHUNK / GRANULE, 2>(from, parts, granule, end, scales, y, out, feature, token, half);
+  if (leader && atomicAdd(counter, 1) == parts + adding - 1) *counter = 0;
 }
 
 __device__ __forceinline__ void put_out(const Sums& d, const TensorMap* y, u32 out, int feature,
@@ -324,7 +424,9 @@ __device__ __forceinline__ void put_out(const Sums& d, const TensorMap* y, u32 o
     show_to_copies();
     warpgroup_in_step(half + 1);
     if (leader) {
-      store(y, out + buffer, feature, token + c * CHUNK);
+      #pragma unroll
+      for (int i = 0; i < CHUNK / GRANULE; i++)
+        store(y, out + buffer + i * GRANULE_BYTES, feature, token + c * CHUNK + i * GRANULE);
       end_of_stores();
     }
   }
@@ -337,20 +439,21 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weights w,
-               const Item* items, const int* starts, float4* partial, int* counters) {
+               const __grid_constant__ First first, const __grid_constant__ Scales scales,
+               const Item* items, float4* partial, int* counters) {
   extern __shared__ char shared[];
-  __shared__ int arrived[2];
   const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
   if (threadIdx.x == 0) {
     XRing{tiles}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
     for (int half = 0; half < 2; half++)
       WRing{tiles + XRing::END + half * WRing::END}.init_barriers(4);  // a warpgroup's warps
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    asm volatile("fence.mbarrier_init.release.cluster;");  // by all threads it takes 2 us
   }
   if (CLUSTER > 1) cluster_in_step();
   else __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
-  const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER, end = starts[worker + 1];
+  const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER;
+  const int begin = first.starts[worker], end = first.starts[worker + 1];
   const int half = group == 2 ? warp == 2 : group;  // whose tiles of W it brings or multiplies
   const int share = 2 * rank + half;
   // Producers start a parity ahead: slots are free before the first round.
@@ -359,26 +462,37 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (threadIdx.x % 32 == 0) {
-      if (warp == 0) produce_x(maps.x, items, starts[worker], end, x, rank);
-      else if (warp < 3) produce_w(w, items, starts[worker], end, w_ring, share);
+      if (warp == 0) produce_x(maps.x, first.items[worker], items, begin, end, x, rank);
+      else if (warp < 3) produce_w(w, first.items[worker], items, begin, end, w_ring, share);
     }
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const u32 out = tiles + XRing::END + 2 * WRing::END + half * BUFFERS * CHUNK_BYTES;
     Sums d;
-    for (int i = starts[worker]; i < end; i++) {
+    for (int i = begin; i < end; i++) {
       const Item& item = items[i];  // read where it is used: registers are sums
-      const int row = row_of(w, item, share);
+      const int row = row_of(w, item.work, share);
       // What products depend on is the same in a warp, and ptxas is to know: else it waits for each.
-      const int sparse = __shfl_sync(~0u, sparse_steps(w, item, row), 0);
-      const int dense = __shfl_sync(~0u, item.count, 0) - sparse;
+      const int sparse = __shfl_sync(~0u, sparse_steps(w, item.work, row), 0);
+      const int dense = __shfl_sync(~0u, item.work.count, 0) - sparse;
       #pragma unroll
       for (int j = 0; j < TOKENS / 2; j++) d[j] = 0.f;
       add_sparse(d, x, w_ring, sparse);
       add_dense(d, x, w_ring, 2 * dense);
-      if (item.parts == 1 || combine(d, item, partial, counters, share, half, arrived + half))
-        put_out(d, &maps.y, out, row * ROWS, item.token, half);
+      if (item.join.parts > 1) {
+        put_part(d, item.join, partial, counters, share, half);
+      } else {
+        if (FP8) scale<TOKENS / 8>(d, scales, row * ROWS, item.work.token);
+        put_out(d, &maps.y, out, row * ROWS, item.work.token, half);
+      }
+    }
+    for (int i = begin; i < end; i++) {
+      const Item& item = items[i];
+      if (item.join.parts > 1)
+        join_parts(item, sums_of(partial, item.join, share),
+                   counters + item.join.counter * SHARES + share, scales, &maps.y, out,
+                   row_of(w, item.work, share) * ROWS, half);
     }
     if (threadIdx.x % 128 == 0) stores_are_done();
   }

@@ -8,11 +8,12 @@ refused:
     fp16, bf16, or fp8 (e4m3) with Y in bf16; n a multiple of 8, k of 8 (16 bits) or 16 (8 bits):
     rows of 16 bytes; any m, X with any row stride of a multiple of 16 bytes; any split of W
 
-fp8 is multiplied without scales, and added up as the tensor cores do it: in fewer bits than fp32
-has, as torch._scaled_mm does with use_fast_accum.
+fp8 is added up as the tensor cores do it, in fewer bits than fp32 has, as torch._scaled_mm does
+with use_fast_accum. Its sums may be scaled, by feature and by token, before Y is rounded.
 """
 
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from sparsebench.kernels._cuda import (
     tensor_map,
 )
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels._spense import schedule
+from sparsebench.kernels._spense import WORKERS, schedule
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Sizes, Tuned, choose, multiprocessors
 from sparsebench.results.record import Problem
@@ -38,8 +39,9 @@ TOKENS = 16, 32, 64, 128, 256
 BOX = 64  # elements of 16 bits: rows of 128 bytes
 THREADS = 384
 SHARED_BYTES = 226 * 1024  # rings, chunks of Y, aligning to 1024
-# Maps of x and y; Weights; items, starts, sums of pieces, counters.
-ARGUMENTS = Layout("256s", "PPiiiiii", *"PPPP")
+STORED = 16  # tokens of Y at a time
+# Maps of x and y; Weights; First; Scales; items, sums of pieces, counters.
+ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
 
@@ -49,10 +51,12 @@ class Config:
 
     tokens   of X that a CTA multiplies at a time, one of TOKENS
     cluster  CTAs with the same tokens, which share the boxes of X: 1 or 2
+    ahead    tiles of W on their way to a warpgroup, at most
     """
 
     tokens: int
     cluster: int
+    ahead: int
 
 
 def configurations(m: int) -> list[Config]:
@@ -61,27 +65,39 @@ def configurations(m: int) -> list[Config]:
     The tile that holds all tokens reads W once; for more tokens than any holds, the largest two.
     """
     fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
-    tiles = fitting[-1:] if m <= 64 else fitting[:-3:-1]
-    return [Config(tokens, ctas) for tokens in tiles for ctas in ((1, 2) if m <= 32 else (2, 1))]
+    if m <= 64:
+        cluster = 1 if m <= 32 else 2
+        return [Config(fitting[-1], cluster, ahead) for ahead in (5, 4, 8)]
+    return [Config(tokens, cluster, 4) for tokens in fitting[:-3:-1] for cluster in (2, 1)]
 
 
 def space() -> list[Config]:
     """Return what a long search times: everything."""
-    return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
+    few, many = product((16, 32, 64), (1, 2), (4, 5, 6, 8)), product((128, 256), (1, 2), (4,))
+    return [Config(*sizes) for sizes in (*few, *many)]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What sums of fp8 are multiplied by, in fp32: by feature [n] and by token [m]; None is 1."""
+
+    features: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What depends on the layout of W, the tokens and the configuration, but on no address.
 
-    lists     on the device: items, starts
+    items     on the device;  first  the first ones, and starts: an argument
     sums      floats of sums of pieces;  counters  of pieces that have arrived
     x, y      their shapes;  sparse, dense  those of W's tiles;  dtype  of X and W
     """
 
     loaded: Loaded
     config: Config
-    lists: tuple[Tensor, ...]
+    items: Tensor
+    first: bytes
     sums: int
     counters: int
     x: tuple[int, int]
@@ -91,14 +107,21 @@ class Plan:
     dtype: torch.dtype
 
 
-def launch(x: Tensor, w: Spense, config: Config, *, watchdog: bool = False) -> Program:
-    """Return the program that computes X @ W.T [m, n].
+def launch(
+    x: Tensor,
+    w: Spense,
+    config: Config,
+    scales: Scales = Scales(),
+    *,
+    watchdog: bool = False,
+) -> Program:
+    """Return the program that computes X @ W.T [m, n], of fp8 times the scales.
 
     A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
     """
     if reason := refusal(x, w):
         raise Unsupported(reason)
-    return bind(plan(w, len(x), config, watchdog=watchdog), x, w)
+    return bind(plan(w, len(x), config, watchdog=watchdog), x, w, scales)
 
 
 def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
@@ -113,9 +136,10 @@ def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     grid = workers * config.cluster
     return Plan(
-        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES),
+        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, together=True),
         config,
-        lists=tuple(torch.from_numpy(a).to(device) for a in (work.items, work.starts)),
+        items=torch.from_numpy(work.items).to(device),
+        first=work.first,
         sums=work.places * share * ROWS * config.tokens,
         counters=work.counters * share,
         x=(m, k),
@@ -126,12 +150,17 @@ def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
     )
 
 
-def bind(plan: Plan, x: Tensor, w: Spense) -> Program:
+def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program:
     """Return the program of a plan on these operands, into an output and sums of its own."""
     expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
     found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
     if found != expected:
         raise Unsupported(f"planned for {expected}, found {found}")
+    of_y = scales.features, scales.tokens
+    for name, own, size in zip(("features", "tokens"), of_y, reversed(plan.y), strict=True):
+        if own is not None and (x.itemsize > 1 or not _fits(own, size)):
+            wanted = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
+            raise Unsupported(f"expected {wanted}; found {own.dtype} {list(own.shape)}, {x.dtype}")
     y = x.new_empty(plan.y, dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
     sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
     counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # the kernel leaves them so
@@ -139,11 +168,17 @@ def bind(plan: Plan, x: Tensor, w: Spense) -> Program:
     each = y.itemsize // x.itemsize  # bytes are copied two at a time
     words, strides = (m, k // each), (x.stride(0) // each, 1)
     maps = tensor_map(x.data_ptr(), words, strides, y.dtype, (tokens // cluster, BOX))
-    maps += tensor_map(y.data_ptr(), plan.y, (plan.y[1], 1), y.dtype, (min(tokens, BOX), BOX))
-    lists = *plan.lists, sums, counters
+    maps += tensor_map(y.data_ptr(), plan.y, (plan.y[1], 1), y.dtype, (STORED, BOX))
+    by = *(0 if own is None else own.data_ptr() for own in of_y), plan.y[1], m
+    kept = plan.items, sums, counters
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
-    args = ARGUMENTS(maps, *tiles, *(a.data_ptr() for a in lists))
-    return Program(plan.loaded, args, (x, w.sparse, w.dense, *lists), y)
+    args = ARGUMENTS(maps, *tiles, plan.first, *by, *(a.data_ptr() for a in kept))
+    owned = [own for own in of_y if own is not None]
+    return Program(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), y)
+
+
+def _fits(scales: Tensor, size: int) -> bool:
+    return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
 
 
 def tiles_of(w: Spense) -> tuple[int, ...]:
@@ -158,6 +193,7 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
+        ("AHEAD", config.ahead),
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
     )
@@ -179,8 +215,8 @@ def refusal(x: Tensor, w: Spense) -> str | None:
         return f"expected contiguous tiles, found strides {w.sparse.stride()}, {w.dense.stride()}"
     if any(beyond := [a.data_ptr() % TMA_ALIGNMENT for a in (w.sparse, w.dense)]):
         return f"expected tiles at a multiple of {TMA_ALIGNMENT} bytes, found {beyond} bytes more"
-    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**24:
-        return f"expected 1 to 2^31 tokens and 1 to 2^24 columns, found {len(x)}, {n} and {k}"
+    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**21:
+        return f"expected 1 to 2^31 tokens and 1 to 2^21 columns, found {len(x)}, {n} and {k}"
     return None
 
 

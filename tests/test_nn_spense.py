@@ -215,8 +215,8 @@ def test_equal_tiles_of_tokens_share_their_lists(monkeypatch):
     monkeypatch.setattr(layers, "_PLANS", {})
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     plans = {m: layers._planned(torch.zeros(m, 1024, dtype=BF16), w) for m in (600, 700, 900)}
-    assert plans[600].lists is plans[700].lists
-    assert plans[600].lists is not plans[900].lists
+    assert plans[600].items is plans[700].items
+    assert plans[600].items is not plans[900].items
     for m, plan in plans.items():
         alone = spense_wgmma.plan(w, m, plan.config)
         assert replace(plan, lists=()) == replace(alone, lists=())
