@@ -73,7 +73,7 @@ constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64, CHUNKS = TOKENS / CHUNK;
 constexpr int CHUNK_BYTES = CHUNK * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
 constexpr int RING_BYTES = 222 * 1024 - 2 * BUFFERS * CHUNK_BYTES;  // of slots; barriers have 3 KB
-constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
+__device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 constexpr int X_SLOTS = at_most(2 * AHEAD, RING_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2);
 constexpr int W_SLOTS = at_most(AHEAD, (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W_BYTES));
 
