@@ -42,6 +42,7 @@ from sparsebench.kernels._tuned import Tuned, blocked, choose
 from sparsebench.kernels._wgmma import NO_SLICE, SIDE, Groups, groups_of
 
 TOKENS = 256, 128, 64
+FEW_ITEMS = 66  # for the 132 SMs of an H200
 THREADS = 384
 # 192 KB of slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
 SHARED_BYTES = 192 * 1024 + 4 * 8 * 1024 + 1024
@@ -61,12 +62,15 @@ class Config:
     cluster: int
 
 
-def configurations(m: int) -> list[Config]:
-    """Return what is worth trying for m tokens: at most four.
+def configurations(m: int, width: int) -> list[Config]:
+    """Return what is worth trying for m tokens and `width` columns of Y: at most four.
 
-    More tokens are less traffic; the next size down wins where items are few.
+    More tokens are less traffic; the next size down comes first where half of the SMs or more would
+    have no item (m = 256 and 4096 columns: 1.3 times as fast).
     """
     tiles = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[-1]][:2]
+    if -(-m // tiles[0]) * -(-width // (2 * SIDE)) <= FEW_ITEMS:
+        tiles.reverse()
     return [Config(tokens, ctas) for tokens in tiles for ctas in (1, 2) if ctas == 1 or m > tokens]
 
 
@@ -202,7 +206,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     groups = groups_of(w, transposed)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
     name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
-    searched = space() if tuned == "wide" else configurations(len(x))
+    searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
     best = fastest(candidates, x.device)

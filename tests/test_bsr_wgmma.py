@@ -213,12 +213,17 @@ def test_other_devices_are_refused(module):
 
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
 def test_no_problem_has_more_than_four_configurations_and_none_is_for_other_tokens(m):
-    found = bsr_wgmma.configurations(m)
+    found = bsr_wgmma.configurations(m, 4096)
     assert 1 <= len(found) <= 4
     assert all(config in CONFIGS for config in found)
     assert all(
         config.tokens * config.cluster < 2 * m or config == Config(64, 1) for config in found
     )
+
+
+@pytest.mark.parametrize(("m", "width", "tokens"), [(256, 4096, 128), (256, 14336, 256)])
+def test_few_items_make_the_smaller_tile_the_first(m, width, tokens):
+    assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

@@ -346,7 +346,7 @@ def test_a_launch_has_the_addresses_of_its_own_operands(driver):
 
     def held(m: int, x: Tensor) -> None:
         kept.extend((x, y := layer(x).detach()))
-        tokens = bsr_wgmma.configurations(m)[0].tokens
+        tokens = bsr_wgmma.configurations(m, 128)[0].tokens
         expected = (x, (tokens, 64)), (blocks, (64, 64)), (y, (64, 64))
         for at, matrix in enumerate(expected):
             assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == map_of(*matrix)

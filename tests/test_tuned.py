@@ -215,7 +215,7 @@ def test_a_launch_says_how_its_configuration_was_come_by(tuned: Any, by: str, de
 
 
 def test_a_tables_configuration_is_taken_alone_and_said(folders: dict[str, Path]) -> None:
-    few = bsr_wgmma.configurations(4096)
+    few = bsr_wgmma.configurations(4096, 4096)
     chosen = (bsr_wgmma.Config, SimpleNamespace(settled=None, device=GPU), AT)
     assert _tuned.choose("bsr_wgmma", *chosen, True, few) == (few, {"by": "search"})
     file = put(folders["package"], entry())

@@ -137,7 +137,7 @@ def _on_hopper(call: Call, w: Bsr) -> Multiply:
     if reason := bsr_wgmma.refusal(dy if transposed else x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
-    config = _tuned(name, call, w, bsr_wgmma.configurations(call.m)[0])
+    config = _tuned(name, call, w, bsr_wgmma.configurations(call.m, w.shape[transposed])[0])
     plan = bsr_wgmma.plan(w, call.m, config, transposed=transposed)
     return lambda a, values: bsr_wgmma.bind(plan, a, values)()
 
