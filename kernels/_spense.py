@@ -1,4 +1,4 @@
-"""Which worker of spense_wgmma.cu multiplies what, so that all end at about the same time.
+"""Which worker of spense_wgmma.cu or spense_mma.cu multiplies what, so that all end together.
 
     group   two rows of W's tiles for each CTA of a worker: what it multiplies at a time
     step    a column of tiles of a group
@@ -72,6 +72,13 @@ def schedule(w: Spense, m: int, tokens: int, cluster: int, workers: int) -> Sche
     items[: len(item)] = np.column_stack(columns)[listed]
     starts = np.searchsorted(owner[listed], np.arange(workers + 1)).astype(np.int32)
     return Schedule(items, starts, int((parts * cut).sum()), int(cut.sum()))
+
+
+def tiles_of(w: Spense) -> tuple[int, ...]:
+    """Return rows, sparse rows and columns, first dense row and column, dense columns of tiles."""
+    (n, k), sparse, dense = w.shape, w.sparse.shape, w.dense.shape
+    rows, columns = -(-n // ROWS), -(-k // w.span)
+    return rows, sparse[0], sparse[1], rows - dense[0], columns - dense[1], dense[1]
 
 
 def _costs(w: Spense, m: int, tokens: int, cluster: int) -> Floats:
