@@ -3,8 +3,8 @@
     NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> Program: call it
 
 CuPy's own RawModule(code=...) compiles for sm_90; wgmma needs sm_90a, and NVRTC takes one target
-alone. So NVRTC is called here, and CuPy loads what it gave. Kernels without instructions of Hopper's
-own are compiled for the device's target.
+alone. So NVRTC is called here, and CuPy loads what it gave. A kernel that asks nothing of Hopper
+alone is compiled for the device's own target.
 
 A tensor map is 128 bytes that describe a matrix to the copy engine (TMA): address, sizes, strides,
 and the box that one instruction copies. Maps go into a kernel by value (__grid_constant__): in

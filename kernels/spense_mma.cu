@@ -38,10 +38,10 @@
 //                                  bring the box STAGES - 1 further on into that one's slot
 //                                  multiply
 //
-//   Rows of 128 bytes are swizzled as the format stores them: ldmatrix reads the same piece of eight
-//   rows from all banks. Of a sparse tile, half the columns are half of each row, which lie where
-//   they lie in the tile, and leave the rest of the row empty. Boxes of the next item are brought
-//   while the last of this one are multiplied.
+//   Rows of 128 bytes are swizzled as the format stores them: ldmatrix reads the same piece of
+//   eight rows from all banks. Half the columns of a sparse tile are half of each row: they lie in
+//   the slot where they lie in the tile, and the rest of the row stays empty. Boxes of the next
+//   item are brought while the last of this one are multiplied.
 //
 // Where items are few, several CTAs have a part of an item's steps each (_spense.py). They write
 // their sums to memory, and the last one to arrive adds up all parts, always in the same order:
@@ -49,14 +49,14 @@
 //
 // Counts of a box, TOKENS = 128, in clocks of an SM (128 bytes of shared memory each):
 //
-//                     tensor cores, A100, H200   A, B, read   copies, written
-//    half a sparse tile            512       413        384               200
-//    half a dense tile            1024       826        512               256
+//                     tensor cores: A100, H200    shared memory: read, written    L2: H200
+//    half a sparse tile             512    413                    384      200         670
+//    half a dense tile             1024    826                    512      256         860
 //
-// with a warp's 64 x 64 sums; 64 x 32 would read half as much again. On Hopper mma reaches about
-// 0.62 of wgmma's rate.
+// with 64 x 64 sums a warp; 64 x 32 would read half as much again. mma has about 0.62 of wgmma's
+// rate on Hopper, and a tile that is half as large reads X and W more often: L2 is the limit there.
 //
-// Compiled with -DTOKENS=128|64|32|16 -DFP16=0|1 (0 is bf16). Source: PTX ISA 9.0, mma.sp, cp.async.
+// Compiled with -DTOKENS=128|64|32|16 -DFP16=0|1 (0 is bf16). Source: PTX ISA 9.0, mma.sp.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -147,8 +147,9 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// 32 columns of k: the 16 x 16 values of A stand for 16 x 32. Ordered: of two codes the smaller is
-// first, as the format has them. Without the word sm_100 and sm_120 call a function at each product.
+// 32 columns of k: the 16 x 16 values of A stand for 16 x 32. Ordered: of a group's two positions
+// the lower is first, as the format has them. Without that word, sm_100 and sm_120 call a function
+// before each product (nvcc 13.0).
 template <int SELECTOR>
 __device__ __forceinline__ void multiply_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4],
                                                 u32 word) {

@@ -8,7 +8,8 @@ here are the choice of a configuration, the launch, and what is refused:
     fp16 or bf16; n even, k a multiple of 8: rows of X of 16 bytes; any m, X with any row stride of
     a multiple of 16 bytes; any split of W
 
-fp8 has no mma.sp on compute capability 8.0, and on 9.0 one that is made of 16-bit products.
+fp8 has no mma.sp on compute capability 8.0, and on 9.0 one that is made of 16-bit products: it is
+refused.
 """
 
 from dataclasses import asdict, dataclass
@@ -143,8 +144,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     if found < LEAST:
         return f"needs {wanted}, found {found[0]}.{found[1]}"
     if problem["dtype"] == "fp8":
-        return "expected fp16 or bf16, found fp8: mma.sp of 8-bit floats came with 8.9, and on 9.0 "\
-            "is made of 16-bit products"
+        return "expected fp16 or bf16, found fp8: 8.0 has no mma.sp for it, 9.0 emulates it"
     if problem["dtype"] not in ("fp16", "bf16"):
         return f"expected fp16 or bf16, found {problem['dtype']}"
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
