@@ -12,6 +12,8 @@
 //      |        |        |        |     | ...  |                |        |        |
 //      +--------+--------+--------+     +------+                +--------+--------+
 //
+// (for 32 and 16 tokens the warps are one below the other, 32 features each.)
+//
 // W is the left operand A, for it is the one that may be sparse; tokens are the columns of B. A
 // product is 16 features x 8 tokens, of 32 columns of k where W is 2:4 and of 16 where it is dense,
 // and both kinds add to the same sums, in fp32. Lane 4 g + q of a warp holds, two values a word:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from sparsebench.formats.spense import ROW_STEP, Spense
+from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, VALUE_BYTES, Spense
 from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, load, target_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
 from sparsebench.kernels._spense import schedule, tiles_of
@@ -30,7 +30,7 @@ LEAST = (8, 0)  # compute capability
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
 THREADS = 128
-W_BYTES = 2 * (8192 + 512)  # of a slot: half a tile of each of two rows, and half the metadata
+W_BYTES = 2 * (VALUE_BYTES + 512)  # of a slot: half a tile, and half the metadata, of two rows
 ROOM = 99 * 1024  # of shared memory, what a CTA may have on compute capability 8.6 and 8.9
 RESERVED = 1024  # of a multiprocessor's shared memory for each CTA
 CTAS = 2  # of a multiprocessor: registers
@@ -49,7 +49,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Return the size of the ring: as many slots as there is room for."""
-        slot = self.tokens * 128 + W_BYTES
+        slot = self.tokens * ROW_BYTES + W_BYTES
         return ROOM // slot * slot
 
 
