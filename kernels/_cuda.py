@@ -3,7 +3,8 @@
     NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> Program: call it
 
 CuPy's own RawModule(code=...) compiles for sm_90; wgmma needs sm_90a, and NVRTC takes one target
-alone. So NVRTC is called here, and CuPy loads what it gave.
+alone. So NVRTC is called here, and CuPy loads what it gave. A kernel that asks nothing of Hopper
+alone is compiled for the device's own target.
 
 A tensor map is 128 bytes that describe a matrix to the copy engine (TMA): address, sizes, strides,
 and the box that one instruction copies. Maps go into a kernel by value (__grid_constant__): in
@@ -30,7 +31,7 @@ from sparsebench.kernels._kernel import Unsupported
 from sparsebench.results.record import Problem
 
 HOPPER = (9, 0)
-OPTIONS = "-std=c++17", "-arch=sm_90a"
+HOPPERS_OWN = "sm_90a"  # the target with wgmma, and nothing newer
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -146,14 +147,25 @@ def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     return None
 
 
+def target_of(device: torch.device) -> str:
+    """Return what to compile for, to run what every GPU has on this one: sm_80."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 @cache
 def load(
-    name: str, function: str, constants: Constants, shared_bytes: int, device: torch.device
+    name: str,
+    function: str,
+    constants: Constants,
+    shared_bytes: int,
+    device: torch.device,
+    target: str = HOPPERS_OWN,
 ) -> tuple[Any, str]:
     """Return a kernel of kernels/NAME.cu, ready on the device, and the digest of its code."""
     import cupy
 
-    code = compiled(name, constants)
+    code = compiled(name, constants, target)
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
         path.write_bytes(code)
@@ -162,7 +174,7 @@ def load(
     return kernel.kernel, hashlib.sha256(code).hexdigest()[:16]
 
 
-def compiled(name: str, constants: Constants) -> bytes:
+def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:
     """Return the machine code of kernels/NAME.cu; needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
@@ -172,7 +184,7 @@ def compiled(name: str, constants: Constants) -> bytes:
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
     program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
-        nvrtc.compileProgram(program, OPTIONS + macros)
+        nvrtc.compileProgram(program, ("-std=c++17", f"-arch={target}", *macros))
         code: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip().splitlines() or [str(error)]

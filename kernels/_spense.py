@@ -1,4 +1,4 @@
-"""Which worker of spense_wgmma.cu multiplies what, so that all end at about the same time.
+"""Which worker of spense_wgmma.cu or spense_mma.cu multiplies what, so that all end together.
 
     group   two rows of W's tiles for each CTA of a worker: what it multiplies at a time
     step    a column of tiles of a group
@@ -70,9 +70,16 @@ class Schedule:
         return items.tobytes() + starts.tobytes()
 
 
-def schedule(w: Spense, m: int, tokens: int, cluster: int, workers: int) -> Schedule:
-    """Assign every step of every group and tile of `tokens` of m tokens."""
-    costs = _costs(w, tokens, cluster)
+def schedule(
+    w: Spense, m: int, tokens: int, cluster: int, workers: int, *, in_turn: bool = True
+) -> Schedule:
+    """Assign every step of every group and tile of `tokens` of m tokens.
+
+    Groups are of rows as they follow each other, or as they come `in_turn`.
+    """
+    rows = -(-w.shape[0] // ROWS)
+    turns = rows_in_turn(rows, w.sparse.shape[0]) if in_turn else np.arange(rows)
+    costs = _costs(w, tokens, cluster, turns)
     group, token = _order(len(costs), -(-m // tokens))
     ways = _in_line(costs[group], workers), _in_rounds(costs[group], workers)
     sums = 2 * cluster * ROWS * tokens * SUM_BYTES
@@ -162,14 +169,21 @@ def rows_in_turn(rows: int, sparse_rows: int) -> Ints:
     return np.where((place + 1) * dense // rows > before, sparse_rows + before, place - before)
 
 
-def _costs(w: Spense, tokens: int, cluster: int) -> Floats:
+def tiles_of(w: Spense) -> tuple[int, ...]:
+    """Return rows, sparse rows and columns, first dense row and column, dense columns of tiles."""
+    (n, k), sparse, dense = w.shape, w.sparse.shape, w.dense.shape
+    rows, columns = -(-n // ROWS), -(-k // w.span)
+    return rows, sparse[0], sparse[1], rows - dense[0], columns - dense[1], dense[1]
+
+
+def _costs(w: Spense, tokens: int, cluster: int, turns: Ints) -> Floats:
     """Return the ns that each group's steps take, [groups, steps]: those of its slowest CTA."""
     (n, k), height = w.shape, 2 * cluster
     rows, steps = -(-n // ROWS), -(-k // w.span)
     groups = -(-rows // height)
     sparse_rows, sparse_steps, sparse_bytes = w.sparse.shape
     places = np.minimum(np.arange(groups * height), rows - 1)
-    row = rows_in_turn(rows, sparse_rows)[places].reshape(groups, cluster, 2, 1)
+    row = turns[places].reshape(groups, cluster, 2, 1)
     sparse = (row < sparse_rows) & (np.arange(steps) < sparse_steps)
     products = 2 * ROWS * tokens * (SPAN_BYTES // 2) / PRODUCTS  # 8 bits have twice the k and rate
     times = np.where(sparse, SPARSE * products, products).mean(2)

@@ -30,7 +30,7 @@ from sparsebench.kernels._cuda import (
     tensor_map,
 )
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels._spense import WORKERS, schedule
+from sparsebench.kernels._spense import WORKERS, schedule, tiles_of
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Sizes, Tuned, choose, multiprocessors
 from sparsebench.results.record import Problem
@@ -179,13 +179,6 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program
 
 def _fits(scales: Tensor, size: int) -> bool:
     return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
-
-
-def tiles_of(w: Spense) -> tuple[int, ...]:
-    """Return rows, sparse rows and columns, first dense row and column, dense columns of tiles."""
-    (n, k), sparse, dense = w.shape, w.sparse.shape, w.dense.shape
-    rows, columns = -(-n // ROWS), -(-k // w.span)
-    return rows, sparse[0], sparse[1], rows - dense[0], columns - dense[1], dense[1]
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:

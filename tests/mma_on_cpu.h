@@ -1,0 +1,100 @@
+// What spense_mma.cu asks for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands at once
+// or, with LATE, when its group is waited for, so that a wait too few and one too late are seen.
+
+#include "cuda_on_cpu.h"
+
+#include <map>
+
+#define __grid_constant__
+struct Block { operator int() const { return cta_number(); } };
+static struct { Block x; } blockIdx;
+
+static void __threadfence() {}
+static float4 __ldcg(const float4* p) { return *p; }
+static bool __syncthreads_or(bool own) {
+  mine().words[now->thread][5] = own;
+  __syncthreads();
+  bool any = false;
+  for (int i = 0; i < threads; i++) any |= mine().words[i][5];
+  __syncthreads();
+  return any;
+}
+
+// ---- copies: addresses in shared memory are places in it ----
+
+struct Copy { u32 to; std::vector<char> bytes; };
+struct Copies { std::vector<std::vector<Copy>> groups{1}; };
+static std::map<Fiber*, Copies> copies;  // of a thread; the last group is still open
+
+static u32 address_of(const void* p) { return (const char*)p - dynamic_shared(); }
+static void land(const Copy& copy) {
+  if (copy.to + copy.bytes.size() > mine().dynamic.size()) std::abort();
+  std::memcpy(dynamic_shared() + copy.to, copy.bytes.data(), copy.bytes.size());
+}
+static void copy(u32 to, const char* from, int bytes, bool there) {
+  if (to % bytes || (u64)from % bytes) std::abort();
+  Copy c{to, std::vector<char>(bytes)};
+  if (there) std::memcpy(c.bytes.data(), from, bytes);
+  if (LATE) copies[now].groups.back().push_back(c);
+  else land(c);
+}
+static void copy_16(u32 to, const char* from, bool there) { copy(to, from, 16, there); }
+static void copy_8(u32 to, const char* from) { copy(to, from, 8, true); }
+static void end_of_copies() { copies[now].groups.emplace_back(); }
+template <int LEFT> void copies_left() {
+  auto& groups = copies[now].groups;
+  while (groups.size() > LEFT + 1) {
+    for (const Copy& c : groups.front()) land(c);
+    groups.erase(groups.begin());
+  }
+}
+static u32 word_at(u32 address) { return *(u32*)(dynamic_shared() + address); }
+
+// ---- matrices of 8 x 8: lane 4 g + q has elements 2 q and 2 q + 1 of row g ----
+
+static void matrices(u32 (&v)[4], u32 address) {
+  if (address % 16) std::abort();
+  warp()[lane()][0] = address;
+  warp_in_step();
+  for (int i = 0; i < 4; i++) v[i] = word_at(warp()[8 * i + lane() / 4][0] + lane() % 4 * 4);
+  warp_in_step();
+}
+static u32 transposed(u32 v) {
+  warp()[lane()][0] = v;
+  warp_in_step();
+  u32 pair = 0;
+  for (int i = 0; i < 2; i++) {
+    const int row = lane() % 4 * 2 + i, column = lane() / 4;
+    pair |= (warp()[row * 4 + column / 2][0] >> 16 * (column % 2) & 0xffff) << 16 * i;
+  }
+  warp_in_step();
+  return pair;
+}
+
+// mma.sp, m16n8k32. A[row][8 c + 2 q, + 1] of the stored columns is in register row / 8 + 2 c of
+// lane 4 (row % 8) + q; B[8 i + 2 q, + 1][token] in register i of lane 4 token + q. The code of row
+// and group j, four bits, is in lane 4 (row % 8) + 2 SELECTOR + j / 4, at 16 (row / 8) + 4 (j % 4).
+template <int SELECTOR>
+void multiply_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 word) {
+  static u32 of_b[1024][4];
+  std::memcpy(of_b[now->thread], b, sizeof b);
+  std::memcpy(warp()[lane()], a, sizeof a);
+  warp()[lane()][4] = word;
+  warp_in_step();
+  const int base = now->thread / 32 * 32;
+  for (int e = 0; e < 4; e++) {
+    const int row = lane() / 4 + e / 2 * 8, token = lane() % 4 * 2 + e % 2, from = row % 8 * 4;
+    for (int j = 0; j < 8; j++) {
+      const u32 code = warp()[from + 2 * SELECTOR + j / 4][4] >> (16 * (row / 8) + 4 * (j % 4));
+      const int which[2] = {(int)(code & 3), (int)(code >> 2 & 3)};
+      if (which[0] >= which[1]) std::fprintf(stderr, "codes are not in order\n"), std::abort();
+      for (int i = 0; i < 2; i++) {
+        const int k = 4 * j + which[i];
+        const u32 pair = warp()[from + j % 4][row / 8 + j / 4 * 2];
+        const u32 other = of_b[base + token * 4 + k % 8 / 2][k / 8];
+        d[e] += wide(pair >> 16 * i & 0xffff) * wide(other >> 16 * (k % 2) & 0xffff);
+      }
+    }
+  }
+  warp_in_step();
+}
