@@ -25,7 +25,7 @@ from sparsebench.formats._format import Format
 from sparsebench.harness import operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ceilings import LIGHT
-from sparsebench.harness.check import FP8, FP32, TF32, Expected, check
+from sparsebench.harness.check import Expected, check, roundings
 from sparsebench.harness.device import identity
 from sparsebench.harness.energy import energy
 from sparsebench.harness.entry import (
@@ -156,8 +156,8 @@ def _expected(contest: Contest) -> Expected:
     reference = bound(contest.op.definition, contest.problem)(**arguments)
     spread = bound(contest.op.spread, contest.problem)(**arguments)
     dtype = contest.problem["dtype"]
-    products, sums = TF32 if dtype == "tf32" else 0.0, FP8 if dtype == "fp8" else FP32
-    return Expected(reference, spread, OUTPUTS[dtype], depth, products, sums)
+    allowed = roundings(dtype, contest.op.rounds(dtype))
+    return Expected(reference, spread, OUTPUTS[dtype], depth, *allowed)
 
 
 def _run_poisoned(call: Callable[[], Output]) -> Output:

@@ -6,11 +6,11 @@
     safetensors    any but file      the file's, cast to the dtype, kept where largest in magnitude
 
 Weights have a standard deviation of about 1 / sqrt(k), activations of about 1: so have outputs.
-In fp8 drawn weights have one of about 1, too, as if a power of two had scaled them: at 1 / sqrt(k)
-e4m3, whose smallest number is 2^-9, would make a ninth of them zero where k is 25600.
+In fp8 drawn weights have one of about 1, too, as if a power of two had scaled them (and an op of
+several products multiplies by it): at 1 / sqrt(k) e4m3, whose smallest number is 2^-9, would make a
+ninth of them zero where k is 25600.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, digest, fill, scores
 from sparsebench.harness.grid import Grid, Score, magnitudes
 from sparsebench.harness.ops._op import Op
-from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
 
@@ -51,7 +51,7 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     for name, weight in weights.items():
         op.adjust(problem, name, weight, 0)
     activations = {
-        name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem), device=device)
+        name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem, op, name), device=device)
         for name in op.activations
     }
     redraw(problem, op, activations, draw=0)
@@ -83,7 +83,7 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
         expected = "expected a dtype of 16 or 32 bits for weights from a file"
         raise SuiteError(f"{path}: {expected}, found fp8: it holds them scaled alone")
     stored = _fitting(problem, op, name, path, sources.load_weights(path, source.tensor))
-    weight = stored.to(device, _dtype(problem), copy=True)
+    weight = stored.to(device, _dtype(problem, op, name), copy=True)
     bad = int((~weight.isfinite()).sum())
     if bad:
         raise SuiteError(
@@ -98,9 +98,9 @@ def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
 
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     shape = _shape(problem, op, name)
-    weight = torch.empty(shape, dtype=_dtype(problem), device=device)
-    exponent = 0 if problem["dtype"] == "fp8" else round(math.log2(shape[1]) / 2)
-    fill(weight, problem.seed, name, scale=UNIT * 2.0**-exponent)
+    weight = torch.empty(shape, dtype=_dtype(problem, op, name), device=device)
+    scale = 1.0 if problem["dtype"] == "fp8" else unit_scale(shape[1])
+    fill(weight, problem.seed, name, scale=UNIT * scale)
     return weight
 
 
@@ -138,5 +138,5 @@ def _shape(problem: Problem, op: Op, name: str) -> tuple[int, int]:
     return problem[rows], problem[columns]
 
 
-def _dtype(problem: Problem) -> torch.dtype:
-    return DTYPES[problem["dtype"]]
+def _dtype(problem: Problem, op: Op, name: str) -> torch.dtype:
+    return op.operands[name].dtypes[problem["dtype"]]

@@ -96,7 +96,8 @@ def _work(problem: Problem) -> Work:
     part = {name: 1 - level(problem.fields, op.operands[name].shape) for name in full}
     kept = {name: round(part[name] * full[name]) for name in full}
     written = {name: kept[name] if name == op.pattern else 0 for name in kept}
-    taken = sum(size[name] for name in op.activations)
+    stored = {name: o.dtypes[problem["dtype"]].itemsize for name, o in op.operands.items()}
+    taken = sum(stored[name] * size[name] for name in op.activations)
     return Work(
         sparsity=1 - sum(kept.values()) / sum(full.values()),
         nnz=sum(kept.values()),
@@ -104,7 +105,7 @@ def _work(problem: Problem) -> Work:
         dense_flops=op.flops(op.dense(problem), full),
         fewest_bytes=op.fewest_bytes(problem, kept, itemsize),
         dense_bytes=itemsize * sum(full.values()),
-        output_bytes=op.fewest_bytes(problem, written, itemsize) - itemsize * taken,
+        output_bytes=op.fewest_bytes(problem, written, itemsize) - taken,
     )
 
 

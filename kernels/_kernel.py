@@ -4,6 +4,7 @@ A kernel file names one KERNEL. `supports` answers before anything is built; `pr
 packs, compiles and tunes; the Launch that it returns is what is timed.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,8 +99,17 @@ DTYPES = {
 """The dtypes of a problem, by the name a suite uses, and how its operands are stored.
 
 tf32 is fp32 of which a product may use 10 bits of mantissa. An exact kernel may run it too.
-fp8 is e4m3, whose sums may be kept in 13 bits of mantissa, as Hopper's tensor cores do.
+fp8 is e4m3, whose sums may be kept in 13 bits of mantissa, as Hopper's tensor cores do. Weights of
+ffn stand there for unit_scale(columns) times what is stored.
 """
 
 OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
 """How the output of a problem is stored, by the same names."""
+
+
+def unit_scale(columns: int) -> float:
+    """Return the power of two next to 1 / sqrt(columns), by which sums of as many terms keep to 1.
+
+    It scales drawn weights; in fp8, where these have a deviation of 1, products with them.
+    """
+    return float(2.0 ** -round(math.log2(columns) / 2))

@@ -9,7 +9,8 @@ tf32 problem each call tells torch so, and takes it back.
 
 fp8 is torch._scaled_mm, that is cuBLASLt, with scales of 1: all sums in the tensor cores' own 13
 bits (fast accumulation, what inference asks for), or moved into fp32 every few products. Both are
-right here (harness/check.py), both are timed, and the choice says which was kept.
+right here (harness/check.py), both are timed, and the choice says which was kept. In ffn, X and h
+are clamped and cast by torch, each step a kernel of its own, and cuBLASLt scales its sums.
 """
 
 import warnings
@@ -19,14 +20,21 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import relu, silu
 
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
 from sparsebench.kernels._tune import fastest
 from sparsebench.results.record import Problem
 
 LIBRARIES = "cublas", "cublaslt"  # as torch.backends.cuda.preferred_blas_library names them
 FP8_CAPABILITY = 8, 9
 FP8_ALIGNMENT = 16  # what cuBLASLt asks of n and k, in elements of a byte
+FP8_OPS = "linear", "ffn"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": relu,
+    "relu2": lambda z: relu(z).square(),
+}
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -54,7 +62,13 @@ def prepare(operands: Operands) -> Launch:
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
     if operands.problem["dtype"] == "fp8":
-        ways = [_scaled(**arguments, fast=fast) for fast in (True, False)]
+        ways = [
+            Launch(
+                partial(in_fp8(operands, fast), **arguments),
+                {"library": "cublaslt", "use_fast_accum": fast},
+            )
+            for fast in (True, False)
+        ]
     else:
         tf32 = operands.problem["dtype"] == "tf32"
         run = partial(operands.definition, **arguments)
@@ -72,21 +86,41 @@ def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device)
         return fastest(calls, device)
 
 
-def scaled_product(w: Tensor, x: Tensor, fast: bool, out: Tensor | None = None) -> Tensor:
-    """Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without."""
-    one = _one(x.device)
+def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:
+    """Return the op in fp8, of FP8_OPS, as a function of its operands: what torch would launch."""
+    problem, one = operands.problem, _scale(1.0, operands.device)
+    if problem.op == "linear":
+        return partial(scaled_product, fast=fast, scale=one)
+    act, limit = ACTIVATIONS[problem["activation"]], torch.finfo(DTYPES["fp8"]).max
+    inner, outer = (_scale(unit_scale(problem[size]), operands.device) for size in ("k", "n"))
+
+    def quantised(z: Tensor) -> Tensor:
+        return z.clamp(-limit, limit).to(DTYPES["fp8"])  # the cast alone gives NaN beyond
+
+    def gated(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> Tensor:
+        x = quantised(x)
+        gate, up = (scaled_product(w, x, fast, scale=inner) for w in (wg, wu))
+        return scaled_product(wd, quantised(act(gate) * up), fast, scale=outer)
+
+    return gated
+
+
+def scaled_product(
+    w: Tensor, x: Tensor, fast: bool, out: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without.
+
+    `scale`, fp32 of one element, multiplies the sums.
+    """
+    one = _scale(1.0, x.device)
+    scales = one, one if scale is None else scale
     dtype = OUTPUTS["fp8"]
-    return torch._scaled_mm(x, w.t(), one, one, out_dtype=dtype, use_fast_accum=fast, out=out)
+    return torch._scaled_mm(x, w.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
-
-
-def _scaled(w: Tensor, x: Tensor, fast: bool) -> Launch:
-    choice = {"library": "cublaslt", "use_fast_accum": fast}
-    return Launch(partial(scaled_product, w, x, fast), choice)
+def _scale(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
 
 
 def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Launch:
@@ -99,8 +133,8 @@ def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Laun
 
 def _odd_fp8(problem: Problem) -> str | None:
     """Say why cuBLASLt cannot run an fp8 problem whatever the device, or None."""
-    if problem.op != "linear":
-        return f"fp8 is one product here: expected op linear, found {problem.op}"
+    if problem.op not in FP8_OPS:
+        return f"expected op {' or '.join(FP8_OPS)} in fp8, found {problem.op}"
     n, k = problem["n"], problem["k"]
     if n % FP8_ALIGNMENT or k % FP8_ALIGNMENT:
         return f"cuBLASLt expected n and k to be multiples of 16 in fp8, found n {n} and k {k}"

@@ -2,7 +2,7 @@
 
     gate and up, one matrix      0            G | U = X @ [gate, up].T      spense_wgmma
     +---------------------+
-    | gate, sparse rows   |      front        H = act(G) * U                Triton, below
+    | gate, sparse rows   |      front        H = act(G) * U                _hidden.py
     | up, sparse rows     |
     +---------------------+      2 front      Y = H @ Wd.T                  spense_wgmma
     | gate, dense rows    |
@@ -13,26 +13,25 @@
 `half` is the rows of gate in whole tiles of 64; what is beyond them is zero. Where gate has no
 dense rows, or no sparse ones, `front` is 0. G, U and H are rounded to the dtype, as three dense
 products round theirs; act(G) is not. H costs a read of G and U and a write of its own.
+
+    fp8   X and H are rounded to e4m3 (_hidden.py), each in a launch that is timed, G and U to bf16
+          before they are scaled; down scales its sums in fp32
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.formats.spense import ROWS, Spense
 from sparsebench.kernels import spense_wgmma
-from sparsebench.kernels._cuda import supports_hopper
+from sparsebench.kernels._hidden import hidden, quantised, scale_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels._triton import Program
-
-# Of H that a program writes. `front` is a multiple of FEATURES, as formats/spense.py's ROW_STEP is.
-TOKENS, FEATURES = 16, 128
+from sparsebench.kernels._tuned import Tuned
+from sparsebench.kernels.spense_wgmma import Scales
 
 
 def joined(gate: Spense, up: Spense) -> Spense:
@@ -69,30 +68,25 @@ def front_of(n: int, sparse_rows: int) -> int:
     return sparse_rows if sparse_rows < n else 0
 
 
-def hidden(products: Tensor, n: int, front: int, activation: str) -> Program:
-    """Return the program of H [m, n] from products [m, 2 half], contiguous.
-
-    activation  silu, relu, relu2 or gelu_tanh, GELU by its tanh approximation
-    """
-    (m, width), h = products.shape, products.new_empty(len(products), n)
-    tokens = min(TOKENS, triton.next_power_of_2(m))
-    grid = (triton.cdiv(m, tokens) * triton.cdiv(n, FEATURES),)
-    constants = {"TOKENS": tokens, "FEATURES": FEATURES, "ACTIVATION": activation}
-    return Program(_activate, grid, (products, h, m, n, front, width // 2), constants, h)
-
-
-def prepare(operands: Operands) -> Launch:
-    """Settle both products, each alone."""
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Settle both products, each alone, as spense_wgmma.py does with `tuned`."""
     wg, wu, wd = (_spense(operands.weights, name) for name in ("wg", "wu", "wd"))
-    gate_up = _product(operands, "gate_up", joined(wg, wu), operands.activations["x"])
-    products, (n, _) = gate_up(), wg.shape
+    problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
+    first = [quantised(x)] if problem["dtype"] == "fp8" else []
+    x = first[0]() if first else x
+    gate_up = _product(operands, "gate_up", joined(wg, wu), x, None, tuned)
+    products = gate_up()
     assert isinstance(products, Tensor)
-    between = hidden(products, n, front_of(n, wg.sparse_shape[0]), operands.problem["activation"])
-    down = _product(operands, "down", wd, between())
+    how = problem["activation"], x.dtype, scale_of(problem, k)
+    between = hidden(products, n, front_of(n, wg.sparse_shape[0]), *how)
+    scales = Scales(torch.full((k,), scale_of(problem, n), device=x.device)) if first else None
+    down = _product(operands, "down", wd, between(), scales, tuned)
+
+    before: list[Callable[[], object]] = [*first, gate_up, between]
 
     def run() -> Tensor:
-        gate_up()
-        between()
+        for step in before:
+            step()
         y = down()
         assert isinstance(y, Tensor)
         return y
@@ -100,10 +94,12 @@ def prepare(operands: Operands) -> Launch:
     return Launch(run, {"gate_up": gate_up.choice, "down": down.choice}, gate_up.code)
 
 
-def _product(operands: Operands, name: str, w: Spense, x: Tensor) -> Launch:
+def _product(
+    operands: Operands, name: str, w: Spense, x: Tensor, scales: Scales | None, tuned: Tuned
+) -> Launch:
     settled = operands.settled and operands.settled[name]
     own: dict[str, Any] = {"weights": {"w": w}, "activations": {"x": x}, "settled": settled}
-    return spense_wgmma.prepare(replace(operands, **own))
+    return spense_wgmma.prepare(replace(operands, **own), scales, tuned=tuned)
 
 
 def _spense(weights: Mapping[str, Format], name: str) -> Spense:
@@ -112,41 +108,4 @@ def _spense(weights: Mapping[str, Format], name: str) -> Spense:
     return weight
 
 
-KERNEL = Kernel("ffn", "spense", "cuda", prepare, supports_hopper)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _activate(  # type: ignore[no-untyped-def]
-    products,
-    h,
-    m,
-    n,
-    front,
-    half,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    tiles = tl.cdiv(n, FEATURES)
-    first = tl.program_id(0) % tiles * FEATURES
-    token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
-    feature = first + tl.arange(0, FEATURES)
-    inside = (token < m)[:, None] & (feature < n)[None, :]
-    row = token.to(tl.int64)[:, None]
-
-    at = products + row * (2 * half) + feature[None, :]
-    to_gate = tl.where(first < front, 0, front)
-    to_up = tl.where(first < front, front, half)
-    gate = tl.load(at + to_gate, inside, 0.0).to(tl.float32)
-    up = tl.load(at + to_up, inside, 0.0).to(tl.float32)
-
-    if ACTIVATION == "silu":
-        gate = gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-        gate = gate / (1 + tl.exp(-z))
-    else:
-        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
-        if ACTIVATION == "relu2":
-            gate = gate * gate
-    tl.store(h + row * n + feature[None, :], (gate * up).to(h.dtype.element_ty), inside)
+KERNEL = Kernel("ffn", "spense", "cuda", prepare, spense_wgmma.supports)

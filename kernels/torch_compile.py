@@ -1,5 +1,7 @@
 """Dense baseline: the op's definition as torch.compile makes it, in the problem's dtype.
 
+In fp8 what is compiled is what cublas.py runs, with fast accumulation.
+
 Inductor fuses what stands between the products and leaves these to cuBLAS; with the mode
 max-autotune-no-cudagraphs it also times products of its own in Triton, whose epilogues take up
 what follows. Compiled in `prepare`, for these shapes alone. Whatever cannot be compiled as one
@@ -14,16 +16,16 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels.cublas import tf32_products
+from sparsebench.kernels.cublas import in_fp8, tf32_products
+from sparsebench.kernels.cublas import supports as cublas_supports
 from sparsebench.results.record import Problem
 
 MODES = "default", "max-autotune-no-cudagraphs"
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
-    """Refuse fp8, of which a definition makes sums in fp32."""
-    fp8 = problem["dtype"] == "fp8"
-    return "expected a dtype of 16 or 32 bits, found fp8" if fp8 else None
+    """Refuse fp8 where cublas.py does."""
+    return cublas_supports(problem, device) if problem["dtype"] == "fp8" else None
 
 
 def prepare(operands: Operands, *, mode: str = "default") -> Launch:
@@ -32,7 +34,8 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
         raise Unsupported(f"option mode: expected one of {', '.join(MODES)}, found {mode!r}")
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
-    definition = operands.definition
+    fp8 = operands.problem["dtype"] == "fp8"
+    definition = in_fp8(operands, fast=True) if fp8 else operands.definition
 
     def eager(**arguments: Tensor) -> Tensor:
         return definition(**arguments)
@@ -58,7 +61,7 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise Unsupported(f"torch.compile, mode {mode}: {reason}") from error
-    return Launch(run, {"mode": mode})
+    return Launch(run, {"mode": mode} | ({"use_fast_accum": True} if fp8 else {}))
 
 
 KERNEL = Kernel(op="any", consumes="dense", device="any", prepare=prepare, supports=supports)

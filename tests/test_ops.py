@@ -27,10 +27,11 @@ def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
     return {name: tensor.to(dtype) for name, tensor in found.items()}
 
 
-def settled(op_name: str, function: Any) -> Any:
-    """Set what a function takes besides operands to the defaults of the op's fields."""
+def settled(op_name: str, function: Any, dtype: str = "bf16") -> Any:
+    """Set what a function takes besides operands to the defaults of the op's fields, and a dtype."""
     fields = load_op(op_name).fields.model_fields
-    return partial(function, **{name: fields[name].default for name in keywords(function)})
+    defaults = {name: fields[name].default for name in fields} | {"dtype": dtype}
+    return partial(function, **{name: defaults[name] for name in keywords(function)})
 
 
 def loops(activation: str, wg: Any, wu: Any, wd: Any, x: Any) -> np.ndarray:
@@ -85,14 +86,14 @@ def test_a_definition_keeps_the_dtype_and_a_spread_the_shape(name: str) -> None:
 def test_a_definition_that_takes_fp8_gives_bf16_of_sums_in_fp32(name: str) -> None:
     op = load_op(name)
     if "fp8" in get_args(op.fields.model_fields["dtype"].annotation):
-        operands = drawn(name, torch.float8_e4m3fn)
+        operands = {n: t.to(op.operands[n].dtypes["fp8"]) for n, t in drawn(name).items()}
         single = {name: tensor.float() for name, tensor in operands.items()}
-        run = settled(name, op.definition)
+        run = settled(name, op.definition, "fp8")
         assert torch.equal(run(**operands), run(**single).bfloat16())
 
 
-@pytest.mark.parametrize("name", ["linear_dgrad", "linear_wgrad"])
-def test_gradients_have_no_fp8(name: str) -> None:
+@pytest.mark.parametrize("name", ["linear_dgrad", "linear_wgrad", "mlp"])
+def test_gradients_and_layers_without_a_gate_have_no_fp8(name: str) -> None:
     assert "fp8" not in get_args(load_op(name).fields.model_fields["dtype"].annotation)
 
 
@@ -171,7 +172,19 @@ def test_the_work_of_linear_by_hand() -> None:
 
 
 def test_the_work_of_ffn_by_hand() -> None:
-    op, problem = load_op("ffn"), Problem("ffn", SIZES)
+    op, problem = load_op("ffn"), Problem("ffn", {**SIZES, "dtype": "bf16"})
     nnz = {"wg": 7, "wu": 8, "wd": 9}
     assert op.flops(problem, nnz) == 2 * 3 * 24
     assert op.fewest_bytes(problem, nnz, 2) == 2 * (24 + 3 * 5 + 3 * 5)
+    fp8 = Problem("ffn", {**SIZES, "dtype": "fp8"})
+    assert op.fewest_bytes(fp8, nnz, 1) == 24 + 2 * (3 * 5 + 3 * 5)
+    assert op.flops(fp8, nnz) == op.flops(problem, nnz)
+
+
+def test_weights_of_ffn_in_fp8_stand_for_smaller_ones() -> None:
+    op, (n, k) = load_op("ffn"), (20, 64)
+    torch.manual_seed(0)
+    wg, wu, wd, x = (torch.randn(*size).double() for size in ((n, k), (n, k), (k, n), (3, k)))
+    for function in (op.definition, op.spread):
+        y = function(wg, wu, wd, x, activation="relu2", dtype="fp8")
+        assert torch.equal(y, function(wg / 8, wu / 8, wd / 4, x, activation="relu2"))

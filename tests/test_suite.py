@@ -106,7 +106,7 @@ BAD = {
                       "dtype: expected 'fp16', 'bf16', 'fp32', 'tf32' or 'fp8'; found 'fp33'"),
     "tf32 of products in a row": (
         PROBLEM.replace("op: linear", "op: ffn").replace("fp32", "tf32"), CONTENDER, "",
-        "dtype: expected 'fp16', 'bf16' or 'fp32'; found 'tf32'"),
+        "dtype: expected 'fp16', 'bf16', 'fp32' or 'fp8'; found 'tf32'"),
     "unknown pattern": (PROBLEM.replace("pattern: blocks", "pattern: block"), CONTENDER, "",
                         "found 'block' (did you mean blocks?)"),
     "impossible level": (PROBLEM.replace("n: 64, k: 64", "n: 16, k: 16").replace("0.5", "0.9"),

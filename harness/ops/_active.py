@@ -15,7 +15,6 @@ tokens share units by chance alone, which is a kernel's worst case. Gates of a s
 correlate by 4/5: where 0.5 % of the units are on, 40 % of a token's are another's, too.
 """
 
-import math
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from sparsebench.harness.bits import fill, scores
 from sparsebench.harness.ops._op import Fields
+from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem
 
 SEQUENCE = 128  # tokens
@@ -51,6 +51,7 @@ class ActiveFields(Fields):
             return self
         activation, n = fields["activation"], fields["n"]
         _expect(activation != "silu", "activation relu or relu2 where active is given", activation)
+        _expect(self.dtype != "fp8", "a dtype of 16 or 32 bits where active is given", self.dtype)
         _expect(self.pattern == "dense", "pattern dense where active is given", self.pattern)
         _expect(self.active < n, f"active below n, {n}", self.active)
         return self
@@ -79,7 +80,7 @@ def biases(problem: Problem) -> Tensor:
     """Return fp64 [n]."""
     n, k = problem["n"], problem["k"]
     of_x = DEVIATION * (1.25 if problem["skew"] == "correlated" else 1) ** 0.5
-    of_w = DEVIATION * 2.0 ** -round(math.log2(k) / 2)  # operands.py's scale
+    of_w = DEVIATION * unit_scale(k)  # operands.py's
     s = of_x * of_w * (k - 1) ** 0.5
     quantile = NormalDist().inv_cdf
     by_rank = [quantile(p) * s for p in probabilities(problem["active"], n, problem["skew"])]

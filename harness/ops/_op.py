@@ -5,12 +5,14 @@ An op file names one OP. Its definition in torch is the oracle (run in fp64), th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor
 
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
 
 Block = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
@@ -30,7 +32,7 @@ class Fields(BaseModel):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: its role and, by field name, its two sizes.
+    """One operand: its role, its two sizes by field name, how it is stored by the problem's dtype.
 
     weight      stored in a contender's format
     activation  arrives dense at every call
@@ -40,6 +42,7 @@ class Operand:
 
     role: Literal["weight", "activation", "pattern"]
     shape: tuple[str, str]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=lambda: DTYPES)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Op:
                   rounding acts on: sqrt of the sum of squared terms; errors are held against it
     depth         the operands of the definition to the most non-zero terms in one of its sums
     flops         (problem, non-zeros by weight name) to the operations no kernel can avoid
-    fewest_bytes  (problem, non-zeros by weight name, bytes an operand's element) to the bytes
+    fewest_bytes  (problem, non-zeros by weight name, bytes a weight's element) to the bytes
                   likewise: every non-zero and activation read once, every output written once, no
                   index at all
     dense         the problem to that whose flops a dense product has; default: itself
@@ -86,6 +89,10 @@ class Op:
     def pattern(self) -> str | None:
         """Name the operand whose pattern the output has; None where the output is dense."""
         return next((name for name, o in self.operands.items() if o.role == "pattern"), None)
+
+    def rounds(self, dtype: str) -> bool:
+        """Say whether a kernel may round activations to the dtype: they arrive in a wider one."""
+        return any(self.operands[n].dtypes[dtype] != DTYPES[dtype] for n in self.activations)
 
     @property
     def arguments(self) -> list[str]:

@@ -8,6 +8,7 @@ With `active`, so many units a token are on, and of Wd only those count as work 
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import linear
@@ -16,6 +17,12 @@ from sparsebench.harness.ops._active import adjust, all_active, share, share_of_
 from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
 from sparsebench.results.record import Problem
+
+
+class MlpFields(FfnFields):
+    """A problem of this op: no fp8, of which no kernel here is."""
+
+    dtype: Literal["fp16", "bf16", "fp32"]
 
 
 def definition(wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
@@ -48,7 +55,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 OP = Op(
-    fields=FfnFields,
+    fields=MlpFields,
     operands={
         "wu": Operand("weight", ("n", "k")),
         "wd": Operand("weight", ("k", "n")),

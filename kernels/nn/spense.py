@@ -32,10 +32,11 @@ from sparsebench.formats.spense import (
     sparse_shape_of,
 )
 from sparsebench.kernels import spense_wgmma
+from sparsebench.kernels._hidden import hidden
 from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._tuned import Sizes, lookup
 from sparsebench.kernels.nn._ops import readable
-from sparsebench.kernels.spense_ffn import front_of, hidden, joined, parted, whole_tiles
+from sparsebench.kernels.spense_ffn import front_of, joined, parted, whole_tiles
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -1,0 +1,116 @@
+"""What stands between the products of a feed-forward layer, in Triton.
+
+    before    X [m, k] in 16 bits ──> X in e4m3                        `quantised`, in fp8 alone
+    between   G | U [m, 2 half] ────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
+
+              0       front       2 front      front + half      2 half
+              +---------+------------+--------------+--------------+
+    G | U     | gate    | up         | gate         | up           |     front 0: gate | up
+              +---------+------------+--------------+--------------+
+
+To e4m3 they round to the nearest and keep NaN, and what is beyond 448 becomes 448: Triton's cast
+is cvt.rn.satfinite there. s scales sums of fp8; act(s G) is not rounded. Both read and write an
+element once, and nothing else.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.kernels._kernel import DTYPES, unit_scale
+from sparsebench.kernels._triton import Program
+from sparsebench.results.record import Problem
+
+# That a program writes. `front` is a multiple of FEATURES, as formats/spense.py's ROW_STEP is.
+TOKENS, FEATURES = 16, 128
+
+
+def hidden(
+    products: Tensor,
+    n: int,
+    front: int,
+    activation: str,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+) -> Program:
+    """Return the program of H [m, n] from products [m, 2 half], contiguous.
+
+    activation  silu, relu, relu2 or gelu_tanh, GELU by its tanh approximation
+    dtype       of H; that of the products if None
+    scale       that the products are multiplied by first
+    """
+    (m, width), h = products.shape, products.new_empty(len(products), n, dtype=dtype)
+    tokens, grid = _tiles(m, n)
+    constants = {"TOKENS": tokens, "FEATURES": FEATURES, "ACTIVATION": activation, "SCALE": scale}
+    return Program(_activate, grid, (products, h, m, n, front, width // 2), constants, h)
+
+
+def quantised(x: Tensor) -> Program:
+    """Return the program of X [m, k] in e4m3, of rows of any stride."""
+    (m, k), out = x.shape, x.new_empty(x.shape, dtype=DTYPES["fp8"])
+    tokens, grid = _tiles(m, k)
+    constants = {"TOKENS": tokens, "FEATURES": FEATURES}
+    return Program(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
+
+
+def scale_of(problem: Problem, columns: int) -> float:
+    """Return what sums of products with weights [n, columns] are multiplied by: 1, but in fp8."""
+    return unit_scale(columns) if problem["dtype"] == "fp8" else 1.0
+
+
+def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
+    """Return the tokens of a program, and the grid."""
+    tokens = min(TOKENS, triton.next_power_of_2(m))
+    return tokens, (triton.cdiv(m, tokens) * triton.cdiv(n, FEATURES),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    products,
+    h,
+    m,
+    n,
+    front,
+    half,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    tiles = tl.cdiv(n, FEATURES)
+    first = tl.program_id(0) % tiles * FEATURES
+    token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
+    feature = first + tl.arange(0, FEATURES)
+    inside = (token < m)[:, None] & (feature < n)[None, :]
+    row = token.to(tl.int64)[:, None]
+
+    at = products + row * (2 * half) + feature[None, :]
+    to_gate = tl.where(first < front, 0, front)
+    to_up = tl.where(first < front, front, half)
+    gate = tl.load(at + to_gate, inside, 0.0).to(tl.float32) * SCALE
+    up = tl.load(at + to_up, inside, 0.0).to(tl.float32) * SCALE
+
+    if ACTIVATION == "silu":
+        gate = gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        gate = gate / (1 + tl.exp(-z))
+    else:
+        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        if ACTIVATION == "relu2":
+            gate = gate * gate
+    tl.store(h + row * n + feature[None, :], (gate * up).to(h.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise(  # type: ignore[no-untyped-def]
+    x, out, m, k, x_stride, TOKENS: tl.constexpr, FEATURES: tl.constexpr
+):
+    tiles = tl.cdiv(k, FEATURES)
+    token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(0) % tiles * FEATURES + tl.arange(0, FEATURES)
+    inside = (token < m)[:, None] & (column < k)[None, :]
+    row, column = token.to(tl.int64)[:, None], column[None, :]
+    values = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * k + column, values.to(out.dtype.element_ty), inside)

@@ -1,0 +1,109 @@
+"""Gated feed-forward layer, dense, of two products: the strongest peer that libraries make.
+
+    in fp8 alone    X in e4m3                    Triton (_hidden.py)
+    G | U = X @ [Wg, Wu].T                       cuBLAS or cuBLASLt, one product of 2 n features
+    H = act(G) * U, in e4m3 in fp8               Triton
+    Y = H @ Wd.T                                 cuBLAS or cuBLASLt
+
+Against cublas.py, which computes the definition step by step: X is read by one product, G and U are
+read once, and act(G) is never written. It is how servers run such a layer, and has the same steps
+in between as spense_ffn.py: what these two differ by is the format and its products.
+
+For each product all ways are timed: both libraries and both layouts of the weights (W, or a copy
+of W.T), and in fp8 both accumulations; cuBLASLt alone has fp8, and on Hopper in the layout of W.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.dense import Dense
+from sparsebench.kernels import _triton, cublas
+from sparsebench.kernels._hidden import hidden, quantised, scale_of
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+Layout = Literal["rows", "columns"]
+LAYOUTS: tuple[Layout, ...] = "rows", "columns"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to multiply: `weights` as they are, or transposed; `use_fast_accum` is of fp8."""
+
+    library: str
+    weights: Layout
+    use_fast_accum: bool | None = None
+
+
+def ways(dtype: torch.dtype) -> list[Way]:
+    """Return what is worth trying."""
+    if dtype == DTYPES["fp8"]:
+        return [Way("cublaslt", "rows", fast) for fast in (True, False)]
+    return [Way(library, weights) for weights in LAYOUTS for library in cublas.LIBRARIES]
+
+
+def multiply(w: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tensor]:
+    """Return what computes X @ W.T [m, n], times `scale` in fp8, into an output of its own."""
+    y = x.new_empty(len(x), len(w), dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
+    if way.use_fast_accum is not None:
+        factor = torch.full((), scale, device=x.device)
+        return partial(cublas.scaled_product, w, x, way.use_fast_accum, y, factor)
+    matrix = w.t() if way.weights == "rows" else w.t().contiguous()
+
+    def run() -> Tensor:
+        with cublas.preferred(way.library):
+            return torch.mm(x, matrix, out=y)
+
+    return run
+
+
+def prepare(operands: Operands) -> Launch:
+    """Settle both products, each alone."""
+    wg, wu, wd = (_values(operands, name) for name in ("wg", "wu", "wd"))
+    problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
+    first = [quantised(x)] if problem["dtype"] == "fp8" else []
+    x = first[0]() if first else x
+    settled = operands.settled or {}
+    gate_up, by_one = _fastest(torch.cat((wg, wu)), x, 1.0, settled.get("gate_up"))
+    how = problem["activation"], x.dtype, scale_of(problem, k)
+    between = hidden(gate_up(), n, 0, *how)
+    down, by_other = _fastest(wd, between(), scale_of(problem, n), settled.get("down"))
+
+    before: list[Callable[[], object]] = [*first, gate_up, between]
+
+    def run() -> Tensor:
+        for step in before:
+            step()
+        return down()
+
+    return Launch(run, {"gate_up": by_one, "down": by_other}, between.code)
+
+
+def _fastest(
+    w: Tensor, x: Tensor, scale: float, settled: Mapping[str, Any] | None
+) -> tuple[Callable[[], Tensor], dict[str, Any]]:
+    """Return the fastest product, and its way."""
+    every = [Way(**settled)] if settled else ways(x.dtype)
+    calls = [multiply(w, x, way, scale) for way in every]
+    best = cublas.fastest_product(calls, x.device)
+    return calls[best], asdict(every[best])
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why the libraries or Triton cannot run the problem here, or None."""
+    fp8 = problem["dtype"] == "fp8"
+    return cublas.supports(problem, device) or (None if fp8 else _triton.supports(problem, device))
+
+
+def _values(operands: Operands, name: str) -> Tensor:
+    weight = operands.weights[name]
+    assert isinstance(weight, Dense)
+    return weight.values
+
+
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, supports)
