@@ -88,39 +88,43 @@ def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device)
 
 def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:
     """Return the op in fp8, of FP8_OPS, as a function of its operands: what torch would launch."""
-    problem, one = operands.problem, _scale(1.0, operands.device)
+    problem, device = operands.problem, operands.device
     if problem.op == "linear":
-        return partial(scaled_product, fast=fast, scale=one)
+        return partial(scaled_product, fast=fast, scales=scales_on(device))
     act, limit = ACTIVATIONS[problem["activation"]], torch.finfo(DTYPES["fp8"]).max
-    inner, outer = (_scale(unit_scale(problem[size]), operands.device) for size in ("k", "n"))
+    inner, outer = (scales_on(device, unit_scale(problem[size])) for size in ("k", "n"))
 
     def quantised(z: Tensor) -> Tensor:
         return z.clamp(-limit, limit).to(DTYPES["fp8"])  # the cast alone gives NaN beyond
 
     def gated(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> Tensor:
         x = quantised(x)
-        gate, up = (scaled_product(w, x, fast, scale=inner) for w in (wg, wu))
-        return scaled_product(wd, quantised(act(gate) * up), fast, scale=outer)
+        gate, up = (scaled_product(w, x, fast, scales=inner) for w in (wg, wu))
+        return scaled_product(wd, quantised(act(gate) * up), fast, scales=outer)
 
     return gated
 
 
 def scaled_product(
-    w: Tensor, x: Tensor, fast: bool, out: Tensor | None = None, scale: Tensor | None = None
+    w: Tensor,
+    x: Tensor,
+    fast: bool,
+    out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without.
 
-    `scale`, fp32 of one element, multiplies the sums.
+    `scales` of X and W, fp32 of one element each, multiply the sums; None: 1.
     """
-    one = _scale(1.0, x.device)
-    scales = one, one if scale is None else scale
+    scales = scales or scales_on(x.device)
     dtype = OUTPUTS["fp8"]
     return torch._scaled_mm(x, w.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 @cache
-def _scale(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, device=device)
+def scales_on(device: torch.device, of_w: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the scales of X, which is 1, and W, on the device."""
+    return torch.full((), 1.0, device=device), torch.full((), of_w, device=device)
 
 
 def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Launch:

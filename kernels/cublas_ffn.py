@@ -51,8 +51,8 @@ def multiply(w: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tenso
     """Return what computes X @ W.T [m, n], times `scale` in fp8, into an output of its own."""
     y = x.new_empty(len(x), len(w), dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
     if way.use_fast_accum is not None:
-        factor = torch.full((), scale, device=x.device)
-        return partial(cublas.scaled_product, w, x, way.use_fast_accum, y, factor)
+        scales = cublas.scales_on(x.device, scale)
+        return partial(cublas.scaled_product, w, x, way.use_fast_accum, y, scales)
     matrix = w.t() if way.weights == "rows" else w.t().contiguous()
 
     def run() -> Tensor:

@@ -26,7 +26,7 @@ from sparsebench.harness.check import Expected, check
 from sparsebench.harness.operands import operands, redraw
 from sparsebench.harness.pruning.mlp import GatedMLP
 from sparsebench.harness.suite import read
-from sparsebench.kernels import spense_ffn, spense_wgmma
+from sparsebench.kernels import _hidden, spense_ffn, spense_wgmma
 from sparsebench.kernels._kernel import Launch, Operands, Unsupported
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import spense as layers
@@ -269,7 +269,7 @@ def assert_activates(m: int, n: int, front: int, activation: str, dtype: Any, de
     products = 3 * torch.randn(m, 2 * spense_ffn.whole_tiles(n), device=device).to(dtype)
     products[0, 0] = -300  # whose exp is infinite
     products[-1, 1] = float("nan")
-    program = spense_ffn.hidden(products, n, front, activation)
+    program = _hidden.hidden(products, n, front, activation)
     program.out.fill_(7)
     gate, up = (part.T for part in spense_ffn.parted(products.double().T, n, front))
     right = (ACT[activation](gate) * up).to(dtype)
@@ -331,7 +331,7 @@ def ffn(asked: Problem, fraction: float, device: str = "cuda") -> Operands:
     return Operands(asked, weights, drawn.activations, definition)
 
 
-def in_torch(operands: Operands) -> Launch:
+def in_torch(operands: Operands, scales: Any = None, *, tuned: Any = True) -> Launch:
     """Stands in for spense_wgmma's prepare."""
     w, x = operands.weights["w"], operands.activations["x"]
     y, dense = x.new_empty(len(x), w.shape[0]), w.to_dense().T
@@ -355,8 +355,8 @@ def test_interpreted_feed_forward_layers_are_right(fraction, monkeypatch):
 @pytest.mark.parametrize("activation", [*ACT])
 def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = spense_ffn._activate
-    constants = {"TOKENS": 16, "FEATURES": spense_ffn.FEATURES, "ACTIVATION": activation}
+    function = _hidden._activate
+    constants = {"TOKENS": 16, "FEATURES": _hidden.FEATURES, "ACTIVATION": activation, "SCALE": 1.0}
     kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     kinds |= {"products": "*bf16", "h": "*bf16"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3, 4, 5)}  # all but m

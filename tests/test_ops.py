@@ -28,7 +28,7 @@ def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
 
 
 def settled(op_name: str, function: Any, dtype: str = "bf16") -> Any:
-    """Set what a function takes besides operands to the defaults of the op's fields, and a dtype."""
+    """Set what a function takes besides operands to defaults of the op's fields, and a dtype."""
     fields = load_op(op_name).fields.model_fields
     defaults = {name: fields[name].default for name in fields} | {"dtype": dtype}
     return partial(function, **{name: defaults[name] for name in keywords(function)})
