@@ -94,7 +94,7 @@ def test_weights_are_e4m3_activations_bf16_and_the_bits_never_change() -> None:
 
 @compiled
 def test_a_contest_is_right_on_a_cpu() -> None:
-    asked = problem(n=256, k=128, pattern="spense_hidden", sparsity=0.25)
+    asked = problem(m=2, n=512, k=256, pattern="spense_hidden", sparsity=0.25)
     contenders = [
         Contender("dense", "torch_dense", baseline=True),
         Contender("dense", "reference"),
@@ -107,11 +107,11 @@ def test_a_contest_is_right_on_a_cpu() -> None:
     ]
     rows, _ = contest.run(asked, contenders, CPU, None)
     assert [row.status for row in rows] == [Status.OK] * 4
-    kept, x_and_y = 3 * (3 * 256 * 128) // 4, 2 * 16 * 128
+    kept, x_and_y = 3 * (3 * 512 * 256) // 4, 2 * 2 * 256
     assert {row.nnz for row in rows} == {kept}
     assert {row.fewest_bytes for row in rows} == {kept + 2 * x_and_y}
-    assert {row.flops for row in rows} == {2.0 * 16 * kept}
-    assert rows[3].stored_bytes == 3 * 256 * 128 * (1 + 5 / 8) / 2
+    assert {row.flops for row in rows} == {2.0 * 2 * kept}
+    assert rows[3].stored_bytes == 3 * 512 * 256 * (1 + 5 / 8) / 2
 
 
 @compiled
