@@ -47,17 +47,22 @@ def ways(dtype: torch.dtype) -> list[Way]:
     return [Way(library, weights) for weights in LAYOUTS for library in cublas.LIBRARIES]
 
 
-def multiply(w: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tensor]:
+def laid_out(w: Tensor, weights: Layout) -> Tensor:
+    """Return W.T [k, n] of W [n, k], a view of it or a copy."""
+    return w.t() if weights == "rows" else w.t().contiguous()
+
+
+def multiply(w_t: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tensor]:
     """Return what computes X @ W.T [m, n], times `scale` in fp8, into an output of its own."""
-    y = x.new_empty(len(x), len(w), dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
-    if way.use_fast_accum is not None:
+    fast = way.use_fast_accum
+    y = x.new_empty(len(x), w_t.shape[1], dtype=x.dtype if fast is None else OUTPUTS["fp8"])
+    if fast is not None:
         scales = cublas.scales_on(x.device, scale)
-        return partial(cublas.scaled_product, w, x, way.use_fast_accum, y, scales)
-    matrix = w.t() if way.weights == "rows" else w.t().contiguous()
+        return partial(cublas.scaled_product, w_t.t(), x, fast, y, scales)
 
     def run() -> Tensor:
         with cublas.preferred(way.library):
-            return torch.mm(x, matrix, out=y)
+            return torch.mm(x, w_t, out=y)
 
     return run
 
@@ -89,7 +94,8 @@ def _fastest(
 ) -> tuple[Callable[[], Tensor], dict[str, Any]]:
     """Return the fastest product, and its way."""
     every = [Way(**settled)] if settled else ways(x.dtype)
-    calls = [multiply(w, x, way, scale) for way in every]
+    laid = {weights: laid_out(w, weights) for weights in {way.weights for way in every}}
+    calls = [multiply(laid[way.weights], x, way, scale) for way in every]
     best = cublas.fastest_product(calls, x.device)
     return calls[best], asdict(every[best])
 

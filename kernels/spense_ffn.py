@@ -74,13 +74,13 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
     x = first[0]() if first else x
-    gate_up = _product(operands, "gate_up", joined(wg, wu), x, None, tuned)
+    gate_up = _product(operands, "gate_up", joined(wg, wu), x, Scales(), tuned)
     products = gate_up()
     assert isinstance(products, Tensor)
     how = problem["activation"], x.dtype, scale_of(problem, k)
     between = hidden(products, n, front_of(n, wg.sparse_shape[0]), *how)
-    scales = Scales(torch.full((k,), scale_of(problem, n), device=x.device)) if first else None
-    down = _product(operands, "down", wd, between(), scales, tuned)
+    of_y = torch.full((k,), scale_of(problem, n), device=x.device) if first else None
+    down = _product(operands, "down", wd, between(), Scales(of_y), tuned)
 
     before: list[Callable[[], object]] = [*first, gate_up, between]
 
@@ -95,7 +95,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def _product(
-    operands: Operands, name: str, w: Spense, x: Tensor, scales: Scales | None, tuned: Tuned
+    operands: Operands, name: str, w: Spense, x: Tensor, scales: Scales, tuned: Tuned
 ) -> Launch:
     settled = operands.settled and operands.settled[name]
     own: dict[str, Any] = {"weights": {"w": w}, "activations": {"x": x}, "settled": settled}

@@ -213,7 +213,7 @@ def refusal(x: Tensor, w: Spense) -> str | None:
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+def prepare(operands: Operands, scales: Scales = Scales(), *, tuned: Tuned = True) -> Launch:
     """Assign the work; take a table's configuration, or time a few."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
@@ -223,7 +223,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
-    candidates = [launch(x, w, config) for config in configs]
+    candidates = [launch(x, w, config, scales) for config in configs]
     best = fastest(candidates, x.device)
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 

@@ -272,7 +272,8 @@ def test_both_libraries_and_layouts_are_tried_and_in_fp8_both_accumulations(
     assert [way.use_fast_accum for way in cublas_ffn.ways(E4M3)] == [True, False]
     w, x = torch.randn(24, 16), torch.randn(3, 16)
     for way in cublas_ffn.ways(BF16):
-        torch.testing.assert_close(cublas_ffn.multiply(w, x, way, 1.0)(), x @ w.T)
+        w_t = cublas_ffn.laid_out(w, way.weights)
+        torch.testing.assert_close(cublas_ffn.multiply(w_t, x, way, 1.0)(), x @ w.T)
 
 
 # ---- Triton ----
@@ -340,12 +341,12 @@ def test_interpreted_layers_of_two_products_are_right(activation, dtype, sizes) 
     assert_right(again, asked, drawn)
 
 
-def in_torch(operands: Operands, scales: Any = None, *, tuned: Any = True) -> Launch:
+def in_torch(operands: Operands, scales: Any, *, tuned: Any) -> Launch:
     """Stands in for spense_wgmma's prepare."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert x.dtype == w.to_dense().dtype == E4M3
     dense, y = w.to_dense().float(), torch.empty(len(x), w.shape[0], dtype=BF16)
-    scale = scales.features if scales else 1.0
+    scale = 1.0 if scales.features is None else scales.features
     return Launch(lambda: y.copy_(x.float() @ dense.T * scale), {"tuned": tuned})
 
 

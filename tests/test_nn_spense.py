@@ -331,7 +331,7 @@ def ffn(asked: Problem, fraction: float, device: str = "cuda") -> Operands:
     return Operands(asked, weights, drawn.activations, definition)
 
 
-def in_torch(operands: Operands, scales: Any = None, *, tuned: Any = True) -> Launch:
+def in_torch(operands: Operands, scales: Any, *, tuned: Any) -> Launch:
     """Stands in for spense_wgmma's prepare."""
     w, x = operands.weights["w"], operands.activations["x"]
     y, dense = x.new_empty(len(x), w.shape[0]), w.to_dense().T
