@@ -15,9 +15,8 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from sparsebench.kernels import cublas
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels.cublas import in_fp8, tf32_products
-from sparsebench.kernels.cublas import supports as cublas_supports
 from sparsebench.results.record import Problem
 
 MODES = "default", "max-autotune-no-cudagraphs"
@@ -25,7 +24,7 @@ MODES = "default", "max-autotune-no-cudagraphs"
 
 def supports(problem: Problem, device: torch.device) -> str | None:
     """Refuse fp8 where cublas.py does."""
-    return cublas_supports(problem, device) if problem["dtype"] == "fp8" else None
+    return cublas.supports(problem, device) if problem["dtype"] == "fp8" else None
 
 
 def prepare(operands: Operands, *, mode: str = "default") -> Launch:
@@ -35,7 +34,7 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
     fp8 = operands.problem["dtype"] == "fp8"
-    definition = in_fp8(operands, fast=True) if fp8 else operands.definition
+    definition = cublas.in_fp8(operands, fast=True) if fp8 else operands.definition
 
     def eager(**arguments: Tensor) -> Tensor:
         return definition(**arguments)
@@ -48,7 +47,7 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     tf32 = operands.problem["dtype"] == "tf32"
 
     def run() -> Tensor:
-        with tf32_products(tf32):
+        with cublas.tf32_products(tf32):
             out: Tensor = call()
             return out
 

