@@ -137,7 +137,7 @@ HIDDEN = "spense_hidden"
 """Of an MLP: spense_rows for weights to its hidden units, spense_columns for that from them."""
 
 SPLITS = {"spense_rows": "rows", "spense_columns": "columns"}
-"""By pattern, which of a Spense matrix's parts are behind one another."""
+"""What the format Spense calls a split, by pattern: how the dense part follows the 2:4 part."""
 
 FILE = "file"
 """The pattern that is not chosen here: the source's own."""

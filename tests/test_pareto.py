@@ -143,7 +143,7 @@ def test_the_front_is_what_no_other_point_beats_the_dense_baseline_among_them() 
         (document(schema="sparsebench/pruning@2"), "schema: .*pruning@1.*found '.*pruning@2'"),
         (document(outcomes=[]), "outcomes: .*at least 1 item"),
         (document(extra=1), "extra: Unexpected"),
-        ({"schema": SCHEMA}, "weights: .*missing|weights: Field required"),
+        ({"schema": SCHEMA}, "weights: Field required"),
         (document(outcomes=[outcome("wanda", 1.5, 0.1)]), "outcomes: 0: dense: .*found '1.5'"),
         (document(outcomes=[outcome("wanda", 0.5, -0.1)]), "errors: output: .*found '-0.1'"),
         (document(outcomes=[outcome("wanda", 0.5, float("nan"))]), "output: .*finite.*found 'nan'"),
@@ -157,9 +157,7 @@ def test_the_front_is_what_no_other_point_beats_the_dense_baseline_among_them() 
 def test_errors_that_are_none_are_one_line(written: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=message) as raised:
         read(tmp_path, written)
-    assert "errors.json: expected" in str(raised.value) or "errors.json: outcomes" in str(
-        raised.value
-    )
+    assert str(raised.value).startswith(f"{tmp_path / 'errors.json'}: ")
     assert "\n" not in str(raised.value)
 
 
