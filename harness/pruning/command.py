@@ -135,9 +135,10 @@ def _model(
     to: Path | None,
 ) -> Pruning:
     if text is None:
-        words, origin = python_reference(), f"Python {platform.python_version()}'s reference"
+        origin = f"Python {platform.python_version()}'s language reference"
+        words = python_reference()
     else:
-        words, origin = _text(text), text.name
+        origin, words = text.name, _text(text)
     read = gguf_file.read(weights, device)
     numbers = read.tokenizer.encode(words)
     seen, unseen = (part.to(device) for part in contexts(numbers, read.begin, tokens // CONTEXT))
