@@ -168,15 +168,18 @@ def report(
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
+    errors: Annotated[
+        Path | None, typer.Option(help="What prune --json printed: error against speed-up.")
+    ] = None,
 ) -> None:
     """Write a run's report: one HTML file that opens offline."""
     from sparsebench.reports.build import build
-    from sparsebench.results import store
+    from sparsebench.results import pruning, store
     from sparsebench.results.frame import frame, to_csv, to_parquet
 
     measured = store.read(path)
     to = to or path / "report.html"
-    build(measured, to)
+    build(measured, to, pruning.read(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)
     if parquet:
@@ -345,7 +348,7 @@ def prune(
         to=to,
     )
     if as_json:
-        _print_json(asdict(found))
+        _print_json(found.to_json())
     else:
         _wide().print(table(found))
 

@@ -136,8 +136,23 @@ PATTERNS = {
 HIDDEN = "spense_hidden"
 """Of an MLP: spense_rows for weights to its hidden units, spense_columns for that from them."""
 
+SPLITS = {"spense_rows": "rows", "spense_columns": "columns"}
+"""What the format Spense calls a split, by pattern: how the dense part follows the 2:4 part."""
+
 FILE = "file"
 """The pattern that is not chosen here: the source's own."""
+
+
+def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a Spense pattern settles: the format's dense_fraction, and split if it is one.
+
+    A suite's `dense_fraction: $dense_fraction` makes the format agree with the pattern.
+    """
+    name = fields["pattern"]
+    if name != HIDDEN and name not in SPLITS:
+        return {}
+    fraction = {"dense_fraction": round(1 - 2 * fields["sparsity"], 6)}
+    return fraction | ({"split": SPLITS[name]} if name in SPLITS else {})
 
 
 def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> float:

@@ -11,7 +11,8 @@
         block: [16, [32, 64]]        # 16x16 and 32x64
         sparsity: [0.5, 0.9]
     contenders:
-      - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem
+      - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
+                                     # $dense_fraction, $split: as a spense pattern has them
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
     baselines:                       # the first that is supported here is the one
@@ -322,15 +323,14 @@ def _known(
 
 
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
-    """Run through the sweeps, `$field` replaced by the problem's."""
+    """Run through the sweeps, `$field` replaced by the problem's, or by what follows from them."""
+    known = {**problem.fields, **patterns.derived(problem.fields)}
     for values in product(*(_sweep(value) for value in given.values())):
         point = dict(zip(given, values, strict=True))
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):
-                if value[1:] not in problem.fields:
-                    known = ", ".join(problem.fields)
-                    raise SuiteError(
-                        f"{where}.{name}: expected $ and one of {known}; found {value}"
-                    )
-                point[name] = problem.fields[value[1:]]
+                if value[1:] not in known:
+                    expected = f"$ and one of {', '.join(known)}"
+                    raise SuiteError(f"{where}.{name}: expected {expected}; found {value}")
+                point[name] = known[value[1:]]
         yield point

@@ -20,6 +20,7 @@ from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import noise
+from sparsebench.results.pruning import Pruning
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import summary
@@ -38,11 +39,14 @@ class Figure:
     draw: Callable[[Frames], Markup]
 
 
-def build(run: Run, out_path: Path | None = None) -> str:
-    """Return the report, and write it where a path is given; a figure that fails is named."""
+def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None) -> str:
+    """Return the report, and write it where a path is given; a figure that fails is named.
+
+    `pruning` is what pruning cost, to be set against the run's times.
+    """
     rows = frame(run.rows)
     floor = noise(run, rows)
-    frames = Frames(run, rows, summary(rows, floor), floor)
+    frames = Frames(run, rows, summary(rows, floor), floor, pruning)
     drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
     templates = files("sparsebench.reports") / "templates"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

@@ -1,5 +1,6 @@
 """Pruning to the 2:4 hybrid: the pattern, the methods, the region, a small model, the command."""
 
+import hashlib
 import json
 import math
 import sys
@@ -29,6 +30,7 @@ from sparsebench.harness.pruning.layer import (
 from sparsebench.harness.pruning.mlp import GatedMLP, PrunedMLP
 from sparsebench.harness.pruning.model import contexts, dense_loss, prune_model, python_reference
 from sparsebench.harness.pruning.tokenizer import NORMAL, USER_DEFINED, Tokenizer
+from sparsebench.results import pruning
 
 K, H, TOKENS = 64, 256, 1024
 RECIPES = [
@@ -407,8 +409,14 @@ def test_the_command_prunes_an_mlp_of_a_file(
     given = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
     out = tmp_path / "pruned.safetensors"
     assert sparsebench(monkeypatch, *given, "--out", out, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    report = json.loads(printed)
     assert (report["calibration"], report["held_out"], report["loss"]) == (1536, 512, None)
+    (tmp_path / "errors.json").write_text(printed)
+    again = pruning.read(tmp_path / "errors.json")
+    assert again.to_json() == report
+    assert (again.weights, again.tokens_from) == ("weights.safetensors:g,u,d", "x.safetensors")
+    assert again.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
     expected = prune_mlp(mlp, x[:1536], Recipe())
     with safe_open(out, framework="pt") as file:
         assert file.metadata() == {"method": "spensegpt", "region": "scored", "dense": "128"}

@@ -70,6 +70,22 @@ def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:
     assert found == [{"block": 8}, {"block": 8}, {"block": 4}]
 
 
+def test_a_spense_format_can_take_its_fraction_and_split_from_the_pattern(tmp_path: Path) -> None:
+    sizes = "m: 8, n: 512, k: 512, dtype: bf16, sparsity: 0.375"
+    linear = f"{{op: linear, pattern: spense_columns, {sizes}}}"
+    both = "{dense_fraction: $dense_fraction, split: $split}"
+    entry = f"{{format: spense, kernel: spense_wgmma, params: {both}}}"
+    [contest] = suite(tmp_path, linear, entry).contests
+    assert contest.contenders[0].params == {"dense_fraction": 0.25, "split": "columns"}
+    mlp = f"{{op: ffn, pattern: spense_hidden, {sizes}}}"
+    own = "{dense_fraction: $dense_fraction, split: rows, wd.split: columns}"
+    [contest] = suite(tmp_path, mlp, entry.replace(both, own)).contests
+    assert contest.contenders[0].params["dense_fraction"] == 0.25
+    for problem in (mlp, PROBLEM):
+        with pytest.raises(SuiteError, match=r"params.*: expected \$ and one of .*; found \$"):
+            suite(tmp_path, problem, entry)
+
+
 def test_the_gradients_of_the_training_suite_meet_their_own_peers() -> None:
     for contest in [*read("training").contests, *read("openai").contests]:
         ops = {load_kernel(contender.kernel).op for contender in contest.contenders}

@@ -8,6 +8,7 @@ The last quarter of the activations is held out. Written are the pruned tensors 
 and how many features, the last of each tensor, are dense.
 """
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,33 +40,9 @@ from sparsebench.harness.pruning.model import (
     prune_model,
     python_reference,
 )
+from sparsebench.results.pruning import SCHEMA, Outcome, Pruning
 
 HELD_OUT = 0.25
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a recipe came to: errors on held-out tokens, means over layers; a model's loss in nats.
-
-    dense is the fraction of features that was left so, sparsity that of weights pruned.
-    """
-
-    method: str
-    region: str
-    dense: float
-    sparsity: float
-    errors: Mapping[str, float]
-    loss: float | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """Tokens to calibrate on and held out, a dense model's loss in nats, an outcome a recipe."""
-
-    calibration: int
-    held_out: int
-    loss: float | None
-    outcomes: Sequence[Outcome]
 
 
 @dataclass(frozen=True)
@@ -100,7 +77,7 @@ def prune_file(
     split: str = "columns",
     tokens: int = 8 * CONTEXT,
     to: Path | None = None,
-) -> Report:
+) -> Pruning:
     """Prune tensors `names` of a .safetensors file, or every MLP of a .gguf model; write them.
 
     Raises SuiteError where a file, a name, a size, a value or a flag does not fit.
@@ -127,10 +104,11 @@ def prune_file(
     else:
         gate, up, down = loaded
         make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
-    return Report(len(seen), held_out, None, _outcomes(make, recipes, to))
+    what = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
+    return Pruning(SCHEMA, *what, len(seen), held_out, None, _outcomes(make, recipes, to))
 
 
-def table(report: Report) -> Table:
+def table(report: Pruning) -> Table:
     """Return the outcomes for a terminal, errors in per cent."""
     shown = Table(box=None, title_justify="left", title_style="bold")
     shown.title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
@@ -155,8 +133,12 @@ def _model(
     device: torch.device,
     tokens: int,
     to: Path | None,
-) -> Report:
-    words = python_reference() if text is None else _text(text)
+) -> Pruning:
+    if text is None:
+        origin = f"Python {platform.python_version()}'s language reference"
+        words = python_reference()
+    else:
+        origin, words = text.name, _text(text)
     read = gguf_file.read(weights, device)
     numbers = read.tokenizer.encode(words)
     seen, unseen = (part.to(device) for part in contexts(numbers, read.begin, tokens // CONTEXT))
@@ -168,7 +150,9 @@ def _model(
         return _Made(_named(pruned.layers), *size, pruned.errors, pruned.loss)
 
     loss = dense_loss(read.model, unseen)
-    return Report(seen.numel(), unseen.numel(), loss, _outcomes(make, recipes, to))
+    what = weights.name, sources.sha256(weights), origin
+    sizes = seen.numel(), unseen.numel()
+    return Pruning(SCHEMA, *what, *sizes, loss, _outcomes(make, recipes, to))
 
 
 def _mlp(names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, how: Recipe) -> _Made:

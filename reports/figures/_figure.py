@@ -18,6 +18,7 @@ from sparsebench.reports.figures._verdict import clear, undecided
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise
+from sparsebench.results.pruning import Pruning
 from sparsebench.results.store import Run
 
 NOTHING = Markup("")
@@ -27,12 +28,16 @@ SCOPES = {"kernel": "kernel time", "op": "as called from Python, host cost inclu
 
 @dataclass(frozen=True)
 class Frames:
-    """What a figure draws from: the run, a line for each row, a line for each case, A/A pairs."""
+    """What a figure draws from: the run, a line for each row, a line for each case, A/A pairs.
+
+    `pruning` is what pruning cost a model or a layer, where the report was given it.
+    """
 
     run: Run
     rows: pd.DataFrame
     cases: pd.DataFrame
     noise: Noise
+    pruning: Pruning | None = None
 
     @property
     def device(self) -> str:

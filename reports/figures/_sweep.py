@@ -5,7 +5,7 @@ log2 y │   ●──●──○      band: the interval, or the range or quar
        └─────────── x: sparsity on a log scale of density, or m ...
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +98,7 @@ def draw_panels(
 ) -> Markup:
     """Draw every panel with the same y range; `dress` adds what is special, returns a caption."""
     bounds = _bounds(pd.concat([group for _, group in groups]), quantity)
-    figures = []
+    drawn = []
     with style():
         for title, group in groups:
             figure, axes = canvas()
@@ -108,12 +108,14 @@ def draw_panels(
                 _line(axes, group[group.label == label], axis, quantity, number)
             _dress(axes, axis, quantity)
             caption = dress(axes, group)
-            drawing = svg(figure, f"{quantity.name}, {title}")
-            figures.append(
-                Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>").format(
-                    title, drawing, caption
-                )
-            )
+            drawn.append((title, svg(figure, f"{quantity.name}, {title}"), caption))
+    return side_by_side(drawn)
+
+
+def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
+    """Lay out panels, each a title, a drawing and a caption: OPEN of them, the others folded."""
+    figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
+    figures = [figure.format(*panel) for panel in drawn]
     shown = Markup('<div class="panels">{}</div>').format(Markup("").join(figures[:OPEN]))
     if len(figures) <= OPEN:
         return shown

@@ -1,0 +1,190 @@
+"""Error against speed-up over the fraction of a weight left dense, and the Pareto front.
+
+    error │            0 o     a point: one dense fraction (its number), pruned by one method
+          │     50 o   ┌─o     across: this run's speed-up, with its interval
+          │    ┌───o───┘       up: what pruning to it cost a model (results/pruning.py)
+        0 ┼100 o────────       step: the front, the least error at that speed-up or more
+               1    speed-up
+
+The error of random weights says nothing, so it is never that of the weights timed: it comes from
+`sparsebench prune`, and where the report was given none, none is drawn.
+"""
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
+from sparsebench.reports.figures._html import folded, note, percent, table
+from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
+from sparsebench.reports.figures._sweep import legend, side_by_side
+from sparsebench.reports.figures._verdict import meaning
+from sparsebench.results.pruning import OUTPUT, Pruning
+
+TITLE = "Error against speed-up"
+ORDER = 25
+
+NEAR = 0.01  # how far a dense fraction may be from the one pruned to: both are whole tiles
+NARROWEST, LOWEST = 0.4, 1  # the axes' least spans, in × and %, so that noise looks like noise
+PRUNE = "sparsebench prune MODEL.gguf --dense {} --json > errors.json"
+REPORT = "sparsebench report {} --errors errors.json"
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw a panel for each shape, m and dtype; say what is missing where no error is known."""
+    cases = _cases(frames.raced)
+    fractions = ordered(cases.dense)
+    if frames.pruning is None:
+        return _asked_for(frames, fractions) if len(fractions) > 1 else NOTHING
+    if len(fractions) < 2:
+        found = ", ".join(map(percent, fractions)) or "none"
+        return note(f"Errors need contenders of several dense fractions; this run has {found}.")
+    points = _points(cases, frames.pruning)
+    if points.empty:
+        return note(f"No error is known {_at(fractions)}: {frames.pruning.weights} has others.")
+    numbers = {name: number for number, name in enumerate(points.method.unique())}
+    missing = [fraction for fraction in fractions if fraction not in set(points.dense)]
+    unknown = f" No error is known {_at(missing)}: not drawn." if missing else ""
+    plain, empty = "Pareto front; vertical: the baseline", f"hollow: {meaning(frames.raced)[1]}"
+    return (
+        note(_words(frames.pruning) + unknown)
+        + legend(numbers, plain, empty)
+        + each_measure(points, lambda measured: _draw(measured, numbers))
+        + folded("The errors", _table(frames.pruning))
+    )
+
+
+def front(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the points that no other beats in speed-up and error, the slowest first.
+
+    The dense baseline, 1 and 0, is one of them unless a faster one has no error.
+    """
+    baseline = pd.DataFrame({"speedup": [1.0], "error": [0.0]})
+    known = pd.concat([points[["speedup", "error"]], baseline])
+    known = known.sort_values(["speedup", "error"], ascending=[False, True])
+    return known[known.error < known.error.cummin().shift(fill_value=np.inf)][::-1]
+
+
+def _cases(raced: pd.DataFrame) -> pd.DataFrame:
+    """Keep the cases that have a speed-up and a dense fraction, in `dense`.
+
+    `contender` is the label without parameters, which it has where a problem has all fractions.
+    """
+    dense = raced.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
+    labels = zip(raced.label, raced.params, strict=True)
+    own = [label.removesuffix(f" {params}") for label, params in labels]
+    cases = raced.assign(dense=dense, contender=own)
+    return cases[cases.dense.notna() & cases.speedup.notna()]
+
+
+def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
+    """Return a line for each case and outcome of the same dense fraction."""
+    found = [
+        cases[(cases.dense - outcome.dense).abs() <= NEAR].assign(
+            method=f"{outcome.method}, {outcome.region}", error=outcome.errors[OUTPUT]
+        )
+        for outcome in pruning.outcomes
+    ]
+    return pd.concat(found)
+
+
+def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
+    low, high = min(points.speedup_low.min(), 1), max(points.speedup_high.max(), 1)
+    margin = max(0.12 * (high - low), (NARROWEST - (high - low)) / 2)
+    most = max(100 * points.error.max(), LOWEST)
+
+    def panel(title: str, group: pd.DataFrame) -> tuple[str, Markup, Markup]:
+        figure, axes = canvas()
+        axes.set_xlim(low - margin, high + margin)
+        axes.set_ylim(-0.05 * most, 1.15 * most)
+        _dress(axes)
+        steps = front(group)
+        axes.step(steps.speedup, 100 * steps.error, where="pre", color=INK, linewidth=1)
+        for method, line in group.groupby("method", sort=False):
+            _line(axes, line.sort_values("dense"), numbers[str(method)])
+        _name(axes, group)
+        return title, svg(figure, f"{TITLE}, {title}"), NOTHING
+
+    parts = []
+    for contender, own in points.groupby("contender", sort=False):
+        same, groups = panels(own, "level")
+        baselines = " or ".join(own.baseline_label.unique())
+        with style():
+            drawn = [panel(*group) for group in groups]
+        parts.append(note(f"{contender} over {baselines}: {same}.") + side_by_side(drawn))
+    return Markup("").join(parts)
+
+
+def _dress(axes: Axes) -> None:
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.set_xlabel("speed-up, ×")
+    axes.set_ylabel("error of the output, %")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
+    axes.tick_params(length=3)
+
+
+def _line(axes: Axes, points: pd.DataFrame, number: int) -> None:
+    look = series(number)
+    x, y = points.speedup.to_numpy(), 100 * points.error.to_numpy()
+    axes.plot(x, y, **look)
+    empty = points.undecided.to_numpy(dtype=bool)
+    axes.plot(x[empty], y[empty], **look | HOLLOW)
+    low, high = points.speedup_low.to_numpy(), points.speedup_high.to_numpy()
+    axes.hlines(y, low, high, color=look["color"], linewidth=1.2, alpha=0.7)
+
+
+def _name(axes: Axes, points: pd.DataFrame) -> None:
+    """Write the dense fraction beside the highest point of each: to the left no line leads on."""
+    for _, top in points.sort_values("error").groupby("dense").tail(1).iterrows():
+        place = (top.speedup, 100 * top.error)
+        axes.annotate(
+            f"{100 * top.dense:g}",
+            place,
+            xytext=(-3, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+
+
+def _words(pruning: Pruning) -> str:
+    """Say what the axes are, and whose the errors are."""
+    tokens = f"{pruning.held_out:,} tokens held out of {pruning.tokens_from}"
+    return (
+        "Across: this run's speed-ups with their intervals. Up: the relative error of outputs, "
+        f"mean over layers, after pruning {pruning.weights} from {pruning.calibration:,} tokens, "
+        f"on {tokens}: not the weights that were timed. Numbers: per cent of the features left "
+        "dense. Step: the Pareto front of the points and of the dense baseline, intervals aside."
+    )
+
+
+def _asked_for(frames: Frames, fractions: list[float]) -> Markup:
+    prune = PRUNE.format(",".join(f"{fraction:g}" for fraction in fractions))
+    how = Markup("No errors were given to draw: <code>{}</code>, then <code>{}</code>.")
+    return note(how.format(prune, REPORT.format(frames.run.path.name)))
+
+
+def _at(fractions: list[float]) -> str:
+    return f"at {', '.join(map(percent, fractions))} dense"
+
+
+def _table(pruning: Pruning) -> Markup:
+    heads = ["method", "region", ">dense", ">pruned", ">error of the output", ">loss, nats"]
+    lines = [
+        [
+            outcome.method,
+            outcome.region,
+            percent(outcome.dense),
+            percent(outcome.sparsity),
+            percent(round(outcome.errors[OUTPUT], 3)),
+            "–" if outcome.loss is None else f"{outcome.loss:.3f}",
+        ]
+        for outcome in pruning.outcomes
+    ]
+    if pruning.loss is not None:
+        lines.insert(0, ["none", "", percent(1), percent(0), "", f"{pruning.loss:.3f}"])
+    return note(f"{pruning.weights}, SHA-256 {pruning.sha256}.") + table(heads, lines)

@@ -1,0 +1,87 @@
+"""What pruning cost a model or a layer: the JSON that `sparsebench prune --json` prints.
+
+    {"schema": "sparsebench/pruning@1",
+     "weights": "gemma.gguf", "sha256": "a5fd...", "tokens_from": "book.txt",
+     "calibration": 4096, "held_out": 2048, "loss": 2.559,
+     "outcomes": [{"method": "wanda", "region": "scored", "dense": 0.5, "sparsity": 0.25,
+                   "errors": {"gate": 0.126, ..., "output": 0.124}, "loss": 2.698}, ...]}
+
+A report sets it beside the times of a run whose contenders leave as much dense.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from sparsebench.results._errors import ResultError
+
+SCHEMA: Final = "sparsebench/pruning@1"
+OUTPUT = "output"  # the error of what the layer or the MLP gives, beside those of its parts
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Cost = Annotated[FiniteFloat, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a recipe came to: errors on held-out tokens, means over layers; a model's loss in nats.
+
+    dense   the fraction of features that was left so;  sparsity  that of weights pruned
+    errors  ||XW^T - XW'^T|| / ||XW^T|| by part; OUTPUT's is always there
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    method: str
+    region: str
+    dense: Fraction
+    sparsity: Fraction
+    errors: Mapping[str, Cost]
+    loss: FiniteFloat | None
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What was pruned, from which tokens, what it cost: an outcome a recipe.
+
+    weights      the file's name, with the tensors pruned unless it is a model;  sha256  the file's
+    tokens_from  whose tokens: so many to calibrate on, and so many others, held out
+    loss         the dense model's on the latter, in nats; None of a layer
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    schema: Literal["sparsebench/pruning@1"]
+    weights: str
+    sha256: str
+    tokens_from: str
+    calibration: int
+    held_out: int
+    loss: FiniteFloat | None
+    outcomes: Annotated[Sequence[Outcome], Field(min_length=1)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `read` reads, but for writing it down."""
+        return asdict(self)
+
+
+def read(path: Path) -> Pruning:
+    """Read what `sparsebench prune --json` printed; ResultError says what is wrong with it."""
+    try:
+        found = TypeAdapter(Pruning).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ResultError(f"{path}: expected a readable file, found {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
+        raise ResultError(f"{path}: expected {SCHEMA}; {wrong}") from error
+    for number, outcome in enumerate(found.outcomes):
+        if OUTPUT not in outcome.errors:
+            names = ", ".join(outcome.errors) or "none"
+            expected = f"an error of the {OUTPUT!r}; found {names}"
+            raise ResultError(f"{path}: outcomes: {number}: expected {expected}")
+    return found
