@@ -86,7 +86,8 @@ def space() -> list[Config]:
 class Scales:
     """What sums of fp8 are multiplied by, in fp32: by feature [n] and by token [m]; None is 1.
 
-    Features are rows of W; an activation is applied to scaled sums.
+    Features are rows of W; an activation is applied to scaled sums. H is linear in U: up's scales
+    can hold one for H, whose inverse goes into those of the next product.
     """
 
     features: Tensor | None = None
