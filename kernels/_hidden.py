@@ -1,12 +1,7 @@
 """What stands between the products of a feed-forward layer, in Triton.
 
     before    X [m, k] in 16 bits ──> X in e4m3                        `quantised`, in fp8 alone
-    between   G | U [m, 2 half] ────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
-
-              0       front       2 front      front + half      2 half
-              +---------+------------+--------------+--------------+
-    G | U     | gate    | up         | gate         | up           |     front 0: gate | up
-              +---------+------------+--------------+--------------+
+    between   G | U [m, 2 n] ───────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
 
 To e4m3 they round to the nearest and keep NaN, and what is beyond 448 becomes 448: Triton's cast
 is cvt.rn.satfinite there. s scales sums of fp8; act(s G) is not rounded. Both read and write an
@@ -22,28 +17,23 @@ from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.kernels._triton import Program
 from sparsebench.results.record import Problem
 
-# That a program writes. `front` is a multiple of FEATURES, as formats/spense.py's ROW_STEP is.
-TOKENS, FEATURES = 16, 128
+TOKENS, FEATURES = 16, 128  # that a program writes
 
 
 def hidden(
-    products: Tensor,
-    n: int,
-    front: int,
-    activation: str,
-    dtype: torch.dtype | None = None,
-    scale: float = 1.0,
+    products: Tensor, activation: str, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> Program:
-    """Return the program of H [m, n] from products [m, 2 half], contiguous.
+    """Return the program of H [m, n] from products [m, 2 n], contiguous.
 
     activation  silu, relu, relu2 or gelu_tanh, GELU by its tanh approximation
     dtype       of H; that of the products if None
     scale       that the products are multiplied by first
     """
-    (m, width), h = products.shape, products.new_empty(len(products), n, dtype=dtype)
+    m, n = len(products), products.shape[1] // 2
+    h = products.new_empty(m, n, dtype=dtype)
     tokens, grid = _tiles(m, n)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES, "ACTIVATION": activation, "SCALE": scale}
-    return Program(_activate, grid, (products, h, m, n, front, width // 2), constants, h)
+    return Program(_activate, grid, (products, h, m, n), constants, h)
 
 
 def quantised(x: Tensor) -> Program:
@@ -71,25 +61,20 @@ def _activate(  # type: ignore[no-untyped-def]
     h,
     m,
     n,
-    front,
-    half,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     tiles = tl.cdiv(n, FEATURES)
-    first = tl.program_id(0) % tiles * FEATURES
     token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
-    feature = first + tl.arange(0, FEATURES)
+    feature = tl.program_id(0) % tiles * FEATURES + tl.arange(0, FEATURES)
     inside = (token < m)[:, None] & (feature < n)[None, :]
     row = token.to(tl.int64)[:, None]
 
-    at = products + row * (2 * half) + feature[None, :]
-    to_gate = tl.where(first < front, 0, front)
-    to_up = tl.where(first < front, front, half)
-    gate = tl.load(at + to_gate, inside, 0.0).to(tl.float32) * SCALE
-    up = tl.load(at + to_up, inside, 0.0).to(tl.float32) * SCALE
+    at = products + row * (2 * n) + feature[None, :]
+    gate = tl.load(at, inside, 0.0).to(tl.float32) * SCALE
+    up = tl.load(at + n, inside, 0.0).to(tl.float32) * SCALE
 
     if ACTIVATION == "silu":
         gate = gate / (1 + tl.exp(-gate))

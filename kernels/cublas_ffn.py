@@ -6,8 +6,7 @@
     Y = H @ Wd.T                                 cuBLAS or cuBLASLt
 
 Against cublas.py, which computes the definition step by step: X is read by one product, G and U are
-read once, and act(G) is never written. It is how servers run such a layer, and has the same steps
-in between as spense_ffn.py: what these two differ by is the format and its products.
+read once, and act(G) is never written. It is how servers run such a layer.
 
 For each product all ways are timed: both libraries and both layouts of the weights (W, or a copy
 of W.T), and in fp8 both accumulations; cuBLASLt alone has fp8, and on Hopper in the layout of W.
@@ -76,7 +75,7 @@ def prepare(operands: Operands) -> Launch:
     settled = operands.settled or {}
     gate_up, by_one = _fastest(torch.cat((wg, wu)), x, 1.0, settled.get("gate_up"))
     how = problem["activation"], x.dtype, scale_of(problem, k)
-    between = hidden(gate_up(), n, 0, *how)
+    between = hidden(gate_up(), *how)
     down, by_other = _fastest(wd, between(), scale_of(problem, n), settled.get("down"))
 
     before: list[Callable[[], object]] = [*first, gate_up, between]

@@ -41,6 +41,10 @@
 // the tensor cores do it, in fewer bits than fp32's, as cuBLAS does with use_fast_accum, and then
 // multiplied by a scale for each feature and each token, where there are any; Y is bf16.
 //
+// Gate and up of a gated MLP may be one W, 8 rows of gate and the same 8 of up in turn. With an
+// ACTIVATION, what is written is H[m, n / 2] = act(G) * U ("hidden units" below): G and U stay in
+// registers, and H is rounded once, to the operands' dtype: in fp8 to e4m3, which saturates.
+//
 // Counts of a box, TOKENS = 256, in clocks of an SM (128 bytes of shared memory each):
 //
 //                     tensor cores   X, read by each warpgroup   W, read   both, written by copies
@@ -60,7 +64,8 @@
 // memory at a time, and some SMs get theirs much later than others: 4 to 5 tiles are 6 % faster.
 //
 // Compiled with -DTOKENS=256|128|64|32|16 -DCLUSTER=1|2 -DAHEAD=2... -DFP8=0|1 -DFP16=0|1 (0 is
-// bf16), and for a look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma.mma_async.sp.
+// bf16) -DACTIVATION=0 (none) | 1 silu | 2 relu | 3 relu2 | 4 gelu_tanh, and for a look at a kernel
+// that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
 
@@ -69,8 +74,10 @@ constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: v
 constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
 constexpr int BOX_COLUMNS = ROW_BYTES / 2;  // the tensor map counts in 16 bits
 constexpr int SHARES = 2 * CLUSTER;         // rows of tiles of an item
+constexpr bool GATED = ACTIVATION != 0;
+constexpr int OUT_BYTES = !GATED ? ROW_BYTES : FP8 ? 32 : 64;  // of a token, by a warpgroup
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64, CHUNKS = TOKENS / CHUNK;
-constexpr int CHUNK_BYTES = CHUNK * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
+constexpr int CHUNK_BYTES = CHUNK * OUT_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
 constexpr int RING_BYTES = 222 * 1024 - 2 * BUFFERS * CHUNK_BYTES;  // of slots; barriers have 3 KB
 __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
@@ -79,7 +86,7 @@ constexpr int W_SLOTS = at_most(AHEAD, (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W
 
 static_assert(X_SLOTS >= 4 && W_SLOTS >= 2, "less would not overlap loads and products");
 
-struct Maps { TensorMap x, y; };
+struct Maps { TensorMap x, out; };  // of Y, or of H
 
 // Tile (row, column) of W is sparse where row < sparse_rows and column < sparse_columns, and then
 // lies at [row, column] of the sparse tiles; else at [row - dense_row, column - dense_column] of
@@ -320,10 +327,79 @@ __device__ __forceinline__ void scale(float* d, const Scales& by, int feature, i
   }
 }
 
+// ---- hidden units ----
+//
+//   A warp's 16 rows of W are 8 units of gate and the same of up. Lane 4 u + q has, of 8 tokens,
+//
+//      gate's unit u, tokens 2 q, 2 q + 1:   s[0] s[1]       H[2 q][u]     = act(s[0]) * s[2]
+//      up's                                  s[2] s[3]       H[2 q + 1][u] = act(s[1]) * s[3]
+//
+//   A warpgroup writes 32 units of 16 tokens, in rows of 64 bytes (16 bits) or 32 (e4m3) that TMA
+//   reads in their swizzle: stmatrix.trans gives a warp's 8 units to a row; bytes go one by one.
+
+__device__ __forceinline__ float act(float g) {
+  if (ACTIVATION == 1) return __fdividef(g, 1 + __expf(-g));  // 0 below -87, where it is -1e-36
+  if (ACTIVATION == 4) {  // (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
+    const float z = 1.5957691216057308f * (g + 0.044715f * g * g * g);  // 2 sqrt(2 / pi)
+    return __fdividef(g, 1 + __expf(-z));
+  }
+  const float on = g <= 0 ? 0.f : g;  // NaN stays
+  return ACTIVATION == 3 ? on * on : on;
+}
+__device__ __forceinline__ void store_byte(u32 at, u32 value) {
+  asm volatile("st.shared.u8 [%0], %1;" :: "r"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ u32 e4m3_pair_of(float low, float high) {
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Two pieces of 8 x 8, to the rows whose addresses lanes 0 to 15 give.
+__device__ __forceinline__ void store_transposed(u32 row, u32 first, u32 second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               :: "r"(row), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ u32 place_of_hidden(u32 tile) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  if (FP8) {
+    const int unit = 8 * warp + lane / 4, row = lane % 4 * 2;
+    return tile + row * OUT_BYTES + (unit ^ (row / 4 % 2) << 4);
+  }
+  const int row = lane % 16;
+  return tile + row * OUT_BYTES + ((warp ^ row / 2 % 4) << 4);
+}
+__device__ __forceinline__ void put_hidden(u32 place, const float* s) {  // sums of 16 tokens
+  const float a = act(s[0]) * s[2], b = act(s[1]) * s[3];
+  const float c = act(s[4]) * s[6], d = act(s[5]) * s[7];
+  if (FP8) {
+    const u32 first = e4m3_pair_of(a, b), second = e4m3_pair_of(c, d);
+    store_byte(place, first), store_byte(place + OUT_BYTES, first >> 8);
+    store_byte(place + 8 * OUT_BYTES, second), store_byte(place + 9 * OUT_BYTES, second >> 8);
+  } else {
+    store_transposed(place, pair_of(a, b), pair_of(c, d));
+  }
+}
+
+// ---- sums, 16 tokens at a time, to what is stored ----
+
+constexpr int GRANULE = 16, GRANULES = TOKENS / GRANULE, GRANULE_BYTES = GRANULE * OUT_BYTES;
+
+__device__ __forceinline__ u32 place_in(u32 tile) {
+  return GATED ? place_of_hidden(tile) : place_of_lane(tile);
+}
+__device__ __forceinline__ void put(u32 place, const float* sums) {
+  if (GATED) put_hidden(place, sums);
+  else put_transposed(place, sums);
+}
+__device__ __forceinline__ void store_granule(const TensorMap* out, u32 from, int feature,
+                                              int token) {
+  store(out, from, feature / (ROW_BYTES / OUT_BYTES), token);  // the map counts in 16 bits
+}
+
 // ---- sums of parts of an item ----
 
-constexpr int GRANULE = 16, GRANULES = TOKENS / GRANULE;  // tokens that a part adds up at a time
-constexpr int GRANULE_BYTES = GRANULE * ROW_BYTES, OF_A_PART = SHARES * GRANULES * 2 * 128;
+constexpr int OF_A_PART = SHARES * GRANULES * 2 * 128;  // four sums
 
 // Where thread 0 of a share's warpgroup has its first four sums of the item's first part.
 __device__ __forceinline__ float4* sums_of(float4* partial, const Join& join, int share) {
@@ -359,13 +435,13 @@ __device__ __forceinline__ void wait_for(const int* counter, int parts) {
   }
 }
 
-// Granules from `granule` to `end`, GROUP at a time: add up all parts and store Y.
+// Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give.
 template <int GROUP, int UNROLL>
 __device__ __forceinline__ void add_parts(const float4* from, int parts, int granule, int end,
-                                          const Scales& scales, const TensorMap* y, u32 out,
+                                          const Scales& scales, const TensorMap* to, u32 out,
                                           int feature, int token, int half) {
   const bool leader = threadIdx.x % 128 == 0;
-  const u32 at = place_of_lane(out);
+  const u32 at = place_in(out);
   for (; granule < end; granule += GROUP) {
     float d[8 * GROUP] = {};
     #pragma unroll UNROLL
@@ -382,12 +458,12 @@ __device__ __forceinline__ void add_parts(const float4* from, int parts, int gra
     if (leader) stores_have_read<0>();
     warpgroup_in_step(half + 1);
     #pragma unroll
-    for (int j = 0; j < GROUP; j++) put_transposed(at + j * GRANULE_BYTES, d + 8 * j);
+    for (int j = 0; j < GROUP; j++) put(at + j * GRANULE_BYTES, d + 8 * j);
     show_to_copies();
     warpgroup_in_step(half + 1);
     if (leader) {
       for (int j = 0; j < GROUP && granule + j < end; j++)
-        store(y, out + j * GRANULE_BYTES, feature, token + (granule + j) * GRANULE);
+        store_granule(to, out + j * GRANULE_BYTES, feature, token + (granule + j) * GRANULE);
       end_of_stores();
     }
   }
@@ -395,7 +471,7 @@ __device__ __forceinline__ void add_parts(const float4* from, int parts, int gra
 
 // Each part adds up its share of the granules of all parts. The counter is then as it was.
 __device__ __forceinline__ void join_parts(const Item& item, const float4* from, int* counter,
-                                           const Scales& scales, const TensorMap* y, u32 out,
+                                           const Scales& scales, const TensorMap* to, u32 out,
                                            int feature, int half) {
   const int part = item.join.part, parts = item.join.parts, token = item.work.token;
   const int each = (GRANULES + parts - 1) / parts, adding = (GRANULES + each - 1) / each;
@@ -404,15 +480,16 @@ __device__ __forceinline__ void join_parts(const Item& item, const float4* from,
   if (leader) wait_for(counter, parts);
   warpgroup_in_step(half + 1);
   const int granule = part * each, end = min(granule + each, GRANULES);
-  if (each == 1) add_parts<1, 6>(from, parts, granule, end, scales, y, out, feature, token, half);
-  else add_parts<CHUNK / GRANULE, 2>(from, parts, granule, end, scales, y, out, feature, token, half);
+  if (each == 1) add_parts<1, 6>(from, parts, granule, end, scales, to, out, feature, token, half);
+  else
+    add_parts<CHUNK / GRANULE, 2>(from, parts, granule, end, scales, to, out, feature, token, half);
   if (leader && atomicAdd(counter, 1) == parts + adding - 1) *counter = 0;
 }
 
-__device__ __forceinline__ void put_out(const Sums& d, const TensorMap* y, u32 out, int feature,
+__device__ __forceinline__ void put_out(const Sums& d, const TensorMap* to, u32 out, int feature,
                                         int token, int half) {
   const bool leader = threadIdx.x % 128 == 0;
-  const u32 at = place_of_lane(out);
+  const u32 at = place_in(out);
   #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int buffer = c % BUFFERS * CHUNK_BYTES;
@@ -420,13 +497,14 @@ __device__ __forceinline__ void put_out(const Sums& d, const TensorMap* y, u32 o
     warpgroup_in_step(half + 1);
     #pragma unroll
     for (int i = 0; i < CHUNK / 16; i++)
-      put_transposed(at + buffer + i * 16 * ROW_BYTES, d + 8 * (c * (CHUNK / 16) + i));
+      put(at + buffer + i * GRANULE_BYTES, d + 8 * (c * (CHUNK / 16) + i));
     show_to_copies();
     warpgroup_in_step(half + 1);
     if (leader) {
       #pragma unroll
       for (int i = 0; i < CHUNK / GRANULE; i++)
-        store(y, out + buffer + i * GRANULE_BYTES, feature, token + c * CHUNK + i * GRANULE);
+        store_granule(to, out + buffer + i * GRANULE_BYTES, feature,
+                      token + c * CHUNK + i * GRANULE);
       end_of_stores();
     }
   }
@@ -484,14 +562,14 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
         put_part(d, item.join, partial, counters, share, half);
       } else {
         if (FP8) scale<TOKENS / 8>(d, scales, row * ROWS, item.work.token);
-        put_out(d, &maps.y, out, row * ROWS, item.work.token, half);
+        put_out(d, &maps.out, out, row * ROWS, item.work.token, half);
       }
     }
     for (int i = begin; i < end; i++) {
       const Item& item = items[i];
       if (item.join.parts > 1)
         join_parts(item, sums_of(partial, item.join, share),
-                   counters + item.join.counter * SHARES + share, scales, &maps.y, out,
+                   counters + item.join.counter * SHARES + share, scales, &maps.out, out,
                    row_of(w, item.work, share) * ROWS, half);
     }
     if (threadIdx.x % 128 == 0) stores_are_done();

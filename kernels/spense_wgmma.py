@@ -10,6 +10,10 @@ refused:
 
 fp8 is added up as the tensor cores do it, in fewer bits than fp32 has, as torch._scaled_mm does
 with use_fast_accum. Its sums may be scaled, by feature and by token, before Y is rounded.
+
+With an `activation`, W is gate and up of a gated MLP in one (spense_ffn.py), and the launch writes
+H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype: fp8 by e4m3, at 448
+where it is larger. n is a multiple of 16 then, of 32 in fp8: rows of H, too, have 16 bytes.
 """
 
 from dataclasses import asdict, dataclass
@@ -43,6 +47,7 @@ STORED = 16  # tokens of Y at a time
 # Maps of x and y; Weights; First; Scales; items, sums of pieces, counters.
 ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,11 @@ def space() -> list[Config]:
 
 @dataclass(frozen=True)
 class Scales:
-    """What sums of fp8 are multiplied by, in fp32: by feature [n] and by token [m]; None is 1."""
+    """What sums of fp8 are multiplied by, in fp32: by feature [n] and by token [m]; None is 1.
+
+    Features are rows of W; an activation is applied to scaled sums. H is linear in U: up's scales
+    can hold one for H, whose inverse goes into those of the next product.
+    """
 
     features: Tensor | None = None
     tokens: Tensor | None = None
@@ -87,11 +96,11 @@ class Scales:
 
 @dataclass(frozen=True)
 class Plan:
-    """What depends on the layout of W, the tokens and the configuration, but on no address.
+    """What depends on the layout of W, tokens, configuration and activation, but on no address.
 
     items     on the device;  first  the first ones, and starts: an argument
     sums      floats of sums of pieces;  counters  of pieces that have arrived
-    x, y      their shapes;  sparse, dense  those of W's tiles;  dtype  of X and W
+    x, y      shapes of X and of Y or H;  sparse, dense  those of W's tiles;  dtype  of X and W
     """
 
     loaded: Loaded
@@ -105,6 +114,7 @@ class Plan:
     sparse: tuple[int, ...]
     dense: tuple[int, ...]
     dtype: torch.dtype
+    activation: str | None = None
 
 
 def launch(
@@ -113,18 +123,21 @@ def launch(
     config: Config,
     scales: Scales = Scales(),
     *,
+    activation: str | None = None,
     watchdog: bool = False,
 ) -> Program:
-    """Return the program that computes X @ W.T [m, n], of fp8 times the scales.
+    """Return the program that computes X @ W.T [m, n], of fp8 times the scales; or H [m, n / 2].
 
     A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
     """
-    if reason := refusal(x, w):
+    if reason := refusal(x, w, activation):
         raise Unsupported(reason)
-    return bind(plan(w, len(x), config, watchdog=watchdog), x, w, scales)
+    return bind(plan(w, len(x), config, activation=activation, watchdog=watchdog), x, w, scales)
 
 
-def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
+def plan(
+    w: Spense, m: int, config: Config, *, activation: str | None = None, watchdog: bool = False
+) -> Plan:
     """Assign the work and upload the lists; of W the shapes and the dtype count.
 
     `refusal` says what may not come here.
@@ -132,7 +145,8 @@ def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
     device, (n, k), share = w.sparse.device, w.shape, 2 * config.cluster
     workers = multiprocessors(device) // config.cluster
     work = schedule(w, m, config.tokens, config.cluster, workers)
-    constants = constants_of(config, w.dtype) + ((("WATCHDOG", 1),) if watchdog else ())
+    constants = constants_of(config, w.dtype, activation)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     grid = workers * config.cluster
     return Plan(
@@ -143,10 +157,11 @@ def plan(w: Spense, m: int, config: Config, *, watchdog: bool = False) -> Plan:
         sums=work.places * share * ROWS * config.tokens,
         counters=work.counters * share,
         x=(m, k),
-        y=(m, n),
+        y=(m, n // 2 if activation else n),
         sparse=tuple(w.sparse.shape),
         dense=tuple(w.dense.shape),
         dtype=w.dtype,
+        activation=activation,
     )
 
 
@@ -156,32 +171,39 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program
     found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
     if found != expected:
         raise Unsupported(f"planned for {expected}, found {found}")
-    of_y = scales.features, scales.tokens
-    for name, own, size in zip(("features", "tokens"), of_y, reversed(plan.y), strict=True):
+    m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
+    for name, own, size in zip(("features", "tokens"), of_sums, (n, m), strict=True):
         if own is not None and (x.itemsize > 1 or not _fits(own, size)):
             wanted = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
             raise Unsupported(f"expected {wanted}; found {own.dtype} {list(own.shape)}, {x.dtype}")
-    y = x.new_empty(plan.y, dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
+    kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
+    y = x.new_empty(plan.y, dtype=kind)
     sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
     counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # the kernel leaves them so
-    (m, k), (tokens, cluster) = plan.x, (plan.config.tokens, plan.config.cluster)
-    each = y.itemsize // x.itemsize  # bytes are copied two at a time
-    words, strides = (m, k // each), (x.stride(0) // each, 1)
-    maps = tensor_map(x.data_ptr(), words, strides, y.dtype, (tokens // cluster, BOX))
-    maps += tensor_map(y.data_ptr(), plan.y, (plan.y[1], 1), y.dtype, (STORED, BOX))
-    by = *(0 if own is None else own.data_ptr() for own in of_y), plan.y[1], m
+    part = plan.config.tokens // plan.config.cluster
+    written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
+    maps = _map_of(x, (part, BOX)) + _map_of(y, (STORED, written))
+    by = *(0 if own is None else own.data_ptr() for own in of_sums), n, m
     kept = plan.items, sums, counters
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     args = ARGUMENTS(maps, *tiles, plan.first, *by, *(a.data_ptr() for a in kept))
-    owned = [own for own in of_y if own is not None]
+    owned = [own for own in of_sums if own is not None]
     return Program(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), y)
+
+
+def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
+    """Describe a matrix to TMA in words of 16 bits: bytes are copied two at a time."""
+    each, (height, width) = 2 // matrix.itemsize, matrix.shape
+    kind = matrix.dtype if each == 1 else torch.bfloat16
+    strides = matrix.stride(0) // each, matrix.stride(1)
+    return tensor_map(matrix.data_ptr(), (height, width // each), strides, kind, box)
 
 
 def _fits(scales: Tensor, size: int) -> bool:
     return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
 
 
-def constants_of(config: Config, dtype: torch.dtype) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype, activation: str | None = None) -> Constants:
     """Return what the kernel is compiled for."""
     return (
         ("TOKENS", config.tokens),
@@ -189,12 +211,16 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
         ("AHEAD", config.ahead),
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
+        ("ACTIVATION", ACTIVATIONS.index(activation)),
     )
 
 
-def refusal(x: Tensor, w: Spense) -> str | None:
+def refusal(x: Tensor, w: Spense, activation: str | None = None) -> str | None:
     """Say which of the kernel's conditions fails, if any."""
     n, k = w.shape
+    if activation not in ACTIVATIONS:
+        known = ", ".join(filter(None, ACTIVATIONS))
+        return f"activation: expected one of {known}; found {activation!r}"
     if x.dtype != w.dtype or x.dtype not in DTYPES:
         return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
     if x.dim() != 2 or x.shape[1] != k:
@@ -202,6 +228,8 @@ def refusal(x: Tensor, w: Spense) -> str | None:
     step = TMA_ALIGNMENT // x.itemsize
     if k % step or n % 8:
         return f"expected columns of X a multiple of {step} and of Y of 8, found {k} and {n}"
+    if activation and n % (2 * step):
+        return f"expected a multiple of {step} hidden units, found {n} rows of gate and up"
     if x.stride(1) != 1 or x.stride(0) % step:
         return f"expected rows of a multiple of {step} elements, found strides {list(x.stride())}"
     if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
@@ -213,17 +241,23 @@ def refusal(x: Tensor, w: Spense) -> str | None:
     return None
 
 
-def prepare(operands: Operands, scales: Scales = Scales(), *, tuned: Tuned = True) -> Launch:
+def prepare(
+    operands: Operands,
+    activation: str | None = None,
+    scales: Scales = Scales(),
+    *,
+    tuned: Tuned = True,
+) -> Launch:
     """Assign the work; take a table's configuration, or time a few."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
-    if reason := refusal(x, w):
+    if reason := refusal(x, w, activation):
         raise Unsupported(reason)
     (n, k), (rows, columns) = w.shape, w.sparse_shape
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
-    candidates = [launch(x, w, config, scales) for config in configs]
+    candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
     best = fastest(candidates, x.device)
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 

@@ -3,7 +3,7 @@
     SpenseLinear      Y = X @ W.T + bias                           W in formats/spense.py
     SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up in spense_ffn.py
 
-    CUDA, compute capability 9.0    spense_wgmma, and between gate, up and down one Triton kernel
+    CUDA, compute capability 9.0    spense_wgmma: gate, up and act are one launch, down another
     other GPUs                      Unsupported; `to_dense` gives what they can run
     CPU                             torch, a product of `to_dense` a call: a reference, not a kernel
 
@@ -32,11 +32,10 @@ from sparsebench.formats.spense import (
     sparse_shape_of,
 )
 from sparsebench.kernels import spense_wgmma
-from sparsebench.kernels._hidden import hidden
 from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._tuned import Sizes, lookup
 from sparsebench.kernels.nn._ops import readable
-from sparsebench.kernels.spense_ffn import front_of, joined, parted, whole_tiles
+from sparsebench.kernels.spense_ffn import TURN, joined, parted
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -149,6 +148,11 @@ class SpenseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
+        y = self._product(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _product(self, x: Tensor, activation: str | None = None) -> Tensor:
+        """Return X @ W.T; where W is gate and up, act(G) * U."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
         if x.requires_grad and torch.is_grad_enabled():
@@ -160,11 +164,8 @@ class SpenseLinear(nn.Module):
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         sizes = self.out_features, self.in_features, *self.sparse_shape
         op = linear if torch.compiler.is_compiling() else _linear
-        y: Tensor = op(flat, self.sparse, self.dense, *sizes)
-        bias = self.bias
-        if bias is not None:
-            y.add_(bias)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
     def extra_repr(self) -> str:
         """Say sizes, the sparse part and the dtype."""
@@ -176,11 +177,11 @@ class SpenseLinear(nn.Module):
 class SpenseGatedMLP(nn.Module):
     """A gated MLP of which the last `dense` hidden units are dense and the others 2:4.
 
-    gate_up, down  SpenseLinear, without bias: gate and up are one matrix, and one launch
+    gate_up, down  SpenseLinear, without bias: gate and up are one matrix, as spense_ffn.py has it
     activation     silu, gelu_tanh or relu
 
-    Of the other units, whole tiles of 128 are stored as sparse, and the rest as dense. Raises
-    FormatError.
+    Of the other units, whole tiles of 128 are stored as sparse, and the rest as dense. There is a
+    multiple of 8 of all units. Raises FormatError.
     """
 
     def __init__(
@@ -196,16 +197,15 @@ class SpenseGatedMLP(nn.Module):
         """Make a layer of zeros, for a state dict to fill."""
         super().__init__()
         k, h = in_features, hidden_features
+        require(h % TURN == 0, f"hidden_features: expected a multiple of {TURN}, found {h}")
         require(0 <= dense <= h, f"dense: expected 0 to {h} hidden units, found {dense}")
         known = activation in ACTIVATIONS
         names = ", ".join(ACTIVATIONS)
         require(known, f"activation: expected one of {names}; found {activation!r}")
         self.hidden_features, self.activation = h, activation
         rows, _ = sparse_shape_of(h, k, ITEMSIZE, dense / h, "rows")
-        self.front, half = front_of(h, rows), whole_tiles(h)
-        of_both = 1 - rows / half if rows < h else 0.0
         made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.gate_up = SpenseLinear(k, 2 * half, dense_fraction=of_both, split="rows", **made)
+        self.gate_up = SpenseLinear(k, 2 * h, dense_fraction=1 - rows / h, split="rows", **made)
         self.down = SpenseLinear(h, k, dense_fraction=dense / h, split="columns", **made)
 
     @classmethod
@@ -230,16 +230,12 @@ class SpenseGatedMLP(nn.Module):
 
     def to_dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate and up [h, k] and down [k, h]."""
-        gate, up = parted(self.gate_up.spense.to_dense(), self.hidden_features, self.front)
-        return gate, up, self.down.spense.to_dense()
+        return *parted(self.gate_up.spense.to_dense()), self.down.spense.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., k] of X [..., k]. Raises Unsupported."""
-        products = self.gate_up(x)
-        flat = products if products.dim() == 2 else products.view(-1, products.shape[-1])
-        op = activate if torch.compiler.is_compiling() else _activate
-        y: Tensor = self.down(op(flat, self.hidden_features, self.front, self.activation))
-        return y if x.dim() == 2 else y.view(x.shape)
+        y: Tensor = self.down(self.gate_up._product(x, self.activation))
+        return y
 
     def extra_repr(self) -> str:
         """Say the hidden units and the activation."""
@@ -250,45 +246,51 @@ class SpenseGatedMLP(nn.Module):
 
 
 def _linear(
-    x: Tensor, sparse: Tensor, dense: Tensor, n: int, k: int, rows: int, columns: int
+    x: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    activation: str | None = None,
 ) -> Tensor:
-    """Return Y [m, n] of X [m, k]; `rows` and `columns` of W are sparse. Raises Unsupported."""
+    """Return Y [m, n] of X [m, k]; `rows` and `columns` of W are sparse. Raises Unsupported.
+
+    With an activation W is gate and up, as spense_ffn.py orders them, and Y is H [m, n / 2].
+    """
     w = Spense((n, k), x.dtype, (rows, columns), sparse, dense)
     if not x.device == sparse.device == dense.device:
         raise Unsupported(f"expected inputs on {sparse.device}, found {x.device}")
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            return x @ w.to_dense().T
+            y = x @ w.to_dense().T
+        if activation is None:
+            return y
+        gate, up = parted(y.T)
+        return (ACTIVATIONS[activation](gate) * up).T.contiguous()
     if not len(x):
-        return x.new_empty(0, n)
+        return x.new_empty(0, n // 2 if activation else n)
     with torch.cuda.device_of(x):
         x = readable(x)
-        return spense_wgmma.bind(_planned(x, w), x, w)()
-
-
-def _activate(products: Tensor, n: int, front: int, activation: str) -> Tensor:
-    """Return act(G) * U [m, n] of products [m, 2 half], as spense_ffn.py orders them."""
-    if products.device.type == "cpu":
-        gate, up = parted(products.T, n, front)
-        return (ACTIVATIONS[activation](gate) * up).T.contiguous()
-    if not len(products):
-        return products.new_empty(0, n)
-    with torch.cuda.device_of(products):
-        return hidden(products, n, front, activation)()
+        return spense_wgmma.bind(_planned(x, w, activation), x, w)()
 
 
 linear = torch.library.custom_op("sparsebench::spense_linear", _linear, mutates_args=())
-activate = torch.library.custom_op("sparsebench::spense_activate", _activate, mutates_args=())
 
 
 @linear.register_fake
-def _(x: Tensor, sparse: Tensor, dense: Tensor, n: int, k: int, rows: int, columns: int) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@activate.register_fake
-def _(products: Tensor, n: int, front: int, activation: str) -> Tensor:
-    return products.new_empty(products.shape[0], n)
+def _(
+    x: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    activation: str | None = None,
+) -> Tensor:
+    return x.new_empty(x.shape[0], n // 2 if activation else n)
 
 
 # ---- plans ----
@@ -302,24 +304,25 @@ class Call(NamedTuple):
     sparse_shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    activation: str | None
 
 
-def _planned(x: Tensor, w: Spense) -> spense_wgmma.Plan:
+def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmma.Plan:
     """Return the plan of X and W, made if it is the first of its tiles. Raises Unsupported."""
     m, (n, k) = len(x), w.shape
-    call = Call(m, w.shape, w.sparse_shape, w.dtype, x.device)
+    call = Call(m, w.shape, w.sparse_shape, w.dtype, x.device, activation)
     config = _configured(call)
     tiles = -(-m // config.tokens)
     key = call._replace(m=tiles * config.tokens), config
     if key not in _PLANS:
         reason = spense_wgmma.supports(Problem("linear", {"dtype": NAMES[x.dtype]}), x.device)
-        if reason := reason or spense_wgmma.refusal(x, w):
+        if reason := reason or spense_wgmma.refusal(x, w, activation):
             raise Unsupported(reason)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             what = f"{m} tokens of {n} x {k} are not planned"
             raise RuntimeError(f"{what}: call the layer once before capturing a CUDA graph")
-        _PLANS[key] = spense_wgmma.plan(w, key[0].m, config)
-    return replace(_PLANS[key], x=(m, k), y=(m, n))
+        _PLANS[key] = spense_wgmma.plan(w, key[0].m, config, activation=activation)
+    return replace(_PLANS[key], x=(m, k), y=(m, n // 2 if activation else n))
 
 
 @lru_cache(4096)
