@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
 
 
 def _captured(
-    candidate: Callable[[], object], device: torch.device, pool: tuple[int, int]
+    candidate: Callable[[], object], device: torch.device, pool: Any
 ) -> Callable[[], object]:
     """Return a replay of the candidate, or itself. All share memory: their products are unused."""
     graph = torch.cuda.CUDAGraph()
