@@ -1,0 +1,230 @@
+"""The dense products of a gated MLP, for when too many units are on; decided on the device.
+
+    forward                                    backward
+
+    H   = act(G) * (X @ Wu.T)   over G         G   = X @ Wg.T,  U = X @ Wu.T        made again
+    L1  = sum of a token's |H|                 dWd = (act(G) * U).T @ dY            transposed
+    Y   = H @ Wd.T                             dH  = dY @ Wd + dL1 * sign(H)
+                                               dG  = dH * U * act'(G), dU = dH * act(G)   over both
+                                               dWg = dG.T @ X,  dWu = dU.T @ X
+                                               dX  = dG @ Wg + dU @ Wu
+
+Every program first reads how many entries the index has (_active_index.py): where they fit its
+capacity, it returns. The host does not know, and never waits; a launch for nothing takes about
+2 µs. Else a program stays, and takes one tile after the other. Tiles come as boxes (TMA; before
+Hopper, through pointers that Triton makes of them), as they are stored or to be transposed:
+
+    out [i, j]  =  sum over d of  A [i, d] B [j, d]        A stored [i, d] or [d, i], B likewise
+
+The gates that backward makes again may differ from forward's by a rounding, and a unit at zero be
+on in one of them alone; either is a right rounding of the same gate.
+"""
+
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.kernels._active_index import Active
+from sparsebench.kernels._active_products import act, rounded, sign
+from sparsebench.kernels._triton import Program, box, options
+from sparsebench.kernels._tuned import multiprocessors
+
+BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2
+DEPTH_BYTES, STAGES = 128, 3
+WIDTH = 1024  # of H, summed at a time
+
+Kind = Literal["plain", "gated", "hidden", "slopes", "two"]
+"""A product; times act(out), over out; of act(A) * A2; to both slopes, over out and out2; and A2
+times B2 beside it."""
+
+
+def forward(
+    x: Tensor,
+    wu: Tensor,
+    wd_t: Tensor,
+    g: Tensor,
+    y: Tensor,
+    l1: Tensor,
+    active: Active,
+    *,
+    squared: bool,
+) -> list[Program]:
+    """Return the programs of Y [m, k] and L1 [m], over the gates g [m, n]; wu and wd_t [n, k]."""
+    product = _maker(active, squared)
+    (m, n), sms = g.shape, _processors(g)
+    args = g, l1, active.offsets, m, n, active.capacity
+    constants = {"WIDTH": WIDTH, "num_warps": 4}
+    return [
+        product("gated", x, wu, g),
+        Program(_norms, (4 * sms,), args, constants, l1),
+        product("plain", g, wd_t, y, b_transposed=True),
+    ]
+
+
+def backward(
+    x: Tensor,
+    dy: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    dl1: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    active: Active,
+    *,
+    squared: bool,
+) -> list[Program]:
+    """Return the programs of dX [m, k] and dWg, dWu, dWd.T [n, k], in `out`.
+
+    weights are Wg, Wu and Wd.T. Takes room for two [m, n].
+    """
+    product = _maker(active, squared)
+    (wg, wu, wd_t), (dx, dwg, dwu, dwd_t) = weights, out
+    g, u = x.new_empty(2, len(x), len(wg)).unbind()
+    both: dict[str, Any] = {"a_transposed": True, "b_transposed": True}
+    return [
+        product("plain", x, wg, g),
+        product("plain", x, wu, u),
+        product("hidden", g, dy, dwd_t, a2=u, **both),
+        product("slopes", dy, wd_t, g, out2=u, norms=dl1),
+        product("plain", g, x, dwg, **both),
+        product("plain", u, x, dwu, **both),
+        product("two", g, wg, dx, a2=u, b2=wu, b_transposed=True),
+    ]
+
+
+def _maker(active: Active, squared: bool) -> Any:
+    """Return what makes the program of a product."""
+
+    def product(
+        kind: Kind,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        *,
+        a2: Tensor | None = None,
+        b2: Tensor | None = None,
+        out2: Tensor | None = None,
+        norms: Tensor | None = None,
+        a_transposed: bool = False,
+        b_transposed: bool = False,
+    ) -> Program:
+        depth = DEPTH_BYTES // a.element_size()
+        rows, columns, warps = tile_of(a, kind)
+        a_box = (depth, rows) if a_transposed else (rows, depth)
+        b_box = (depth, columns) if b_transposed else (columns, depth)
+        second = a if a2 is None else a2, b if b2 is None else b2
+        boxes = (
+            box(t, *sides, "tma")
+            for t, sides in zip((a, b, *second), (a_box, b_box) * 2, strict=True)
+        )
+        outs = out, out if out2 is None else out2, out if norms is None else norms
+        total = a.shape[0] if a_transposed else a.shape[1]
+        args = (*boxes, *outs, active.offsets, active.offsets.shape[0] - 1, *out.shape, total)
+        constants = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND}
+        constants |= {
+            "STAGES": STAGES,
+            "KIND": kind,
+            "A_T": a_transposed,
+            "B_T": b_transposed,
+            "SQUARED": squared,
+        }
+        grid = (_processors(a),)
+        return Program(
+            _multiply, grid, (*args, active.capacity), constants | options(warps, "pointers"), out
+        )
+
+    return product
+
+
+def tile_of(a: Tensor, kind: Kind) -> tuple[int, int, int]:
+    """Return rows, columns and warps of a tile, for which the registers suffice."""
+    old = a.is_cuda and torch.cuda.get_device_capability(a.device) < (9, 0)
+    if old or a.element_size() == 4:
+        return 64, 64, 4 if a.element_size() == 2 else 8
+    return (128, 64, 8) if kind == "slopes" else (128, 128, 8)
+
+
+def _processors(tensor: Tensor) -> int:
+    return multiprocessors(tensor.device)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norms(h, l1, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    if tl.load(offsets + m) > capacity:
+        lanes = tl.arange(0, WIDTH)
+        for token in range(tl.program_id(0), m, tl.num_programs(0)):
+            total = tl.zeros((WIDTH,), tl.float32)
+            for first in range(0, n, WIDTH):
+                row = tl.load(h + token * n + first + lanes, lanes < n - first, 0.0)
+                total += tl.abs(row.to(tl.float32))
+            tl.store(l1 + token, tl.sum(total, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    a2,
+    b2,
+    out,
+    out2,
+    norms,
+    offsets,
+    m,
+    height,
+    width,
+    depth,
+    capacity,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    SQUARED: tl.constexpr,
+):
+    if tl.load(offsets + m) > capacity:
+        row_tiles, column_tiles = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
+        for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+            band = tile // (BAND * column_tiles)
+            high = tl.minimum(BAND, row_tiles - band * BAND)
+            inner = tile - band * BAND * column_tiles
+            row = (band * BAND + inner % high) * ROWS
+            column = inner // high * COLUMNS
+
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for d in tl.range(0, depth, DEPTH, num_stages=STAGES):
+                left = a.load([d, row]) if A_T else a.load([row, d])
+                if KIND == "hidden":
+                    ups = a2.load([d, row]).to(tl.float32)
+                    left = (act(left.to(tl.float32), SQUARED) * ups).to(left.dtype)
+                right = b.load([d, column]) if B_T else b.load([column, d])
+                left = left.T if A_T else left
+                right = right if B_T else right.T
+                total = tl.dot(left, right, total, input_precision="ieee")
+            if KIND == "two":
+                for d in tl.range(0, depth, DEPTH, num_stages=STAGES):
+                    left, right = a2.load([row, d]), b2.load([d, column])
+                    total = tl.dot(left, right, total, input_precision="ieee")
+
+            rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+            at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+            mask = (rows < height)[:, None] & (columns < width)[None, :]
+            if KIND == "gated":
+                gate = tl.load(out + at, mask, 0.0).to(tl.float32)
+                total = act(gate, SQUARED) * rounded(total, out)
+                total = tl.where(gate <= 0, 0.0, total)  # off is off, whatever U is
+            if KIND == "slopes":
+                gate = tl.load(out + at, mask, 0.0).to(tl.float32)
+                ups = tl.load(out2 + at, mask, 0.0).to(tl.float32)
+                weight = tl.load(norms + rows, rows < height, 0.0)[:, None]
+                hidden = rounded(act(gate, SQUARED) * ups, out)
+                total += tl.where(weight == 0, 0.0, weight * sign(hidden))
+                du = tl.where(gate <= 0, 0.0, total * act(gate, SQUARED))
+                tl.store(out2 + at, du.to(out2.dtype.element_ty), mask)
+                slope = 2 * gate if SQUARED else 1.0
+                total = tl.where(gate <= 0, 0.0, total * ups * slope)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask)
