@@ -3,8 +3,8 @@
     forward                                    backward
 
     H   = act(G) * (X @ Wu.T)   over G         G   = X @ Wg.T,  U = X @ Wu.T        made again
-    L1  = sum of a token's |H|                 dWd = (act(G) * U).T @ dY            transposed
-    Y   = H @ Wd.T                             dH  = dY @ Wd + dL1 * sign(H)
+    norms, a token's sum of |H|                dWd = (act(G) * U).T @ dY            transposed
+    Y   = H @ Wd.T                             dH  = dY @ Wd + dnorms * sign(H)
                                                dG  = dH * U * act'(G), dU = dH * act(G)   over both
                                                dWg = dG.T @ X,  dWu = dU.T @ X
                                                dX  = dG @ Wg + dU @ Wu
@@ -47,19 +47,19 @@ def forward(
     wd_t: Tensor,
     g: Tensor,
     y: Tensor,
-    l1: Tensor,
+    norms: Tensor,
     active: Active,
     *,
     squared: bool,
 ) -> list[Program]:
-    """Return the programs of Y [m, k] and L1 [m], over the gates g [m, n]; wu and wd_t [n, k]."""
+    """Return the programs of Y [m, k] and norms [m], over gates g [m, n]; wu and wd_t [n, k]."""
     product = _maker(active, squared)
     (m, n), sms = g.shape, _processors(g)
-    args = g, l1, active.offsets, m, n, active.capacity
+    args = g, norms, active.offsets, m, n, active.capacity
     constants = {"WIDTH": WIDTH, "num_warps": 4}
     return [
         product("gated", x, wu, g),
-        Program(_norms, (4 * sms,), args, constants, l1),
+        Program(_norms, (4 * sms,), args, constants, norms),
         product("plain", g, wd_t, y, b_transposed=True),
     ]
 
@@ -68,7 +68,7 @@ def backward(
     x: Tensor,
     dy: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
-    dl1: Tensor,
+    dnorms: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     active: Active,
     *,
@@ -86,7 +86,7 @@ def backward(
         product("plain", x, wg, g),
         product("plain", x, wu, u),
         product("hidden", g, dy, dwd_t, a2=u, **both),
-        product("slopes", dy, wd_t, g, out2=u, norms=dl1),
+        product("slopes", dy, wd_t, g, out2=u, norms=dnorms),
         product("plain", g, x, dwg, **both),
         product("plain", u, x, dwu, **both),
         product("two", g, wg, dx, a2=u, b2=wu, b_transposed=True),
@@ -129,7 +129,7 @@ def _maker(active: Active, squared: bool) -> Any:
             "B_T": b_transposed,
             "SQUARED": squared,
         }
-        grid = (_processors(a),)
+        grid = (2 * _processors(a),)  # one stores while the other multiplies
         return Program(
             _multiply, grid, (*args, active.capacity), constants | options(warps, "pointers"), out
         )
@@ -139,10 +139,14 @@ def _maker(active: Active, squared: bool) -> Any:
 
 def tile_of(a: Tensor, kind: Kind) -> tuple[int, int, int]:
     """Return rows, columns and warps of a tile, for which the registers suffice."""
-    old = a.is_cuda and torch.cuda.get_device_capability(a.device) < (9, 0)
-    if old or a.element_size() == 4:
-        return 64, 64, 4 if a.element_size() == 2 else 8
+    if before_hopper(a.device) or a.element_size() == 4:
+        return 64, 64, 8
     return (128, 64, 8) if kind == "slopes" else (128, 128, 8)
+
+
+def before_hopper(device: torch.device) -> bool:
+    """Say whether boxes are read through pointers, in registers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
 
 
 def _processors(tensor: Tensor) -> int:
@@ -150,7 +154,7 @@ def _processors(tensor: Tensor) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norms(h, l1, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norms(h, norms, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     if tl.load(offsets + m) > capacity:
         lanes = tl.arange(0, WIDTH)
         for token in range(tl.program_id(0), m, tl.num_programs(0)):
@@ -158,7 +162,7 @@ def _norms(h, l1, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ignore
             for first in range(0, n, WIDTH):
                 row = tl.load(h + token * n + first + lanes, lanes < n - first, 0.0)
                 total += tl.abs(row.to(tl.float32))
-            tl.store(l1 + token, tl.sum(total, 0))
+            tl.store(norms + token, tl.sum(total, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,20 +1,22 @@
 """Products of the units that are on, and no others: sampled ones, and sums of rows; in Triton.
 
 An index (_active_index.py) lists entries by row: the units of a token, or the tokens of a unit. A
-program takes 16 rows of it, whose entries follow each other in the list, some at a time:
+program takes 8 or 16 rows, whose entries follow each other in the list, some at a time:
 
-           entries of 16 rows     sampled: u[e] = X[row of e] . W[unit of e]
+           entries, row by row    sampled: u[e] = X[row of e] . W[unit of e]
 
-    row 0  | x x x . . . . . |    gathered rows of W times all 16 rows of X, by tensor cores; of
-    row 1  | . . . x x . . . |    each column of that product the one sum that is an entry's stays
+    row 0  | x x x . . . . . |    gathered rows of W times all those rows of X, by tensor cores; of
+    row 1  | . . . x x . . . |    each entry's products the one with its own row stays
     row 2  | . . . . . . . . |
     ...    | . . . . . x x x |    summed: Y[r] = sum of h[e] W[unit of e] over the entries of r
 
-                                  h, spread over 16 rows as drawn, times the gathered rows of W
+                                  h, spread over the rows as drawn, times the gathered rows of W
 
-15 of 16 of these operations are for nothing, and cost less than what they wait for: each gathered
-row comes from L2. A long row needs no more programs than a short one, and none has a limit. Where
-entries are more than the capacity, programs return at once (_active_dense.py does the work).
+7 of 8 and 15 of 16 of these operations are for nothing, and cost less than what they wait for: each
+gathered row comes from L2. Short rows leave no lane idle, and no row is too long. A sum is of 512
+bytes of each row, and all programs of these columns run before the next ones: what they gather of X
+and dY, 8 MB of 16,384 tokens, stays in L2. Where entries are more than the capacity, programs
+return at once (_active_dense.py does the work).
 
 Sums run over the entries in their order: the same bits at every call. h and the gradients of gate
 and up are rounded to the dtype, as dense layers round them, then kept in fp32 to be loaded by the
@@ -32,60 +34,57 @@ from torch import Tensor
 from sparsebench.kernels._active_index import Active
 from sparsebench.kernels._triton import Program, whole_tile
 
-SAMPLED_ROWS, SAMPLED, DEPTH, SAMPLED_STAGES = 8, 64, 64, 4  # entries a step, columns a stage
+SAMPLED_ROWS, SAMPLED, PARTS = 8, 64, 4  # entries a step, programs a group of rows
+DEPTH, SAMPLED_STAGES = 64, 4  # columns a stage
 SUMMED_ROWS, SUMMED, WIDTH_BYTES, SUMMED_STAGES = 16, 32, 512, 4  # entries a stage, of a row
 
-Kind = Literal["one", "matrices", "sums"]
-"""Of a sum: one; two matrices into one sum; two sums of one matrix."""
+Kind = Literal["norms", "one", "matrices", "sums"]
+"""Of a sum: Y, and the sum of a row's |values|; Y alone; two matrices into Y; two Y of a matrix."""
 
 
-def up(
-    x: Tensor, wu: Tensor, active: Active, *, squared: bool
-) -> tuple[Program, Tensor, Tensor, Tensor]:
-    """Return the program of u and h, both of each entry, and of L1 [m], the sum of a token's |h|.
+def up(x: Tensor, wu: Tensor, active: Active, *, squared: bool) -> tuple[Program, Tensor, Tensor]:
+    """Return the program of u and h, both of each entry: u in the dtype of x, h in fp32.
 
-    x [m, k], wu [n, k]. u has the dtype of x; h and L1 are fp32.
+    x [m, k], wu [n, k].
     """
     u, h = (active.values.new_empty(active.capacity, dtype=d) for d in (x.dtype, torch.float32))
-    l1 = x.new_empty(len(x), dtype=torch.float32)
-    args = x, wu, active.offsets, active.columns, active.values, u, h, l1
-    return _sampled(_up, args, active, squared, u), u, h, l1
+    args = x, wu, active.offsets, active.columns, active.values, u, h
+    return _sampled(_up, args, active, squared, u), u, h
 
 
 def slopes(
-    dy: Tensor, wd_t: Tensor, active: Active, u: Tensor, dl1: Tensor, *, squared: bool
+    dy: Tensor, wd_t: Tensor, active: Active, u: Tensor, dnorms: Tensor, *, squared: bool
 ) -> tuple[Program, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Return the program of dG and dU by token, and of dG, dU and H by unit; all fp32.
 
-    dy [m, k], wd_t [n, k], the gradient of L1 dl1 [m] in fp32.
+    dy [m, k], wd_t [n, k]; dnorms [m], fp32, is the gradient of each token's sum of |h|.
     """
-    made = dl1.new_empty(5, active.capacity)
+    made = dnorms.new_empty(5, active.capacity)
     by_token, by_unit = (made[0], made[1]), (made[2], made[3], made[4])
     lists = active.offsets, active.columns, active.values, u, active.places
-    args = dy, wd_t, dl1, *lists, *by_token, *by_unit
+    args = dy, wd_t, dnorms, *lists, *by_token, *by_unit
     return _sampled(_slopes, args, active, squared, made), by_token, by_unit
 
 
 def summed(
-    offsets: Tensor,
-    index: Tensor,
+    kind: Kind,
+    lists: tuple[Tensor, Tensor],
     values: tuple[Tensor, ...],
     matrices: tuple[Tensor, ...],
     out: tuple[Tensor, ...],
 ) -> Program:
     """Return the program of out[r] = sum of values[e] matrix[index[e]] over the entries of r.
 
-    offsets [rows + 1], index [capacity], values fp32 [capacity], matrices [any, k], out [rows, k].
-    One of each; or two values of two matrices, which are one sum; or two sums of one matrix.
+    lists are offsets [rows + 1] and index [capacity]; values fp32 [capacity], matrices [any, k],
+    out [rows, k], of `norms` the second one fp32 [rows].
     """
-    kind: Kind = "matrices" if len(matrices) == 2 else "sums" if len(out) == 2 else "one"
-    rows, k = out[0].shape
-    width = min(WIDTH_BYTES // out[0].element_size(), whole_tile(k))
+    (rows, k), size = out[0].shape, out[0].element_size()
+    width = min(WIDTH_BYTES // size, whole_tile(k))
     grid = -(-rows // SUMMED_ROWS), -(-k // width)
-    args = offsets, index, values[0], values[-1], matrices[0], matrices[-1], out[0], out[-1]
+    args = *lists, values[0], values[-1], matrices[0], matrices[-1], out[0], out[-1]
     constants = {"ROWS": SUMMED_ROWS, "ENTRIES": SUMMED, "WIDTH": width, "STAGES": SUMMED_STAGES}
-    constants |= {"KIND": kind, "num_warps": 4}
-    return Program(_sum, grid, (*args, rows, k // 8, len(index)), constants, out[0])
+    constants |= {"KIND": kind, "num_warps": 4 if size == 2 else 8}
+    return Program(_sum, grid, (*args, rows, k // 8, len(lists[1])), constants, out[0])
 
 
 def _sampled(
@@ -98,8 +97,8 @@ def _sampled(
     m, k = args[0].shape
     constants = {"ROWS": SAMPLED_ROWS, "ENTRIES": SAMPLED, "DEPTH": DEPTH, "STAGES": SAMPLED_STAGES}
     constants |= {"SQUARED": squared, "num_warps": 4}
-    sizes = m, k // 8, active.capacity
-    return Program(kernel, (-(-m // SAMPLED_ROWS),), (*args, *sizes), constants, out)
+    grid = -(-m // SAMPLED_ROWS), PARTS
+    return Program(kernel, grid, (*args, m, k // 8, active.capacity), constants, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -183,7 +182,6 @@ def _up(  # type: ignore[no-untyped-def]
     gates,
     u,
     h,
-    l1,
     m,
     eights,
     capacity,
@@ -195,8 +193,8 @@ def _up(  # type: ignore[no-untyped-def]
 ):
     if tl.load(offsets + m) <= capacity:
         rows, starts, ends, begin, end = _rows(offsets, m, ROWS)
-        norm = tl.zeros((ROWS,), tl.float32)
-        for first in range(begin, end, ENTRIES):
+        step = ENTRIES * tl.num_programs(1)
+        for first in range(begin + ENTRIES * tl.program_id(1), end, step):
             e = first + tl.arange(0, ENTRIES)
             there = e < end
             mine = (e[:, None] >= starts[None, :]) & (e[:, None] < ends[None, :])
@@ -206,15 +204,13 @@ def _up(  # type: ignore[no-untyped-def]
             hidden = rounded(act(tl.load(gates + e, there, 0.0).to(tl.float32), SQUARED) * ups, u)
             tl.store(u + e, ups.to(u.dtype.element_ty), there)
             tl.store(h + e, hidden, there)
-            norm += tl.sum(tl.where(mine, tl.abs(hidden)[:, None], 0.0), 0)
-        tl.store(l1 + rows, norm, rows < m)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _slopes(  # type: ignore[no-untyped-def]
     dy,
     wd_t,
-    dl1,
+    dnorms,
     offsets,
     columns,
     gates,
@@ -236,8 +232,9 @@ def _slopes(  # type: ignore[no-untyped-def]
 ):
     if tl.load(offsets + m) <= capacity:
         rows, starts, ends, begin, end = _rows(offsets, m, ROWS)
-        dnorm = tl.load(dl1 + rows, rows < m, 0.0)
-        for first in range(begin, end, ENTRIES):
+        dnorm = tl.load(dnorms + rows, rows < m, 0.0)
+        step = ENTRIES * tl.num_programs(1)
+        for first in range(begin + ENTRIES * tl.program_id(1), end, step):
             e = first + tl.arange(0, ENTRIES)
             there = e < end
             mine = (e[:, None] >= starts[None, :]) & (e[:, None] < ends[None, :])
@@ -284,6 +281,7 @@ def _sum(  # type: ignore[no-untyped-def]
         lanes = tl.arange(0, ENTRIES)
         sum0 = tl.zeros((ROWS, WIDTH), tl.float32)
         sum1 = tl.zeros((ROWS, WIDTH), tl.float32)
+        norms = tl.zeros((ROWS,), tl.float32)
         of = _index(index, begin + lanes, end)
         for first in tl.range(begin, end, ENTRIES, num_stages=STAGES):
             e = first + lanes
@@ -291,9 +289,12 @@ def _sum(  # type: ignore[no-untyped-def]
             mine = (e[None, :] >= starts[:, None]) & (e[None, :] < ends[:, None])
             weights = tl.load(values0 + e, there, 0.0)
             gathered = tl.load(matrix0 + of[:, None] * k + at, there[:, None] & (at < k), 0.0)
-            spread = tl.where(mine, weights[None, :], 0.0).to(gathered.dtype)
+            spread = tl.where(mine, weights[None, :], 0.0)
+            if KIND == "norms":
+                norms += tl.sum(tl.abs(spread), 1)
+            spread = spread.to(gathered.dtype)
             sum0 = tl.dot(spread, gathered, sum0, input_precision="ieee")
-            if KIND != "one":
+            if KIND == "matrices" or KIND == "sums":
                 weights = tl.load(values1 + e, there, 0.0)
                 spread = tl.where(mine, weights[None, :], 0.0).to(gathered.dtype)
             if KIND == "matrices":
@@ -306,5 +307,7 @@ def _sum(  # type: ignore[no-untyped-def]
         to = rows[:, None] * k + at
         mask = (rows < count)[:, None] & (at < k)
         tl.store(out0 + to, sum0.to(out0.dtype.element_ty), mask)
+        if KIND == "norms":
+            tl.store(out1 + rows, norms, (rows < count) & (tl.program_id(1) == 0))
         if KIND == "sums":
             tl.store(out1 + to, sum1.to(out1.dtype.element_ty), mask)

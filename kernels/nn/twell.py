@@ -9,7 +9,7 @@
 
 Kept from forward to backward are X, and of each of the `slots` a token has, on average: g, u, the
 unit, and the place and token of the transposed index: 14 bytes of 16-bit operands, where dense
-layers keep 6 to 8 bytes for every unit (G, U, H, and the mask or act(G)).
+layers keep 6 bytes for every unit: act(G), U and H.
 
 Slots are of all tokens together: one with all its units on takes as many as it has. Where all do
 not suffice, nothing is lost: the call is dense, the gates are made again in backward (11 products
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 from triton import knobs
 
-from sparsebench.formats._format import require, require_size
+from sparsebench.formats._format import require
 from sparsebench.kernels import _active_dense, _active_products
 from sparsebench.kernels._active_index import Active, index_of, require_room
 from sparsebench.kernels._kernel import Unsupported
@@ -93,8 +93,9 @@ class SparseGatedMLP(nn.Module):
         """Take copies of gate and up [n, k] and down [k, n]. Raises FormatError."""
         require(gate.dim() == 2, f"gate: expected a matrix [n, k], found {list(gate.shape)}")
         n, k = gate.shape
-        require_size(up, (n, k))
-        require_size(down, (k, n))
+        for name, weight, size in (("up", up, [n, k]), ("down", down, [k, n])):
+            found = [*weight.shape]
+            require(found == size, f"{name}: expected {size}, found {found}")
         made: dict[str, Any] = {"device": gate.device, "dtype": gate.dtype}
         mlp = cls(k, n, activation=activation, slots=slots, **made)
         with torch.no_grad():
@@ -146,10 +147,10 @@ def _forward(
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         g = x @ wg.t()
         active = index_of(g, m * slots)
-        up, u, h, norms = _active_products.up(x, wu, active, squared=squared)
+        up, u, h = _active_products.up(x, wu, active, squared=squared)
         up()
         lists = active.offsets, active.columns
-        _active_products.summed(*lists, (h,), (wd_t,), (y,))()
+        _active_products.summed("norms", lists, (h,), (wd_t,), (y, norms))()
         for program in _active_dense.forward(x, wu, wd_t, g, y, norms, active, squared=squared):
             program()
     by_unit = active.unit_offsets, active.tokens, active.places
@@ -183,9 +184,9 @@ def _backward(
         )
         program()
         summed = _active_products.summed
-        summed(offsets, columns, by_token, (wg, wu), (dx,))()
-        summed(unit_offsets, tokens, (dg, du), (x,), (dwg, dwu))()
-        summed(unit_offsets, tokens, (h,), (dy,), (dwd_t,))()
+        summed("matrices", (offsets, columns), by_token, (wg, wu), (dx,))()
+        summed("sums", (unit_offsets, tokens), (dg, du), (x,), (dwg, dwu))()
+        summed("one", (unit_offsets, tokens), (h,), (dy,), (dwd_t,))()
         del by_token, dg, du, h, program
         weights = wg, wu, wd_t
         for program in _active_dense.backward(x, dy, weights, dnorms, out, active, squared=squared):
