@@ -122,17 +122,10 @@ def _maker(active: Active, squared: bool) -> Any:
         total = a.shape[0] if a_transposed else a.shape[1]
         args = (*boxes, *outs, active.offsets, active.offsets.shape[0] - 1, *out.shape, total)
         constants = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND}
-        constants |= {
-            "STAGES": STAGES,
-            "KIND": kind,
-            "A_T": a_transposed,
-            "B_T": b_transposed,
-            "SQUARED": squared,
-        }
+        flags = {"KIND": kind, "A_T": a_transposed, "B_T": b_transposed, "SQUARED": squared}
+        constants |= {"STAGES": STAGES, **options(warps, "pointers")}
         grid = (2 * _processors(a),)  # one stores while the other multiplies
-        return Program(
-            _multiply, grid, (*args, active.capacity), constants | options(warps, "pointers"), out
-        )
+        return Program(_multiply, grid, (*args, active.capacity), {**constants, **flags}, out)
 
     return product
 

@@ -23,6 +23,7 @@ No atomics: lists are in ascending order, the same ones at every call.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,6 @@ def require_room(m: int, n: int, k: int) -> None:
 def index_of(g: Tensor, capacity: int) -> Active:
     """List the units that are on in gates g [m, n], contiguous."""
     m, n = g.shape
-    made = {"dtype": torch.int32, "device": g.device}
     words, of_tokens, of_units = pieces_of(g)
     counting(g, words, of_tokens, of_units)()
     token_ends, unit_ends = (
@@ -73,11 +73,11 @@ def index_of(g: Tensor, capacity: int) -> Active:
     )
     active = Active(
         offsets=_from_zero(token_ends.view(m, -1)[:, -1]),
-        columns=torch.empty(capacity, dtype=torch.int16, device=g.device),
+        columns=g.new_empty(capacity, dtype=torch.int16),
         values=g.new_empty(capacity),
         unit_offsets=_from_zero(unit_ends.view(n, -1)[:, -1]),
-        tokens=torch.empty(capacity, **made),
-        places=torch.empty(capacity, **made),
+        tokens=g.new_empty(capacity, dtype=torch.int32),
+        places=g.new_empty(capacity, dtype=torch.int32),
     )
     filling(g, words, token_ends, unit_ends, active)()
     return active
@@ -85,9 +85,9 @@ def index_of(g: Tensor, capacity: int) -> Active:
 
 def pieces_of(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return room for the bits [m, words], and the counts [m, words] and [n, pieces of tokens]."""
-    (m, n), made = g.shape, {"dtype": torch.int32, "device": g.device}
+    (m, n), counts = g.shape, partial(g.new_empty, dtype=torch.int32)
     words, pieces = -(-n // UNITS), -(-m // TOKENS)
-    return *(torch.empty(m, words, **made) for _ in range(2)), torch.empty(n, pieces, **made)
+    return counts((m, words)), counts((m, words)), counts((n, pieces))
 
 
 def counting(g: Tensor, words: Tensor, of_tokens: Tensor, of_units: Tensor) -> Program:

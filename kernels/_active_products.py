@@ -83,8 +83,9 @@ def summed(
     grid = -(-rows // SUMMED_ROWS), -(-k // width)
     args = *lists, values[0], values[-1], matrices[0], matrices[-1], out[0], out[-1]
     constants = {"ROWS": SUMMED_ROWS, "ENTRIES": SUMMED, "WIDTH": width, "STAGES": SUMMED_STAGES}
-    constants |= {"KIND": kind, "num_warps": 4 if size == 2 else 8}
-    return Program(_sum, grid, (*args, rows, k // 8, len(lists[1])), constants, out[0])
+    constants |= {"num_warps": 4 if size == 2 else 8}
+    sizes = rows, k // 8, len(lists[1])
+    return Program(_sum, grid, (*args, *sizes), {**constants, "KIND": kind}, out[0])
 
 
 def _sampled(
@@ -108,13 +109,13 @@ def act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
     return on * on if SQUARED else on
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def sign(h):  # type: ignore[no-untyped-def]
     """Return the sign of h; zero's is zero, and NaN stays."""
     return tl.where(h > 0, 1.0, tl.where(h < 0, -1.0, h))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def rounded(value, pointer):  # type: ignore[no-untyped-def]
     """Return a value in fp32 as one of the pointer's dtype."""
     return value.to(pointer.dtype.element_ty).to(tl.float32)
@@ -136,7 +137,7 @@ def _rows(offsets, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _index(index, entries, end):  # type: ignore[no-untyped-def]
     """Return whom entries are of; a number of 16 bits has no sign."""
     of = tl.load(index + entries, entries < end, 0)

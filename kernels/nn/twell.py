@@ -111,7 +111,7 @@ class SparseGatedMLP(nn.Module):
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
-        weights = self.gate.weight, self.up.weight, self.down.weight.t()
+        weights = [self.gate.weight, self.up.weight, self.down.weight.t()]
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, *weights = (t.to(dtype) for t in (x, *weights))
@@ -143,7 +143,8 @@ def _forward(
         with torch.autocast(x.device.type, enabled=False):
             h = _act(x @ wg.t(), squared) * (x @ wu.t())
             y, norms = h @ wd_t, h.float().abs().sum(1)
-        return y, norms, *(torch.zeros_like(t) for t in _packed_like(x, n, slots))
+        packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
+        return y, norms, *packed  # type: ignore[return-value]  # seven
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         g = x @ wg.t()
         active = index_of(g, m * slots)
@@ -176,8 +177,8 @@ def _backward(
     offsets, columns, values, u, unit_offsets, tokens, places = packed
     active = Active(offsets, columns, values, unit_offsets, tokens, places)
     dnorms = dnorms.contiguous()
-    out = torch.empty_like(x), *(torch.empty_like(w) for w in (wg, wu, wd_t))
-    dx, dwg, dwu, dwd_t = out
+    dx, dwg, dwu, dwd_t = (torch.empty_like(t) for t in (x, wg, wu, wd_t))
+    out = dx, dwg, dwu, dwd_t
     with torch.cuda.device_of(x):
         program, by_token, (dg, du, h) = _active_products.slopes(
             dy, wd_t, active, u, dnorms, squared=squared
