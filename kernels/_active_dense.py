@@ -20,7 +20,8 @@ The gates that backward makes again may differ from forward's by a rounding, and
 on in one of them alone; either is a right rounding of the same gate.
 """
 
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 import triton
@@ -28,13 +29,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._active_index import Active
-from sparsebench.kernels._active_products import act, rounded, sign
+from sparsebench.kernels._active_products import act, sign
 from sparsebench.kernels._triton import Program, box, options
 from sparsebench.kernels._tuned import multiprocessors
 
 BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2
 DEPTH_BYTES, STAGES = 128, 3
 WIDTH = 1024  # of H, summed at a time
+SIZES = "m", "height", "width", "depth", "capacity"  # compiled once for any
 
 Kind = Literal["plain", "gated", "hidden", "slopes", "two"]
 """A product; times act(out), over out; of act(A) * A2; to both slopes, over out and out2; and A2
@@ -53,14 +55,14 @@ def forward(
     squared: bool,
 ) -> list[Program]:
     """Return the programs of Y [m, k] and norms [m], over gates g [m, n]; wu and wd_t [n, k]."""
-    product = _maker(active, squared)
-    (m, n), sms = g.shape, _processors(g)
+    product = partial(_product, active, squared)
+    (m, n), programs = g.shape, 4 * multiprocessors(g.device)
     args = g, norms, active.offsets, m, n, active.capacity
     constants = {"WIDTH": WIDTH, "num_warps": 4}
     return [
         product("gated", x, wu, g),
-        Program(_norms, (4 * sms,), args, constants, norms),
-        product("plain", g, wd_t, y, b_transposed=True),
+        Program(_norms, (programs,), args, constants, norms),
+        product("plain", g, wd_t, y, transposed=(False, True)),
     ]
 
 
@@ -78,56 +80,52 @@ def backward(
 
     weights are Wg, Wu and Wd.T. Takes room for two [m, n].
     """
-    product = _maker(active, squared)
+    product = partial(_product, active, squared)
     (wg, wu, wd_t), (dx, dwg, dwu, dwd_t) = weights, out
     g, u = x.new_empty(2, len(x), len(wg)).unbind()
-    both: dict[str, Any] = {"a_transposed": True, "b_transposed": True}
+    both = True, True
     return [
         product("plain", x, wg, g),
         product("plain", x, wu, u),
-        product("hidden", g, dy, dwd_t, a2=u, **both),
+        product("hidden", g, dy, dwd_t, a2=u, transposed=both),
         product("slopes", dy, wd_t, g, out2=u, norms=dnorms),
-        product("plain", g, x, dwg, **both),
-        product("plain", u, x, dwu, **both),
-        product("two", g, wg, dx, a2=u, b2=wu, b_transposed=True),
+        product("plain", g, x, dwg, transposed=both),
+        product("plain", u, x, dwu, transposed=both),
+        product("two", g, wg, dx, a2=u, b2=wu, transposed=(False, True)),
     ]
 
 
-def _maker(active: Active, squared: bool) -> Any:
-    """Return what makes the program of a product."""
-
-    def product(
-        kind: Kind,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        *,
-        a2: Tensor | None = None,
-        b2: Tensor | None = None,
-        out2: Tensor | None = None,
-        norms: Tensor | None = None,
-        a_transposed: bool = False,
-        b_transposed: bool = False,
-    ) -> Program:
-        depth = DEPTH_BYTES // a.element_size()
-        rows, columns, warps = tile_of(a, kind)
-        a_box = (depth, rows) if a_transposed else (rows, depth)
-        b_box = (depth, columns) if b_transposed else (columns, depth)
-        second = a if a2 is None else a2, b if b2 is None else b2
-        boxes = (
-            box(t, *sides, "tma")
-            for t, sides in zip((a, b, *second), (a_box, b_box) * 2, strict=True)
-        )
-        outs = out, out if out2 is None else out2, out if norms is None else norms
-        total = a.shape[0] if a_transposed else a.shape[1]
-        args = (*boxes, *outs, active.offsets, active.offsets.shape[0] - 1, *out.shape, total)
-        constants = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND}
-        flags = {"KIND": kind, "A_T": a_transposed, "B_T": b_transposed, "SQUARED": squared}
-        constants |= {"STAGES": STAGES, **options(warps, "pointers")}
-        grid = (2 * _processors(a),)  # one stores while the other multiplies
-        return Program(_multiply, grid, (*args, active.capacity), {**constants, **flags}, out)
-
-    return product
+def _product(
+    active: Active,
+    squared: bool,
+    kind: Kind,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    a2: Tensor | None = None,
+    b2: Tensor | None = None,
+    out2: Tensor | None = None,
+    norms: Tensor | None = None,
+    transposed: tuple[bool, bool] = (False, False),
+) -> Program:
+    """Return the program of a product; `transposed` are A and B that are stored so."""
+    depth = DEPTH_BYTES // a.element_size()
+    rows, columns, warps = tile_of(a, kind)
+    a_box, b_box = (
+        (depth, side) if across else (side, depth)
+        for side, across in zip((rows, columns), transposed, strict=True)
+    )
+    tile = rows, columns
+    given = (a, a_box), (b, b_box), (a2, a_box), (b2, b_box), (out, tile), (out2, tile)
+    boxes = (None if t is None else box(t, *shape, "tma") for t, shape in given)
+    total = a.shape[0] if transposed[0] else a.shape[1]
+    sizes = len(active.offsets) - 1, *out.shape, total, active.capacity
+    flags = {"KIND": kind, "A_T": transposed[0], "B_T": transposed[1], "SQUARED": squared}
+    sides = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND, "STAGES": STAGES}
+    constants = {**sides, **flags, **options(warps, "pointers")}
+    grid = (2 * multiprocessors(a.device),)  # one stores while the other multiplies
+    return Program(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
 
 
 def tile_of(a: Tensor, kind: Kind) -> tuple[int, int, int]:
@@ -142,11 +140,7 @@ def before_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
 
 
-def _processors(tensor: Tensor) -> int:
-    return multiprocessors(tensor.device)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("m", "capacity"))  # type: ignore[untyped-decorator]
 def _norms(h, norms, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     if tl.load(offsets + m) > capacity:
         lanes = tl.arange(0, WIDTH)
@@ -158,7 +152,7 @@ def _norms(h, norms, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ign
             tl.store(norms + token, tl.sum(total, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
     a,
     b,
@@ -185,7 +179,9 @@ def _multiply(  # type: ignore[no-untyped-def]
 ):
     if tl.load(offsets + m) > capacity:
         row_tiles, column_tiles = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
-        for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        # One stage: the store takes the operands' shared memory, and two programs fit an SM.
+        tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
+        for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
             band = tile // (BAND * column_tiles)
             high = tl.minimum(BAND, row_tiles - band * BAND)
             inner = tile - band * BAND * column_tiles
@@ -207,21 +203,19 @@ def _multiply(  # type: ignore[no-untyped-def]
                     left, right = a2.load([row, d]), b2.load([d, column])
                     total = tl.dot(left, right, total, input_precision="ieee")
 
-            rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-            at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-            mask = (rows < height)[:, None] & (columns < width)[None, :]
             if KIND == "gated":
-                gate = tl.load(out + at, mask, 0.0).to(tl.float32)
-                total = act(gate, SQUARED) * rounded(total, out)
+                gate = out.load([row, column]).to(tl.float32)
+                total = act(gate, SQUARED) * total.to(out.dtype).to(tl.float32)
                 total = tl.where(gate <= 0, 0.0, total)  # off is off, whatever U is
             if KIND == "slopes":
-                gate = tl.load(out + at, mask, 0.0).to(tl.float32)
-                ups = tl.load(out2 + at, mask, 0.0).to(tl.float32)
+                gate = out.load([row, column]).to(tl.float32)
+                ups = out2.load([row, column]).to(tl.float32)
+                rows = row + tl.arange(0, ROWS)
                 weight = tl.load(norms + rows, rows < height, 0.0)[:, None]
-                hidden = rounded(act(gate, SQUARED) * ups, out)
+                hidden = (act(gate, SQUARED) * ups).to(out.dtype).to(tl.float32)
                 total += tl.where(weight == 0, 0.0, weight * sign(hidden))
                 du = tl.where(gate <= 0, 0.0, total * act(gate, SQUARED))
-                tl.store(out2 + at, du.to(out2.dtype.element_ty), mask)
+                out2.store([row, column], du.to(out.dtype))
                 slope = 2 * gate if SQUARED else 1.0
                 total = tl.where(gate <= 0, 0.0, total * ups * slope)
-            tl.store(out + at, total.to(out.dtype.element_ty), mask)
+            out.store([row, column], total.to(out.dtype))

@@ -35,6 +35,7 @@ from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._triton import Program
 
 TOKENS, UNITS = 128, 32  # of a piece; a word has 32 bits
+SIZES = "m", "eights", "words", "pieces", "capacity"  # compiled once for any
 MOST_UNITS, MOST_ELEMENTS = 2**16, 2**31  # for columns of 16 bits, and offsets of 32
 
 
@@ -64,7 +65,7 @@ def require_room(m: int, n: int, k: int) -> None:
 
 
 def index_of(g: Tensor, capacity: int) -> Active:
-    """List the units that are on in gates g [m, n], contiguous."""
+    """List the units that are on in gates g [m, n], contiguous; n is a multiple of 8."""
     m, n = g.shape
     words, of_tokens, of_units = pieces_of(g)
     counting(g, words, of_tokens, of_units)()
@@ -110,18 +111,28 @@ def _program(
 ) -> Program:
     (m, n), constants = g.shape, {"TOKENS": TOKENS, "UNITS": UNITS, "num_warps": 8}
     grid = -(-n // UNITS), -(-m // TOKENS)
-    return Program(kernel, grid, (*args, m, n, *grid, *more), constants, out)
+    return Program(kernel, grid, (*args, m, n // 8, *grid, *more), constants, out)
 
 
 def _from_zero(ends: Tensor) -> Tensor:
     return torch.nn.functional.pad(ends, (1, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES[:4])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    g, bits, of_tokens, of_units, m, n, words, pieces, TOKENS: tl.constexpr, UNITS: tl.constexpr
+    g,
+    bits,
+    of_tokens,
+    of_units,
+    m,
+    eights,
+    words,
+    pieces,
+    TOKENS: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
-    word, piece, lanes = tl.program_id(0), tl.program_id(1), tl.arange(0, UNITS)
+    n, lanes = eights * 8, tl.arange(0, UNITS)
+    word, piece = tl.program_id(0), tl.program_id(1)
     tokens, units = piece * TOKENS + tl.arange(0, TOKENS), word * UNITS + lanes
     there = (tokens < m)[:, None] & (units < n)[None, :]
     gates = tl.load(g + tokens[:, None] * n + units[None, :], there, 0.0)
@@ -132,7 +143,7 @@ def _count(  # type: ignore[no-untyped-def]
     tl.store(of_units + units * pieces + piece, tl.sum(on, 0), units < n)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def _fill(  # type: ignore[no-untyped-def]
     g,
     bits,
@@ -144,7 +155,7 @@ def _fill(  # type: ignore[no-untyped-def]
     tokens_of,
     places,
     m,
-    n,
+    eights,
     words,
     pieces,
     capacity,
@@ -152,7 +163,8 @@ def _fill(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr,
 ):
     if tl.load(offsets + m) <= capacity:
-        word, piece, lanes = tl.program_id(0), tl.program_id(1), tl.arange(0, UNITS)
+        n, lanes = eights * 8, tl.arange(0, UNITS)
+        word, piece = tl.program_id(0), tl.program_id(1)
         tokens, units = piece * TOKENS + tl.arange(0, TOKENS), word * UNITS + lanes
         at = tokens * words + word
         on = tl.load(bits + at, tokens < m, 0)[:, None] >> lanes[None, :] & 1

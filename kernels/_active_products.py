@@ -96,9 +96,9 @@ def _sampled(
     out: Tensor,
 ) -> Program:
     m, k = args[0].shape
-    constants = {"ROWS": SAMPLED_ROWS, "ENTRIES": SAMPLED, "DEPTH": DEPTH, "STAGES": SAMPLED_STAGES}
-    constants |= {"SQUARED": squared, "num_warps": 4}
-    grid = -(-m // SAMPLED_ROWS), PARTS
+    constants = {"ROWS": SAMPLED_ROWS, "ENTRIES": SAMPLED, "PARTS": PARTS, "DEPTH": DEPTH}
+    constants |= {"STAGES": SAMPLED_STAGES, "SQUARED": squared, "num_warps": 4}
+    grid = (-(-m // SAMPLED_ROWS) * PARTS,)  # those that share X follow each other
     return Program(kernel, grid, (*args, m, k // 8, active.capacity), constants, out)
 
 
@@ -122,9 +122,9 @@ def rounded(value, pointer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows(offsets, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return this program's rows, where each starts and ends, and where they do together."""
-    first = tl.program_id(0) * ROWS
+def _rows(offsets, group, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a group's rows, where each starts and ends, and where they do together."""
+    first = group * ROWS
     rows = first + tl.arange(0, ROWS)
     starts = tl.load(offsets + tl.minimum(rows, count))
     ends = tl.load(offsets + tl.minimum(rows + 1, count))
@@ -174,7 +174,7 @@ def _dots(  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(mine, total, 0.0), 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("m", "eights", "capacity"))  # type: ignore[untyped-decorator]
 def _up(  # type: ignore[no-untyped-def]
     x,
     wu,
@@ -188,14 +188,15 @@ def _up(  # type: ignore[no-untyped-def]
     capacity,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     SQUARED: tl.constexpr,
 ):
     if tl.load(offsets + m) <= capacity:
-        rows, starts, ends, begin, end = _rows(offsets, m, ROWS)
-        step = ENTRIES * tl.num_programs(1)
-        for first in range(begin + ENTRIES * tl.program_id(1), end, step):
+        rows, starts, ends, begin, end = _rows(offsets, tl.program_id(0) // PARTS, m, ROWS)
+        own = begin + ENTRIES * (tl.program_id(0) % PARTS)
+        for first in range(own, end, ENTRIES * PARTS):
             e = first + tl.arange(0, ENTRIES)
             there = e < end
             mine = (e[:, None] >= starts[None, :]) & (e[:, None] < ends[None, :])
@@ -207,7 +208,7 @@ def _up(  # type: ignore[no-untyped-def]
             tl.store(h + e, hidden, there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("m", "eights", "capacity"))  # type: ignore[untyped-decorator]
 def _slopes(  # type: ignore[no-untyped-def]
     dy,
     wd_t,
@@ -227,15 +228,16 @@ def _slopes(  # type: ignore[no-untyped-def]
     capacity,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     SQUARED: tl.constexpr,
 ):
     if tl.load(offsets + m) <= capacity:
-        rows, starts, ends, begin, end = _rows(offsets, m, ROWS)
+        rows, starts, ends, begin, end = _rows(offsets, tl.program_id(0) // PARTS, m, ROWS)
         dnorm = tl.load(dnorms + rows, rows < m, 0.0)
-        step = ENTRIES * tl.num_programs(1)
-        for first in range(begin + ENTRIES * tl.program_id(1), end, step):
+        own = begin + ENTRIES * (tl.program_id(0) % PARTS)
+        for first in range(own, end, ENTRIES * PARTS):
             e = first + tl.arange(0, ENTRIES)
             there = e < end
             mine = (e[:, None] >= starts[None, :]) & (e[:, None] < ends[None, :])
@@ -256,7 +258,7 @@ def _slopes(  # type: ignore[no-untyped-def]
             tl.store(h_by_unit + place, hidden, there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("count", "eights", "capacity"))  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
     offsets,
     index,
@@ -276,7 +278,7 @@ def _sum(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
 ):
     if tl.load(offsets + count) <= capacity:
-        rows, starts, ends, begin, end = _rows(offsets, count, ROWS)
+        rows, starts, ends, begin, end = _rows(offsets, tl.program_id(0), count, ROWS)
         k = eights * 8
         at = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
         lanes = tl.arange(0, ENTRIES)
