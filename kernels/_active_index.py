@@ -15,16 +15,17 @@ its own, the lists as a whole have: offsets[m] says how many entries there are, 
 more than the capacity, nothing is written into the lists, and all that reads them returns at once
 (_active_products.py). What lies behind the last entry is undefined.
 
-    count   each 128 tokens by 32 units: the bits of a token, how many a token has, and a unit has
-            running sums of both: where each of them starts
-    fill    the same pieces: an entry's place is its start and the number of bits before it
+    count   pieces of 32 tokens by 128 units: the bits of 32 units of a token, and of 32 tokens of
+            a unit, and how many there are; their running sums are where each word's entries end
+    fill    a lane has 32 units of a token, and lists one after the other; its place by unit is the
+            number of bits before it in the unit's word of these tokens
 
-No atomics: lists are in ascending order, the same ones at every call.
+G is read once, and then where units are on. No atomics: lists are in ascending order, the same ones
+at every call.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +35,8 @@ from torch import Tensor
 from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._triton import Program
 
-TOKENS, UNITS = 128, 32  # of a piece; a word has 32 bits
+WORD, UNITS = 32, 128  # bits of a word; a piece is as many tokens by these units
+LANES = 512  # words a program lists
 SIZES = "m", "eights", "words", "pieces", "capacity"  # compiled once for any
 MOST_UNITS, MOST_ELEMENTS = 2**16, 2**31  # for columns of 16 bits, and offsets of 32
 
@@ -67,114 +69,141 @@ def require_room(m: int, n: int, k: int) -> None:
 def index_of(g: Tensor, capacity: int) -> Active:
     """List the units that are on in gates g [m, n], contiguous; n is a multiple of 8."""
     m, n = g.shape
-    words, of_tokens, of_units = pieces_of(g)
-    counting(g, words, of_tokens, of_units)()
-    token_ends, unit_ends = (
-        each.view(-1).cumsum(0, dtype=torch.int32) for each in (of_tokens, of_units)
-    )
+    words = words_of(g)
+    counting(g, words)()
+    ends = words.token_counts.view(-1).cumsum(0, dtype=torch.int32)
+    unit_ends = words.unit_counts.view(-1).cumsum(0, dtype=torch.int32)
     active = Active(
-        offsets=_from_zero(token_ends.view(m, -1)[:, -1]),
+        offsets=_from_zero(ends.view(m, -1)[:, -1]),
         columns=g.new_empty(capacity, dtype=torch.int16),
         values=g.new_empty(capacity),
         unit_offsets=_from_zero(unit_ends.view(n, -1)[:, -1]),
         tokens=g.new_empty(capacity, dtype=torch.int32),
         places=g.new_empty(capacity, dtype=torch.int32),
     )
-    filling(g, words, token_ends, unit_ends, active)()
+    filling(g, words, ends, unit_ends, active)()
     return active
 
 
-def pieces_of(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for the bits [m, words], and the counts [m, words] and [n, pieces of tokens]."""
-    (m, n), counts = g.shape, partial(g.new_empty, dtype=torch.int32)
-    words, pieces = -(-n // UNITS), -(-m // TOKENS)
-    return counts((m, words)), counts((m, words)), counts((n, pieces))
+class Words(NamedTuple):
+    """Bits and their counts, int32: by token [m, ceil(n / 32)], by unit [n, ceil(m / 32)]."""
+
+    of_tokens: Tensor
+    token_counts: Tensor
+    of_units: Tensor
+    unit_counts: Tensor
 
 
-def counting(g: Tensor, words: Tensor, of_tokens: Tensor, of_units: Tensor) -> Program:
+def words_of(g: Tensor) -> Words:
+    """Return room for the words of gates [m, n]."""
+    m, n = g.shape
+    sizes = (m, -(-n // WORD)), (n, -(-m // WORD))
+    return Words(*(g.new_empty(size, dtype=torch.int32) for size in sizes for _ in range(2)))
+
+
+def counting(g: Tensor, words: Words) -> Program:
     """Return the program that writes the bits and both counts."""
-    args = g, words, of_tokens, of_units
-    return _program(_count, g, args, (), of_units)
+    (m, n), widths = g.shape, (words.of_tokens.shape[1], words.of_units.shape[1])
+    grid = -(-n // UNITS), widths[1]
+    constants = {"WORD": WORD, "UNITS": UNITS, "num_warps": 4}
+    return Program(_count, grid, (g, *words, m, n // 8, *widths), constants, words.unit_counts)
 
 
 def filling(
-    g: Tensor, words: Tensor, token_ends: Tensor, unit_ends: Tensor, active: Active
+    g: Tensor, words: Words, token_ends: Tensor, unit_ends: Tensor, active: Active
 ) -> Program:
     """Return the program that writes the lists, by inclusive running sums of the counts."""
-    lists = active.columns, active.values, active.tokens, active.places
-    args = g, words, token_ends, unit_ends, active.offsets, *lists
-    return _program(_fill, g, args, (active.capacity,), active.columns)
-
-
-def _program(
-    kernel: Any, g: Tensor, args: tuple[Tensor, ...], more: tuple[int, ...], out: Tensor
-) -> Program:
-    (m, n), constants = g.shape, {"TOKENS": TOKENS, "UNITS": UNITS, "num_warps": 8}
-    grid = -(-n // UNITS), -(-m // TOKENS)
-    return Program(kernel, grid, (*args, m, n // 8, *grid, *more), constants, out)
+    (m, n), widths = g.shape, (words.of_tokens.shape[1], words.of_units.shape[1])
+    lists = active.offsets, active.columns, active.values, active.tokens, active.places
+    args = g, words.of_tokens, token_ends, words.of_units, unit_ends, *lists
+    sizes = m, n // 8, *widths, active.capacity
+    constants = {"WORD": WORD, "LANES": LANES, "num_warps": 4}
+    grid = (-(-words.of_tokens.numel() // LANES),)
+    return Program(_fill, grid, (*args, *sizes), constants, active.columns)
 
 
 def _from_zero(ends: Tensor) -> Tensor:
     return torch.nn.functional.pad(ends, (1, 0))
 
 
+@triton.jit
+def _bits_in(word):  # type: ignore[no-untyped-def]
+    """Return how many bits of uint32 are set, as int32: in pairs, fours, bytes, and all."""
+    pairs = word - (word >> 1 & 0x55555555)
+    fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
+    octets = fours + (fours >> 4) & 0x0F0F0F0F
+    return (octets * 0x01010101 >> 24).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=SIZES[:4])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
     g,
-    bits,
     of_tokens,
+    token_counts,
     of_units,
+    unit_counts,
     m,
     eights,
     words,
     pieces,
-    TOKENS: tl.constexpr,
+    WORD: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    n, lanes = eights * 8, tl.arange(0, UNITS)
-    word, piece = tl.program_id(0), tl.program_id(1)
-    tokens, units = piece * TOKENS + tl.arange(0, TOKENS), word * UNITS + lanes
+    n, piece, lanes = eights * 8, tl.program_id(1), tl.arange(0, WORD)
+    tokens, units = piece * WORD + lanes, tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     there = (tokens < m)[:, None] & (units < n)[None, :]
     gates = tl.load(g + tokens[:, None] * n + units[None, :], there, 0.0)
     on = tl.where(gates <= 0, 0, 1)  # NaN is on
-    at = tokens * words + word
-    tl.store(bits + at, tl.sum(on << lanes[None, :], 1), tokens < m)
-    tl.store(of_tokens + at, tl.sum(on, 1), tokens < m)
-    tl.store(of_units + units * pieces + piece, tl.sum(on, 0), units < n)
+    at = units * pieces + piece
+    tl.store(of_units + at, tl.sum(on << lanes[:, None], 0), units < n)
+    tl.store(unit_counts + at, tl.sum(on, 0), units < n)
+    parts: tl.constexpr = UNITS // WORD
+    on = tl.reshape(on, (WORD, parts, WORD))
+    word = tl.program_id(0) * parts + tl.arange(0, parts)
+    at = tokens[:, None] * words + word[None, :]
+    there = (tokens < m)[:, None] & (word < words)[None, :]
+    tl.store(of_tokens + at, tl.sum(on << lanes[None, None, :], 2), there)
+    tl.store(token_counts + at, tl.sum(on, 2), there)
 
 
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def _fill(  # type: ignore[no-untyped-def]
     g,
-    bits,
+    of_tokens,
     token_ends,
+    of_units,
     unit_ends,
     offsets,
     columns,
     values,
-    tokens_of,
+    tokens,
     places,
     m,
     eights,
     words,
     pieces,
     capacity,
-    TOKENS: tl.constexpr,
-    UNITS: tl.constexpr,
+    WORD: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     if tl.load(offsets + m) <= capacity:
-        n, lanes = eights * 8, tl.arange(0, UNITS)
-        word, piece = tl.program_id(0), tl.program_id(1)
-        tokens, units = piece * TOKENS + tl.arange(0, TOKENS), word * UNITS + lanes
-        at = tokens * words + word
-        on = tl.load(bits + at, tokens < m, 0)[:, None] >> lanes[None, :] & 1
-        token_end = tl.load(token_ends + at, tokens < m, 0)
-        unit_end = tl.load(unit_ends + units * pieces + piece, units < n, 0)
-        entry = (token_end - tl.sum(on, 1))[:, None] + tl.cumsum(on, 1) - on
-        place = (unit_end - tl.sum(on, 0))[None, :] + tl.cumsum(on, 0) - on
-        mask = on != 0
-        gates = tl.load(g + tokens[:, None] * n + units[None, :], mask)
-        tl.store(values + entry, gates, mask)
-        tl.store(columns + entry, (units[None, :] + tl.zeros_like(entry)).to(tl.int16), mask)
-        tl.store(places + entry, place, mask)
-        tl.store(tokens_of + place, tokens[:, None] + tl.zeros_like(place), mask)
+        at = tl.program_id(0) * LANES + tl.arange(0, LANES)
+        there = at < m * words
+        left = tl.load(of_tokens + at, there, 0).to(tl.uint32, bitcast=True)
+        entry = tl.load(token_ends + at, there, 0) - _bits_in(left)
+        token, first = at // words, at % words * WORD
+        ones = tl.full((LANES,), 1, tl.uint32)
+        before = (ones << (token % WORD).to(tl.uint32)) - 1
+        while tl.max(left, 0) > 0:
+            on = left != 0
+            unit = first + _bits_in((left & (0 - left)) - 1)  # the lowest one
+            word = unit * pieces + token // WORD
+            its = tl.load(of_units + word, on, 0).to(tl.uint32, bitcast=True)
+            place = tl.load(unit_ends + word, on, 0) - _bits_in(its) + _bits_in(its & before)
+            gates = tl.load(g + token * eights * 8 + unit, on)
+            tl.store(values + entry, gates, on)
+            tl.store(columns + entry, unit.to(tl.int16), on)
+            tl.store(places + entry, place, on)
+            tl.store(tokens + place, token, on)
+            entry += 1
+            left = left & left - 1

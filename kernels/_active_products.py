@@ -54,16 +54,15 @@ def up(x: Tensor, wu: Tensor, active: Active, *, squared: bool) -> tuple[Program
 
 def slopes(
     dy: Tensor, wd_t: Tensor, active: Active, u: Tensor, dnorms: Tensor, *, squared: bool
-) -> tuple[Program, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Program, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     """Return the program of dG and dU by token, and of dG, dU and H by unit; all fp32.
 
     dy [m, k], wd_t [n, k]; dnorms [m], fp32, is the gradient of each token's sum of |h|.
     """
-    made = dnorms.new_empty(5, active.capacity)
-    by_token, by_unit = (made[0], made[1]), (made[2], made[3], made[4])
+    dg, du, *by_unit = (dnorms.new_empty(active.capacity) for _ in range(5))
     lists = active.offsets, active.columns, active.values, u, active.places
-    args = dy, wd_t, dnorms, *lists, *by_token, *by_unit
-    return _sampled(_slopes, args, active, squared, made), by_token, by_unit
+    args = dy, wd_t, dnorms, *lists, dg, du, *by_unit
+    return _sampled(_slopes, args, active, squared, dg), (dg, du), (*by_unit,)
 
 
 def summed(

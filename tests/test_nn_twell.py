@@ -388,9 +388,10 @@ def test_interpreted_index_that_does_not_fit_writes_nothing():
     g, asked = torch.ones(5, 40), torch.full((199,), 7, dtype=torch.int32)
     active = _active_index.index_of(g, 199)
     made = Active(active.offsets, asked.short(), asked.float(), active.unit_offsets, asked, asked)
-    words, of_tokens, of_units = _active_index.pieces_of(g)
-    _active_index.counting(g, words, of_tokens, of_units)()
-    ends = (t.view(-1).cumsum(0, dtype=torch.int32) for t in (of_tokens, of_units))
+    words = _active_index.words_of(g)
+    _active_index.counting(g, words)()
+    counts = words.token_counts, words.unit_counts
+    ends = (t.view(-1).cumsum(0, dtype=torch.int32) for t in counts)
     _active_index.filling(g, words, *ends, made)()
     assert made.offsets[-1] == 200
     for each in (made.columns, made.values, made.tokens, made.places):
@@ -447,9 +448,10 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Program]:
     norms = norms.float()
     offsets, columns, values, u, unit_offsets, tokens, places = module._packed_like(x, n, 88)
     active = Active(offsets, columns, values, unit_offsets, tokens, places)
-    pieces = _active_index.pieces_of(g)
-    yield _active_index.counting(g, *pieces)
-    yield _active_index.filling(g, *(t.view(-1) for t in pieces), active)
+    words = _active_index.words_of(g)
+    yield _active_index.counting(g, words)
+    ends = words.token_counts.view(-1), words.unit_counts.view(-1)
+    yield _active_index.filling(g, words, *ends, active)
     for squared in (False, True):
         yield _active_products.up(x, w, active, squared=squared)[0]
         yield _active_products.slopes(x, w, active, u, norms, squared=squared)[0]
