@@ -1,9 +1,9 @@
 """Which hidden units are on for which token, listed by token and by unit; made on the device.
 
-    act(G) of     unit 0 1 2 3          by token                     by unit
-    three       +---------------+
-    tokens,     |      a . b .  |   offsets  0     2   3     5    unit_offsets  0   1   2     4 5
-    four units  |      . c . .  |   columns  0  2  1   2  3    -> tokens        0   1   0  2  2
+    G of three    unit 0 1 2 3          by token                     by unit
+    tokens and  +---------------+
+    four units, |      a . b .  |   offsets  0     2   3     5    unit_offsets  0   1   2     4 5
+    where on    |      . c . .  |   columns  0  2  1   2  3    -> tokens        0   1   0  2  2
                 |      . . d e  |   values   a  b  c   d  e
                 +---------------+   places   0  2  1   3  4       of each entry in the other list
 
