@@ -596,7 +596,7 @@ def test_a_captured_step_goes_both_ways() -> None:
 def test_a_step_keeps_a_tenth_and_peaks_below_dense_layers() -> None:
     m, n, k = 16384, 5632, 2048
     mlp, x = on_gpu(m, n, k, 88, 2.57, "bfloat16")
-    dense, x = Dense(mlp), x.requires_grad_()
+    dense, dy, x = Dense(mlp), gradient_of(x), x.requires_grad_()
     kept, peaks = [], []
     for layer in (mlp, dense):
         for _ in range(2):  # the first one compiles
@@ -607,10 +607,10 @@ def test_a_step_keeps_a_tenth_and_peaks_below_dense_layers() -> None:
             before = torch.cuda.memory_allocated()
             y = layer(x)
             after = torch.cuda.memory_allocated() - before - y.nbytes
-            y.backward(gradient_of(y.detach()))
+            y.backward(dy)
             peak = torch.cuda.max_memory_allocated() - before
             del y
         kept.append(after)
         peaks.append(peak)
     assert kept[0] <= 0.1 * kept[1], kept
-    assert peaks[0] <= 0.8 * peaks[1], peaks
+    assert peaks[0] <= 0.7 * peaks[1], peaks
