@@ -299,6 +299,10 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
         mlp(torch.zeros(2, 40))
     with pytest.raises(Unsupported, match="expected operands of one dtype, found"):
         mlp(torch.zeros(2, 16).double())
+    with pytest.raises(
+        Unsupported, match=r"expected three weights \[n, 16\], found \[\[40, 16\], "
+    ):
+        module.gated_mlp(torch.zeros(2, 16), gate, gate[:32], gate, False, 4)
 
 
 @compiled

@@ -11,10 +11,11 @@ Kept from forward to backward are X, and of each of the `slots` a token has, on 
 unit, and the place and token of the transposed index: 14 bytes of 16-bit operands, where dense
 layers keep 6 bytes for every unit: act(G), U and H.
 
-Slots are of all tokens together: one with all its units on takes as many as it has. Where all do
-not suffice, nothing is lost: the call is dense, the gates are made again in backward (11 products
-for 9), and what is kept is as large as before. The device decides; the host never waits, and a CUDA
-graph holds both ways. Backward then needs room for two matrices [tokens, units], in any case.
+Tiles as TwELL has them (formats/twell.py) would each have slots of their own. Here slots are of all
+tokens together: one with all its units on takes as many as it has. Where all do not suffice,
+nothing is lost: the call is dense, gate and up are made again in backward (11 products for 9), and
+what is kept is as large as before. The device decides; the host never waits, and a CUDA graph holds
+both ways, which is why backward has room for two matrices [tokens, units] in any case.
 
     CUDA, compute capability 8.0 and newer     Triton: kernels/_active_*.py; sizes of multiples of 8
     CPU                                        torch, dense products: a reference, not a kernel
@@ -136,6 +137,9 @@ def _forward(
     X [m, k], Wg, Wu and Wd.T [n, k]; relu squared, or relu.
     """
     _require_one_kind(x, wg, wu, wd_t)
+    sizes = [[*w.shape] for w in (wg, wu, wd_t)]
+    if sizes != [[len(wg), x.shape[1]]] * 3:
+        raise Unsupported(f"expected three weights [n, {x.shape[1]}], found {sizes}")
     x, wg, wu, wd_t = (_plain(t) for t in (x, wg, wu, wd_t))
     m, n = len(x), len(wg)
     y, norms = torch.empty_like(x), x.new_empty(m, dtype=torch.float32)
