@@ -310,13 +310,19 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
     ("sizes", "message"),
     [
         ((8, 2**16 + 8, 64), "expected at most 65536 hidden units, found 65544"),
-        ((2**19, 4096, 64), "fewer than 2147483648 elements, found 2147483648"),
-        ((2**16, 64, 2**15), "fewer than 2147483648 elements"),
+        ((2**19, 4096, 64), "at most 2147483136 elements, found 2147483648"),
+        ((2**16, 64, 2**15), "at most 2147483136 elements"),
+        ((2**14, 2**16, 2**15), "at most 2147483136 elements, found 2147483648"),
     ],
 )
 def test_more_than_indices_can_hold_is_refused(sizes, message):
     with pytest.raises(Unsupported, match=message):
         _active_index.require_room(*sizes)
+
+
+@compiled
+def test_no_more_is_refused_than_indices_cannot_hold():
+    _active_index.require_room(2**10, 2**16, 2**14)  # units by units would be 2^32
 
 
 @compiled
@@ -503,6 +509,17 @@ def source_of(program: Program) -> tuple[ASTSource, dict[str, Any]]:
         signature[names[place]] = kind
     signature |= dict.fromkeys(values, "constexpr")
     return ASTSource(program.kernel, signature, values, aligned), options
+
+
+@compiled
+@pytest.mark.parametrize("sizes", [(2**24, 8, 8), (8, 2**16, 8), (8, 8, 2**23)])
+def test_grids_fit_what_a_launch_may_have(sizes, monkeypatch):
+    monkeypatch.setattr(_active_dense, "before_hopper", lambda device: False)
+    _active_index.require_room(*sizes)
+    for program in programs(*sizes, torch.bfloat16):
+        first, *others = program.grid
+        assert first < 2**31, program.kernel
+        assert max(others, default=0) < 2**16, program.kernel
 
 
 @compiled
