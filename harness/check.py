@@ -28,7 +28,8 @@ columns of X left out 2.6; 128 of 25600 hidden units 1.3, but 0.84 where half of
 zero; a scale forgotten, 15 and more. What is within it shows where the same kernel runs in bf16.
 
 A packed output (a weight's gradient) must have the pattern's own indices. R and S are then taken
-where it stores elements; the padding of a block that leaves the matrix must be zero.
+where it stores elements; the padding of a block that leaves the matrix must be zero. Where several
+results are one output, one below the other, each is asked the first question by itself.
 
 8: the largest of 10^8 normal deviates is 5.7 sd, and split-k partial sums are rounded once each.
 """
@@ -52,7 +53,7 @@ class Expected:
     """The right answer [rows, columns] in fp64, and how far from it is still right.
 
     `products` is the relative error that each product may have, `sums` the eps of accumulators:
-    see `roundings`.
+    see `roundings`. `parts` are the rows of each result, where there are several in one.
     """
 
     reference: Tensor
@@ -61,6 +62,7 @@ class Expected:
     depth: int
     products: float = 0.0
     sums: float = FP32
+    parts: tuple[int, ...] = ()
 
     @property
     def eps(self) -> float:
@@ -117,7 +119,23 @@ def _dense(out: object, expected: Expected) -> Verdict:
     if not bool(out.isfinite().all()):
         bad = int((~out.isfinite()).sum())
         return Verdict(f"expected finite values, found {bad} of {out.numel()} that are not")
-    return _judge(out, expected) if out.numel() else Verdict(None, 0.0, 0.0)
+    return _worst(out, expected) if out.numel() else Verdict(None, 0.0, 0.0)
+
+
+def _worst(out: Tensor, expected: Expected) -> Verdict:
+    """Judge each part; the first wrong one, or the largest errors of all."""
+    if not expected.parts:
+        return _judge(out, expected)
+    both = out, expected.reference, expected.spread
+    row, errors, excesses = 0, [0.0], [0.0]
+    for part, reference, spread in zip(*(t.split(expected.parts) for t in both), strict=True):
+        verdict = _judge(part, replace(expected, reference=reference, spread=spread))
+        if verdict.reason:
+            return replace(verdict, reason=f"from row {row}: {verdict.reason}")
+        row += len(part)
+        errors.append(verdict.error or 0.0)
+        excesses.append(verdict.error_of_bound or 0.0)
+    return Verdict(None, max(errors), max(excesses))
 
 
 def _name(out: object) -> str:

@@ -157,7 +157,8 @@ def _expected(contest: Contest) -> Expected:
     spread = bound(contest.op.spread, contest.problem)(**arguments)
     dtype = contest.problem["dtype"]
     allowed = roundings(dtype, contest.op.rounds(dtype))
-    return Expected(reference, spread, OUTPUTS[dtype], depth, *allowed)
+    parts = contest.op.parts(contest.problem)
+    return Expected(reference, spread, OUTPUTS[dtype], depth, *allowed, parts)
 
 
 def _run_poisoned(call: Callable[[], Output]) -> Output:

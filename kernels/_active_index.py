@@ -38,7 +38,8 @@ from sparsebench.kernels._triton import Program
 WORD, UNITS = 32, 128  # bits of a word; a piece is as many tokens by these units
 LANES = 512  # words a program lists
 SIZES = "m", "eights", "words", "pieces", "capacity"  # compiled once for any
-MOST_UNITS, MOST_ELEMENTS = 2**16, 2**31  # for columns of 16 bits, and offsets of 32
+MOST_UNITS = 2**16  # for columns of 16 bits
+ELEMENTS = 2**31 - 2**9  # for offsets of 32 bits, and the entries that a loop looks ahead
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def require_room(m: int, n: int, k: int) -> None:
     """Raise Unsupported where indices would not hold m tokens of n units, or of k features."""
     if n > MOST_UNITS:
         raise Unsupported(f"expected at most {MOST_UNITS} hidden units, found {n}")
-    if (wide := max(m, n) * max(n, k)) >= MOST_ELEMENTS:
-        raise Unsupported(f"expected matrices of fewer than {MOST_ELEMENTS} elements, found {wide}")
+    if (most := max(m * n, m * k, n * k)) > ELEMENTS:
+        raise Unsupported(f"expected matrices of at most {ELEMENTS} elements, found {most}")
 
 
 def index_of(g: Tensor, capacity: int) -> Active:
@@ -104,7 +105,7 @@ def words_of(g: Tensor) -> Words:
 def counting(g: Tensor, words: Words) -> Program:
     """Return the program that writes the bits and both counts."""
     (m, n), widths = g.shape, (words.of_tokens.shape[1], words.of_units.shape[1])
-    grid = -(-n // UNITS), widths[1]
+    grid = (-(-n // UNITS) * widths[1],)  # one axis: the others end at 65535
     constants = {"WORD": WORD, "UNITS": UNITS, "num_warps": 4}
     return Program(_count, grid, (g, *words, m, n // 8, *widths), constants, words.unit_counts)
 
@@ -149,8 +150,10 @@ def _count(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    n, piece, lanes = eights * 8, tl.program_id(1), tl.arange(0, WORD)
-    tokens, units = piece * WORD + lanes, tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    n, lanes = eights * 8, tl.arange(0, WORD)
+    across = (n + UNITS - 1) // UNITS
+    piece, part = tl.program_id(0) // across, tl.program_id(0) % across
+    tokens, units = piece * WORD + lanes, part * UNITS + tl.arange(0, UNITS)
     there = (tokens < m)[:, None] & (units < n)[None, :]
     gates = tl.load(g + tokens[:, None] * n + units[None, :], there, 0.0)
     on = tl.where(gates <= 0, 0, 1)  # NaN is on
@@ -159,7 +162,7 @@ def _count(  # type: ignore[no-untyped-def]
     tl.store(unit_counts + at, tl.sum(on, 0), units < n)
     parts: tl.constexpr = UNITS // WORD
     on = tl.reshape(on, (WORD, parts, WORD))
-    word = tl.program_id(0) * parts + tl.arange(0, parts)
+    word = part * parts + tl.arange(0, parts)
     at = tokens[:, None] * words + word[None, :]
     there = (tokens < m)[:, None] & (word < words)[None, :]
     tl.store(of_tokens + at, tl.sum(on << lanes[None, None, :], 2), there)

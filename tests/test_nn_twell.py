@@ -310,13 +310,19 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
     ("sizes", "message"),
     [
         ((8, 2**16 + 8, 64), "expected at most 65536 hidden units, found 65544"),
-        ((2**19, 4096, 64), "fewer than 2147483648 elements, found 2147483648"),
-        ((2**16, 64, 2**15), "fewer than 2147483648 elements"),
+        ((2**19, 4096, 64), "at most 2147483136 elements, found 2147483648"),
+        ((2**16, 64, 2**15), "at most 2147483136 elements"),
+        ((2**14, 2**16, 2**15), "at most 2147483136 elements, found 2147483648"),
     ],
 )
 def test_more_than_indices_can_hold_is_refused(sizes, message):
     with pytest.raises(Unsupported, match=message):
         _active_index.require_room(*sizes)
+
+
+@compiled
+def test_no_more_is_refused_than_indices_cannot_hold():
+    _active_index.require_room(2**10, 2**16, 2**14)  # units by units would be 2^32
 
 
 @compiled
@@ -506,6 +512,17 @@ def source_of(program: Program) -> tuple[ASTSource, dict[str, Any]]:
 
 
 @compiled
+@pytest.mark.parametrize("sizes", [(2**24, 8, 8), (8, 2**16, 8), (8, 8, 2**23)])
+def test_grids_fit_what_a_launch_may_have(sizes, monkeypatch):
+    monkeypatch.setattr(_active_dense, "before_hopper", lambda device: False)
+    _active_index.require_room(*sizes)
+    for program in programs(*sizes, torch.bfloat16):
+        first, *others = program.grid
+        assert first < 2**31, program.kernel
+        assert max(others, default=0) < 2**16, program.kernel
+
+
+@compiled
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("capability", "dtype"),
@@ -598,6 +615,85 @@ def test_a_captured_step_goes_both_ways() -> None:
         given.copy_(each)
         graph.replay()
         assert all(map(torch.equal, found, step(mlp, each)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [60, 1])
+def test_a_gpu_repeats_a_backward_pass_on_a_stream_of_its_own(slots) -> None:
+    mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
+    leaves = [x.requires_grad_(), *mlp.parameters()]
+    expected = torch.autograd.grad(mlp(x).sum(), leaves)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        loss = mlp(x).sum()  # whose gradient has strides of zero
+        poison()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        poison()
+        second = torch.autograd.grad(loss, leaves)
+    stream.synchronize()
+    assert all(map(torch.equal, first, expected))
+    assert all(map(torch.equal, second, expected))
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_both_ways_at_the_last_slot() -> None:
+    made: dict[str, Any] = {"dtype": torch.float16, "device": GPU}
+    gate, w = torch.randn(300, 1024, **made) - 1.5, torch.randn(1024, 512, **made)
+    y, norms = torch.full((300, 512), 7.0, **made), torch.full((300,), 7.0, device=GPU)
+    count = int((gate > 0).sum())
+    exact, short = (_active_index.index_of(gate, room) for room in (count, count - 1))
+    rows, columns = (gate > 0).nonzero(as_tuple=True)
+    assert int(exact.offsets[-1]) == int(short.offsets[-1]) == int(exact.unit_offsets[-1]) == count
+    assert torch.equal(exact.columns.long() & 0xFFFF, columns)
+    assert torch.equal(exact.tokens[exact.places.long()].long(), rows)
+    h = exact.values.float()
+    for active, is_written in ((short, False), (exact, True)):
+        lists = active.offsets, active.columns
+        _active_products.summed("norms", lists, (h,), (w,), (y, norms))()
+        assert bool((y != 7).any()) == bool((norms != 7).any()) == is_written
+    assert_near((y,), (relu(gate).double() @ w.double(),), 1e-2)
+
+
+@pytest.mark.gpu
+def test_a_gpu_lists_more_tokens_than_a_second_axis_has() -> None:
+    m, n = 2**21 + 40, 8
+    gate = torch.randn(m, n, device=GPU)
+    active = _active_index.index_of(gate, count := int((gate > 0).sum()))
+    by_unit = (gate.T > 0).nonzero(as_tuple=True)
+    assert int(active.unit_offsets[-1]) == count
+    assert torch.equal(active.tokens.long(), by_unit[1])
+    assert torch.equal(active.values, gate[gate > 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [88, 8])
+def test_a_gpu_reaches_matrices_of_two_billion_elements(slots) -> None:
+    n, k = 5632, 2048
+    m = _active_index.ELEMENTS // n
+    mlp, _ = on_gpu(8, n, k, slots, 2.57, "bfloat16")
+    dense = Dense(mlp)
+    x = torch.randint(-2, 3, (m, k), device=GPU, dtype=torch.int8).bfloat16()
+    x[:, 0] = 1
+    dy = torch.randint(-8, 9, (m, k), device=GPU, dtype=torch.int8).bfloat16() / 8
+    given = x.requires_grad_()
+    y, l1 = mlp(given, l1=True)
+    found = torch.autograd.grad([y, l1], [given, *mlp.parameters()], [dy, torch.ones_like(l1)])
+    sums = [torch.zeros_like(w, dtype=torch.float64) for w in dense.parameters()]
+    norm = 0.0
+    for at in range(0, m, 2**15):
+        of = slice(at, min(m, at + 2**15))
+        part = x[of].detach().requires_grad_()
+        right, mean = dense(part, l1=True)
+        share = torch.full_like(mean, len(part) / m)
+        leaves = [part, *dense.parameters()]
+        dx, *rest = torch.autograd.grad([right, mean], leaves, [dy[of], share])
+        assert_near((y[of], found[0][of]), (right, dx), 1e-2)
+        for total, each in zip(sums, rest, strict=True):
+            total += each
+        norm += float(mean * share)
+    assert_near(found[1:], tuple(sums), 1e-2)
+    assert float(l1) == pytest.approx(norm, rel=1e-2)
 
 
 @pytest.mark.gpu

@@ -63,6 +63,8 @@ class Op:
     dense         the problem to that whose flops a dense product has; default: itself
     adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
                   was drawn, in place and to the same bits on every device; default: leaves it
+    parts         the problem to the rows of an output that is several results, one below the other,
+                  each held against its own size; default: one
     """
 
     fields: type[Fields]
@@ -74,6 +76,7 @@ class Op:
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
     dense: Callable[[Problem], Problem] = lambda problem: problem
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
+    parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
 
     @property
     def weights(self) -> list[str]:
