@@ -57,11 +57,13 @@ def test_light():
 def run(folder: Path, *arguments: str, device: str = "cpu") -> tuple[int, str]:
     """Return the exit code of a session in the folder, and what it said."""
     paths = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    # In a worker of pytest-xdist there are no benchmarks.
+    alone = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     asked = ["-W", "error", "--sparsebench-device", device, *arguments]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *asked],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**alone, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,
@@ -93,7 +95,7 @@ def test_the_timer_is_device_time(session: tuple[str, dict[str, Any]]) -> None:
         assert bench["options"]["timer"] == "device_time"
         assert len(samples) == bench["stats"]["rounds"] >= 5
         assert min(samples) > 0
-        assert sum(samples) < 1
+        assert sum(samples) < 20
         assert samples == pytest.approx([round(s, 9) for s in samples])  # rows hold nanoseconds
 
 
