@@ -382,8 +382,9 @@ def train_lm(
 
     sizes = Sizes(layers, width, hidden, heads, context)
     settings = Settings(sizes, steps, batch, seed)
+    coefficients, picked = parse_coefficients(l1), pick(device)
     with _progress() as show:
-        found = train_all(parse_coefficients(l1), settings, pick(device), to=to, show=show)
+        found = train_all(coefficients, settings, picked, to=to, show=show)
     if as_json:
         _print_json(found.to_json())
     else:

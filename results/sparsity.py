@@ -1,12 +1,12 @@
 """How few hidden units training left on: the JSON that `sparsebench train-lm --json` prints.
 
-    {"schema": "sparsebench/sparsity@1",
-     "text": "Python 3.12.3's standard library", "sha256": "a5fd...", "bytes": 11034512,
-     "device": "NVIDIA H200", "settings": {"steps": 3000, ...},
-     "trained": [{"l1": 2e-05, "loss": 0.91,
-                  "layers": [{"active": 29.1, "zeros": 0.986, "dead": 612, "most": 310,
-                              "first": [201.4, 96.0, ...], "rest": 27.9}, ...],
-                  "seconds": 71.2}, ...]}
+{"schema": "sparsebench/sparsity@1",
+ "text": "Python 3.12.3's standard library", "sha256": "a5fd...", "bytes": 11034512,
+ "device": "NVIDIA H200", "settings": {"steps": 3000, ...},
+ "trained": [{"l1": 2e-05, "loss": 0.91,
+              "layers": [{"active": 29.1, "zeros": 0.986, "dead": 612, "most": 310,
+                          "first": [201.4, 96.0, ...], "rest": 27.9}, ...],
+              "seconds": 71.2}, ...]}
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,6 +10,7 @@ A suite takes them as they are: `source: {file: sparsity.safetensors, tensor: "l
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.harness._errors import SuiteError
-from sparsebench.harness.sparsity.model import Decoder, Sizes
+from sparsebench.harness.sparsity.model import Decoder
 from sparsebench.harness.sparsity.text import evenly, standard_library
 from sparsebench.harness.sparsity.train import Settings, mlp_inputs, train
-from sparsebench.results.sparsity import SCHEMA, Sparsity
+from sparsebench.results.sparsity import SCHEMA, Sparsity, Trained
 
 SAMPLE = 8192  # tokens of x in the file, at most
 
@@ -49,19 +50,18 @@ def train_all(
 ) -> Sparsity:
     """Train a decoder with each coefficient; write the middle layer of each to a file if asked.
 
-    Raises SuiteError where sizes do not fit, a file cannot be written, or a training diverged.
+    Raises SuiteError where a file cannot be written, or a training diverged.
     """
-    _require(settings.sizes)
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
     text, sizes = standard_library(), settings.sizes
     unseen = evenly(text.unseen, settings.held_out, sizes.context)
-    trained, tensors = [], {}
+    trained: list[Trained] = []
+    tensors: dict[str, Tensor] = {}
     for number, l1 in enumerate(coefficients):
-        before, total = number * settings.steps, len(coefficients) * settings.steps
-        model, outcome = train(
-            text, l1, settings, device, lambda step: show(before + step, total, f"l1 {l1:g}")
-        )
+        total = len(coefficients) * settings.steps
+        shown = partial(_show, show, number * settings.steps, total, f"l1 {l1:g}")
+        model, outcome = train(text, l1, settings, device, shown)
         trained.append(outcome)
         tensors |= _named(f"l1_{l1:g}", model, unseen[: SAMPLE // sizes.context, :-1])
     if to:
@@ -94,11 +94,10 @@ def table(report: Sparsity) -> Table:
     return shown
 
 
-def _require(sizes: Sizes) -> None:
-    """Raise SuiteError unless heads divide the width into even parts, for the rotation."""
-    if sizes.width % (2 * sizes.heads):
-        expected = f"a multiple of {2 * sizes.heads}, twice the heads"
-        raise SuiteError(f"width: expected {expected}; found {sizes.width}")
+def _show(
+    show: Callable[[int, int, str], None], before: int, total: int, what: str, step: int
+) -> None:
+    show(before + step, total, what)
 
 
 def _named(group: str, model: Decoder, tokens: Tensor) -> dict[str, Tensor]:

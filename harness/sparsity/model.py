@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu, rms_norm, scaled_dot_product_attention
 
+from sparsebench.harness._errors import SuiteError
+
 BYTES = 256
 EPSILON = 1e-6
 BASE = 10_000.0  # of the rotation's wavelengths
@@ -38,6 +40,12 @@ class Sizes:
     hidden: int = 2048
     heads: int = 8
     context: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse heads of an odd width: a rotation turns its two halves."""
+        if self.width % (2 * self.heads):
+            expected = f"a multiple of {2 * self.heads}, twice the heads"
+            raise SuiteError(f"width: expected {expected}; found {self.width}")
 
 
 class Layer(nn.Module):
@@ -64,10 +72,13 @@ class Layer(nn.Module):
         mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
         return x + linear(mixed.transpose(1, 2).flatten(2), self.out)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the MLP is given, [contexts, tokens, k], and its gates, [..., n]."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return [contexts, tokens, k]; the layer's part of L1; the MLP's inputs and gates."""
+        x = self.attend(x)
         z = _norm(x, self.mlp_norm)
-        return z, relu(linear(z, self.wg))
+        g = relu(linear(z, self.wg))
+        h = g * linear(z, self.wu)
+        return x + linear(h, self.wd), h.abs().sum(-1, dtype=torch.float32).mean(), z, g
 
 
 class Decoder(nn.Module):
@@ -86,11 +97,8 @@ class Decoder(nn.Module):
         """Return logits [contexts, tokens, 256] of bytes [contexts, tokens], and the L1 term."""
         x, norms = self.embedding[tokens], []
         for number, layer in enumerate(self.layers):
-            x = layer.attend(x)
-            z, g = layer.gates(x)
-            h = g * linear(z, layer.wu)
-            x = x + linear(h, layer.wd)
-            norms.append(h.abs().sum(-1, dtype=torch.float32).mean())
+            x, norm, z, g = layer(x)
+            norms.append(norm)
             if watch:
                 watch(number, z, g)
         return linear(_norm(x, self.norm), self.output), torch.stack(norms).mean()

@@ -55,7 +55,7 @@ def contexts(text: Tensor, starts: Tensor, context: int) -> Tensor:
 
 
 def evenly(text: Tensor, count: int, context: int) -> Tensor:
-    """Return int64 [count or fewer, context + 1]: contexts apart from one another, evenly spread."""
+    """Return int64 [count or fewer, context + 1]: contexts apart and evenly spread."""
     room = len(text) // (context + 1)
     count = min(count, room)
     starts = torch.arange(count) * (room // max(count, 1)) * (context + 1)

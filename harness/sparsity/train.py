@@ -29,7 +29,7 @@ SHOWN = 50  # steps between two signs of progress
 class Settings:
     """How to train; learning rate, betas and decay are the usual ones of small decoders.
 
-    batch     contexts a step;  warmup  steps in which the learning rate rises
+    batch     contexts a step;  warmup  the part of the steps in which the learning rate rises
     held_out  contexts, at most, that loss and units are counted over
     """
 
@@ -41,7 +41,7 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.95)
     decay: float = 0.1
     clip: float = 1.0
-    warmup: int = 100
+    warmup: float = 0.05
     held_out: int = 1024
 
 
@@ -73,10 +73,11 @@ def train(
         optimizer.zero_grad()
         if step % SHOWN == 0:
             show(step)
-    loss, layers = count(model, evenly(text.unseen, settings.held_out, sizes.context), settings)
-    if not math.isfinite(loss):
-        raise SuiteError(f"l1 {l1:g}: expected a finite loss after training, found {loss}")
-    return model, Trained(l1, loss, layers, time.perf_counter() - start)
+    unseen = evenly(text.unseen, settings.held_out, sizes.context)
+    nats, layers = count(model, unseen, settings)
+    if not math.isfinite(nats):
+        raise SuiteError(f"l1 {l1:g}: expected a finite loss after training, found {nats}")
+    return model, Trained(l1, nats, layers, time.perf_counter() - start)
 
 
 @torch.no_grad()
@@ -148,8 +149,8 @@ def _optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
 
 
 def _rate(step: int, settings: Settings) -> float:
-    """Return the part of the learning rate: up to 1 in `warmup` steps, then down to a tenth."""
-    if step < settings.warmup:
-        return (step + 1) / settings.warmup
-    left = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
-    return 0.55 + 0.45 * math.cos(math.pi * left)
+    """Return the part of the learning rate: up to 1 while it rises, then down to a tenth."""
+    rising = settings.warmup * settings.steps
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / (settings.steps - rising))
