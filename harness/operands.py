@@ -86,13 +86,10 @@ def redraw(
     """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave."""
     for name in op.activations:
         if op.recorded and problem.source:
-            tokens = len(recorded[name])
-            start = int((draw + 1) * GOLDEN * tokens) % tokens
-            rows = torch.arange(start, start + problem["m"], device=recorded[name].device) % tokens
-            torch.index_select(recorded[name], 0, rows, out=activations[name])
-            continue
-        fill(activations[name], problem.seed, name, draw)
-        op.adjust(problem, name, activations[name], draw)
+            _play(recorded[name], activations[name], draw)
+        else:
+            fill(activations[name], problem.seed, name, draw)
+            op.adjust(problem, name, activations[name], draw)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
@@ -128,6 +125,14 @@ def _recording(
         expected = f"at least {m} tokens of {k} features"
         raise SuiteError(f"{path}: expected {expected}, found {list(stored.shape)}")
     return _finite(problem, path, stored.to(device, _dtype(problem, op, name)))
+
+
+def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
+    """Overwrite X [m, k] with m rows on end, the first after the last, from the draw's place."""
+    tokens = len(recorded)
+    start = int((draw + 1) * GOLDEN * tokens) % tokens
+    rows = torch.arange(start, start + len(x), device=x.device) % tokens
+    torch.index_select(recorded, 0, rows, out=x)
 
 
 def _finite(problem: Problem, path: Path, values: Tensor) -> Tensor:

@@ -191,6 +191,7 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
         settled = _settled(op, source, data)
         for values in product(*(_axis(axis, value) for axis, value in axes.items())):
             fields = _fields(where, op, (settled, *values), source)
+            _enough(where, op, fields, source, data)
             for seed in seeds:
                 yield Problem(name, fields, seed, source)
 
@@ -260,6 +261,21 @@ def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
                 expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
                 raise SuiteError(f"{path}: expected {expected}; found {size}")
     return sizes | op.recorded(tensors)
+
+
+def _enough(
+    where: str, op: Op, fields: Mapping[str, Any], source: Source | None, data: Path | None
+) -> None:
+    """Refuse more tokens than were recorded."""
+    if source is None or not op.recorded:
+        return
+    path = sources.located(source, data)
+    for name in op.activations:
+        field = op.operands[name].shape[0]
+        tokens, *_ = sources.shape_and_level(path, sources.member(source, name))
+        if tokens < fields[field]:
+            expected = f"expected up to {tokens}, as many as {source.label} has"
+            raise SuiteError(f"{where}.{field}: {expected}; found {fields[field]}")
 
 
 def _sources(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from sparsebench.harness import cli
+from sparsebench.harness import cli, contest
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.operands import operands, redraw
@@ -23,7 +23,7 @@ from sparsebench.harness.sparsity.model import Decoder, Sizes
 from sparsebench.harness.sparsity.text import Text, contexts, evenly, standard_library
 from sparsebench.harness.sparsity.train import FIRST, Settings, count, mlp_inputs, train
 from sparsebench.harness.suite import read
-from sparsebench.results.record import Problem
+from sparsebench.results.record import Contender, Problem, Status
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=2, width=32, hidden=96, heads=2, context=32)
@@ -281,9 +281,30 @@ def test_a_suite_refuses_what_does_not_fit(case: str, tmp_path: Path) -> None:
 
 def test_a_problem_takes_no_more_tokens_than_there_are(tmp_path: Path) -> None:
     save_file(group(), tmp_path / "layer.safetensors")
-    (asked,) = suite(tmp_path, "tensor: a", "m: 51, dtype: fp32, activation: relu")
+    line = r"problems\[0\].m: expected up to 50, as many as layer.safetensors:a has; found 51"
+    with pytest.raises(SuiteError, match=line):
+        suite(tmp_path, "tensor: a", "m: 51, dtype: fp32, activation: relu")
+    (asked,) = suite(tmp_path, "tensor: a", FIELDS)
+    more = replace(asked, fields={**asked.fields, "m": 51})
     with pytest.raises(SuiteError, match=r"expected at least 51 tokens of 8 features, found \[50"):
-        operands(asked, load_op("ffn"), CPU, tmp_path)
+        operands(more, load_op("ffn"), CPU, tmp_path)
+
+
+def test_a_contest_of_a_recorded_layer(tmp_path: Path) -> None:
+    save_file(group(), tmp_path / "layer.safetensors")
+    (asked,) = suite(tmp_path, "tensor: a", FIELDS)
+    (row,), _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert row.status is Status.OK
+    assert row.flops == pytest.approx(2 * 16 * 24 * 8 * (1 + 2 * asked["active"] / 24))
+    assert row.dense_flops == 2 * 16 * 24 * 8 * 3
+
+
+def test_the_packaged_suite_reads_such_files(tmp_path: Path) -> None:
+    x = group()["a.x"].repeat(164, 1)[:8192]
+    tensors = {name.replace("a.", "l1_0."): t for name, t in group(x=x).items()}
+    save_file(tensors, tmp_path / "layer.safetensors")
+    problems = [c.problem for c in read("trained", tmp_path).contests]
+    assert [p["m"] for p in problems] == [1, 16, 64, 256, 1024, 4096, 8192]
 
 
 @pytest.mark.gpu

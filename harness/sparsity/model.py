@@ -18,7 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, relu, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import (
+    embedding,
+    linear,
+    relu,
+    rms_norm,
+    scaled_dot_product_attention,
+)
 
 from sparsebench.harness._errors import SuiteError
 
@@ -95,7 +101,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
         """Return logits [contexts, tokens, 256] of bytes [contexts, tokens], and the L1 term."""
-        x, norms = self.embedding[tokens], []
+        x, norms = embedding(tokens, self.embedding), []
         for number, layer in enumerate(self.layers):
             x, norm, z, g = layer(x)
             norms.append(norm)

@@ -68,7 +68,7 @@ def _numbers(text: bytes) -> Tensor:
 
 def _files(folder: Path) -> list[Path]:
     """List the sources by name, in the same order on every machine."""
-    found = {path.relative_to(folder): path for path in folder.rglob("*.py")}
+    found = {path.relative_to(folder): path for path in folder.rglob("*.py") if path.is_file()}
     kept = [
         name
         for name in found
