@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
-L1 = "0,1e-4,1e-3,1e-2"  # of train-lm: from none to where most units are off
+L1 = "0,1e-4,1e-3,1e-2,3e-2"  # of train-lm: from none to where most units are off
 WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
 
 app = typer.Typer(

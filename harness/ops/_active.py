@@ -107,9 +107,9 @@ def probabilities(active: float, n: int, skew: Skew) -> tuple[float, ...]:
 
 
 def recorded(gate: str, operands: Mapping[str, Tensor]) -> dict[str, float | str]:
-    """Count the units that are on for a token of a file, on average."""
+    """Count the units that are on for a token of a file, on average; a draw's may be fewer."""
     on = linear(operands["x"].float(), operands[gate].float()) > 0
-    return {"active": round(float(on.sum(1).double().mean()), 2), "skew": RECORDED}
+    return {"active": float(f"{on.sum(1).double().mean():.4g}"), "skew": RECORDED}
 
 
 def share(problem: Problem) -> float:

@@ -25,7 +25,7 @@ from sparsebench.harness.sparsity.text import evenly, standard_library
 from sparsebench.harness.sparsity.train import Settings, mlp_inputs, train
 from sparsebench.results.sparsity import SCHEMA, Sparsity, Trained
 
-SAMPLE = 8192  # tokens of x in the file, at most
+SAMPLE = 4096  # tokens of x in the file, at most
 
 
 def parse_coefficients(written: str) -> list[float]:
