@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
+L1 = "0,1e-4,1e-3,1e-2,3e-2"  # of train-lm: from none to where most units are off
 WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
 
 app = typer.Typer(
@@ -347,6 +348,43 @@ def prune(
         tokens=tokens,
         to=to,
     )
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _wide().print(table(found))
+
+
+@app.command("train-lm")
+def train_lm(
+    l1: Annotated[str, typer.Option(help="Coefficients of the L1 term, each a training.")] = L1,
+    steps: Annotated[int, typer.Option(help="Of each training.", min=1)] = 3000,
+    seed: Annotated[int, typer.Option(help="Of weights and of the bytes' order.", min=0)] = 0,
+    layers: Annotated[int, typer.Option(help="Of the decoder.", min=1)] = 6,
+    width: Annotated[int, typer.Option(help="Of the decoder.", min=2)] = 512,
+    hidden: Annotated[int, typer.Option(help="Units of each gated MLP.", min=1)] = 2048,
+    heads: Annotated[int, typer.Option(help="Of the attention.", min=1)] = 8,
+    context: Annotated[int, typer.Option(help="Bytes of a context.", min=16, max=8192)] = 256,
+    batch: Annotated[int, typer.Option(help="Contexts a step.", min=1)] = 64,
+    device: Device = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="A .safetensors file: an MLP and its inputs.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train small gated-ReLU language models on Python's own source, and count units that are on.
+
+    With and without an L1 term on hidden units: what sparsity it brings, and what it costs in loss.
+    """
+    from sparsebench.harness.device import pick
+    from sparsebench.harness.sparsity.command import parse_coefficients, table, train_all
+    from sparsebench.harness.sparsity.model import Sizes
+    from sparsebench.harness.sparsity.train import Settings
+
+    sizes = Sizes(layers, width, hidden, heads, context)
+    settings = Settings(sizes, steps, batch, seed)
+    coefficients, picked = parse_coefficients(l1), pick(device)
+    with _progress() as show:
+        found = train_all(coefficients, settings, picked, to=to, show=show)
     if as_json:
         _print_json(found.to_json())
     else:

@@ -132,7 +132,9 @@ def _check_all(contest: Contest, draw: int) -> None:
         return
     contest.announce("", "reference")
     with contest.stage("check"):
-        operands.redraw(contest.problem, contest.op, contest.dense.activations, draw)
+        operands.redraw(
+            contest.problem, contest.op, contest.dense.activations, draw, contest.dense.recorded
+        )
         expected = _expected(contest)
         pattern = contest.op.pattern
         size = contest.dense.nnz[pattern] if pattern else expected.reference.numel()

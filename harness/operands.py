@@ -5,6 +5,10 @@
     pattern file   file              numbers from the seed, kept where the file has an entry
     safetensors    any but file      the file's, cast to the dtype, kept where largest in magnitude
 
+Of an op that takes recorded operands (_op.py) a file's are all that it has: the tensors
+`group.wg`, ..., `group.x`. Its X [tokens, k] is a recording: each draw is m rows of it on end, from
+another place, the first after the last.
+
 Weights have a standard deviation of about 1 / sqrt(k), activations of about 1: so have outputs.
 In fp8 drawn weights have one of about 1, too, as if a power of two had scaled them (and an op of
 several products multiplies by it): at 1 / sqrt(k) e4m3, whose smallest number is 2^-9, would make a
@@ -15,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -28,11 +33,15 @@ from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
+GOLDEN = (5**0.5 - 1) / 2  # of the tokens between two draws: apart from all before (Knuth, 6.4)
+NONE: Mapping[str, Tensor] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
+    recorded  activations out of a file, from which each draw takes its rows; else none
     nnz       elements of each weight whose bits are not all zero
     sparsity  the part of all weights' elements that is zero
     digest    of weights and first activations; the same on every machine
@@ -40,6 +49,7 @@ class DenseOperands:
 
     weights: dict[str, Tensor]
     activations: dict[str, Tensor]
+    recorded: dict[str, Tensor]
     nnz: dict[str, int]
     sparsity: float
     digest: str
@@ -54,18 +64,32 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
         name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem, op, name), device=device)
         for name in op.activations
     }
-    redraw(problem, op, activations, draw=0)
+    recorded = {}
+    if op.recorded and problem.source:
+        recorded = {name: _recording(problem, op, name, device, data) for name in op.activations}
+    redraw(problem, op, activations, 0, recorded)
     nnz = {name: int(is_stored(w).sum()) for name, w in weights.items()}
     size = sum(w.numel() for w in weights.values())
     sparsity = (size - sum(nnz.values())) / size
-    return DenseOperands(weights, activations, nnz, sparsity, digest({**weights, **activations}))
+    return DenseOperands(
+        weights, activations, recorded, nnz, sparsity, digest({**weights, **activations})
+    )
 
 
-def redraw(problem: Problem, op: Op, activations: Mapping[str, Tensor], draw: int) -> None:
+def redraw(
+    problem: Problem,
+    op: Op,
+    activations: Mapping[str, Tensor],
+    draw: int,
+    recorded: Mapping[str, Tensor] = NONE,
+) -> None:
     """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave."""
     for name in op.activations:
-        fill(activations[name], problem.seed, name, draw)
-        op.adjust(problem, name, activations[name], draw)
+        if op.recorded and problem.source:
+            _play(recorded[name], activations[name], draw)
+        else:
+            fill(activations[name], problem.seed, name, draw)
+            op.adjust(problem, name, activations[name], draw)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
@@ -82,14 +106,42 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     if problem["dtype"] == "fp8":
         expected = "expected a dtype of 16 or 32 bits for weights from a file"
         raise SuiteError(f"{path}: {expected}, found fp8: it holds them scaled alone")
-    stored = _fitting(problem, op, name, path, sources.load_weights(path, source.tensor))
+    tensor = sources.member(source, name) if op.recorded else source.tensor
+    stored = _fitting(problem, op, name, path, sources.load_weights(path, tensor))
     weight = stored.to(device, _dtype(problem, op, name), copy=True)
-    bad = int((~weight.isfinite()).sum())
+    weight = _finite(problem, path, weight)
+    return _pruned(problem, op, name, weight, partial(magnitudes, weight))
+
+
+def _recording(
+    problem: Problem, op: Op, name: str, device: torch.device, data: Path | None
+) -> Tensor:
+    """Return a file's activations [tokens, k]; at least as many tokens as the problem has."""
+    assert problem.source
+    path = _verified(problem.source, data)
+    stored = sources.load_weights(path, sources.member(problem.source, name))
+    tokens, (m, k) = len(stored), _shape(problem, op, name)
+    if tokens < m or stored.shape[1] != k:
+        expected = f"at least {m} tokens of {k} features"
+        raise SuiteError(f"{path}: expected {expected}, found {list(stored.shape)}")
+    return _finite(problem, path, stored.to(device, _dtype(problem, op, name)))
+
+
+def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
+    """Overwrite X [m, k] with m rows on end, the first after the last, from the draw's place."""
+    tokens = len(recorded)
+    start = int((draw + 1) * GOLDEN * tokens) % tokens
+    rows = torch.arange(start, start + len(x), device=x.device) % tokens
+    torch.index_select(recorded, 0, rows, out=x)
+
+
+def _finite(problem: Problem, path: Path, values: Tensor) -> Tensor:
+    bad = int((~values.isfinite()).sum())
     if bad:
         raise SuiteError(
             f"{path}: expected values finite in {problem['dtype']}, found {bad} others"
         )
-    return _pruned(problem, op, name, weight, partial(magnitudes, weight))
+    return values
 
 
 def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:

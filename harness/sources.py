@@ -7,11 +7,13 @@
     .mtx .mtx.gz     Matrix Market; every stored entry counts              pattern
     .npz             scipy.sparse.save_npz; every stored entry counts      pattern
     .safetensors     one tensor of it, fp16, bf16 or fp32                  weights
+                     `group.wg`, `group.wu` ... `group.x` of it            all operands of an op
 
 A file that is not what it should be is a SuiteError: file, expected, found.
 """
 
 import hashlib
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,20 @@ def load_weights(path: Path, tensor: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         weights: Tensor = file.get_tensor(tensor)
     return weights
+
+
+def member(source: Source, name: str) -> str:
+    """Return the name of an operand's tensor, of a source that is a group of them."""
+    return f"{source.tensor}.{name}"
+
+
+def groups(path: Path, names: Collection[str]) -> list[str]:
+    """List the groups of a safetensors file that have a tensor for each name."""
+    found = [tensor.rpartition(".") for tensor in tensor_names(path)]
+    members: dict[str, set[str]] = {}
+    for group, _, name in found:
+        members.setdefault(group, set()).add(name)
+    return sorted(group for group, of_it in members.items() if group and of_it >= {*names})
 
 
 def tensor_names(path: Path) -> list[str]:

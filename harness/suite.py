@@ -21,6 +21,8 @@
     caches: [cold, hot]              # default: [cold]
 
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
+Of an op that takes recorded operands, such as ffn, `tensor` matches groups: `NAME` where a file has
+NAME.wg, NAME.wu, NAME.wd and NAME.x.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -43,6 +45,7 @@ from sparsebench.harness.catalog import (
     load_op,
     suites,
 )
+from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
 from sparsebench.results.record import Case, Contender, Problem, Source
 
@@ -183,10 +186,12 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
     name = axes.pop("op")
     op = load_op(name)
     seeds = _sweep(axes.pop("seed", 0))
-    found_in = list(_sources(where, axes.pop("source", None), data))
+    found_in = list(_sources(where, axes.pop("source", None), data, op))
     for source in found_in:
+        settled = _settled(op, source, data)
         for values in product(*(_axis(axis, value) for axis, value in axes.items())):
-            fields = _fields(where, op, values, source, data)
+            fields = _fields(where, op, (settled, *values), source)
+            _enough(where, op, fields, source, data)
             for seed in seeds:
                 yield Problem(name, fields, seed, source)
 
@@ -205,16 +210,17 @@ def _fields(
     op: Op,
     settings: tuple[dict[str, Any], ...],
     source: Source | None,
-    data: Path | None,
 ) -> dict[str, Any]:
     """Merge one point of the sweep, check it, and settle the level that its pattern will have."""
     merged: dict[str, Any] = {}
-    for setting in [_sizes(op, source, data), *settings]:
+    for setting in settings:
         both = merged.keys() & setting.keys()
         if both:
             raise SuiteError(f"{where}: expected {min(both)} to be set once, found it set twice")
         merged |= setting
     fields = _validate(where, op.fields, merged).model_dump()
+    if source is None and fields.get("skew") == RECORDED:
+        raise SuiteError(f"{where}.skew: expected {RECORDED!r} just where there is a source")
     try:
         sources.agree(fields["pattern"], source)
         for weight in op.weights:
@@ -224,10 +230,12 @@ def _fields(
     return fields
 
 
-def _sizes(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
+def _settled(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
     """Return the fields that a source settles: the weight's sizes, and a pattern file's level."""
     if source is None:
         return {}
+    if op.recorded and source.tensor is not None:
+        return _recorded(op, source, sources.located(source, data))
     if len(op.weights) != 1:
         raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
     path = sources.located(source, data)
@@ -237,7 +245,40 @@ def _sizes(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
     return settled if level is None else settled | {"sparsity": round(level, 6)}
 
 
-def _sources(where: str, written: Any, data: Path | None) -> Iterator[Source | None]:
+def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
+    """Return the sizes of a group's weights, and what its operands settle."""
+    assert op.recorded
+    tensors = {
+        name: sources.load_weights(path, sources.member(source, name)) for name in op.operands
+    }
+    sizes: dict[str, int] = {}
+    for name, operand in op.operands.items():
+        found = dict(zip(operand.shape, tensors[name].shape, strict=True))
+        if operand.role == "activation":
+            del found[operand.shape[0]]  # tokens: a problem takes as many as it has
+        for field, size in found.items():
+            if sizes.setdefault(field, size) != size:
+                expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
+                raise SuiteError(f"{path}: expected {expected}; found {size}")
+    return sizes | op.recorded(tensors)
+
+
+def _enough(
+    where: str, op: Op, fields: Mapping[str, Any], source: Source | None, data: Path | None
+) -> None:
+    """Refuse more tokens than were recorded."""
+    if source is None or not op.recorded:
+        return
+    path = sources.located(source, data)
+    for name in op.activations:
+        field = op.operands[name].shape[0]
+        tokens, *_ = sources.shape_and_level(path, sources.member(source, name))
+        if tokens < fields[field]:
+            expected = f"expected up to {tokens}, as many as {source.label} has"
+            raise SuiteError(f"{where}.{field}: {expected}; found {fields[field]}")
+
+
+def _sources(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
     """Yield None without a source, else one Source a file and tensor that match."""
     if written is None:
         yield None
@@ -252,19 +293,24 @@ def _sources(where: str, written: Any, data: Path | None) -> Iterator[Source | N
     if not matches:
         raise SuiteError(f"{where}.source: expected files {written['file']} in {data}, found none")
     for path in matches:
-        for tensor in _tensors(path, written.get("tensor")):
+        for tensor in _tensors(path, written.get("tensor"), op):
             yield Source(str(path.relative_to(data)), sources.sha256(path), tensor)
 
 
-def _tensors(path: Path, wanted: str | None) -> list[str | None]:
+def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
     """Return the tensors of a safetensors file that match, or [None] for a pattern file."""
     if wanted is None:
         return [None]
-    names = sources.tensor_names(path)
+    names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
     matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
     if not matches:
         hint = did_you_mean(wanted, names)
-        raise SuiteError(f"{path}: expected a tensor {wanted!r}, found none like it{hint}")
+        one = (
+            f"a group {wanted!r} of {', '.join(op.operands)}"
+            if op.recorded
+            else f"a tensor {wanted!r}"
+        )
+        raise SuiteError(f"{path}: expected {one}, found none like it{hint}")
     return matches
 
 

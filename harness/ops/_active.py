@@ -8,6 +8,7 @@
     iid          active / n             independent
     zipf         q / (q + rank[j])      independent; Zipf and Mandelbrot's law, ranks by a hash
     correlated   active / n             in sequences: x = z + e / 2, z being its sequence's
+    recorded     as trained             weights and tokens out of a file; `active` is counted there
 
 So the sparsity is in dense weights, as training leaves it there, and a kernel finds it anew at
 every call. Biases are rounded to the dtype, by which bf16 moves a mean by up to 3 %. Independent
@@ -15,6 +16,7 @@ tokens share units by chance alone, which is a kernel's worst case. Gates of a s
 correlate by 4/5: where 0.5 % of the units are on, 40 % of a token's are another's, too.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
@@ -23,6 +25,7 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn.functional import linear
 
 from sparsebench.harness.bits import fill, scores
 from sparsebench.harness.ops._op import Fields
@@ -33,7 +36,9 @@ SEQUENCE = 128  # tokens
 DEVIATION = 0.8819  # of what bits.fill draws at a scale of UNIT
 CPU = torch.device("cpu")
 
-Skew = Literal["iid", "zipf", "correlated"]
+RECORDED = "recorded"
+
+Skew = Literal["iid", "zipf", "correlated", "recorded"]
 
 
 class ActiveFields(Fields):
@@ -64,7 +69,8 @@ def _expect(condition: bool, expected: str, found: object) -> None:
 
 def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -> None:
     """Put the biases into column 0 of the weight `gate`, and 1 into that of x; make sequences."""
-    if problem.fields.get("active") is None or name not in (gate, "x"):
+    drawn = problem.fields.get("active") is not None and problem["skew"] != RECORDED
+    if not drawn or name not in (gate, "x"):
         return
     if name == "x":
         if problem["skew"] == "correlated":
@@ -100,6 +106,12 @@ def probabilities(active: float, n: int, skew: Skew) -> tuple[float, ...]:
     return tuple(low / (low + r) for r in range(1, n + 1))
 
 
+def recorded(gate: str, operands: Mapping[str, Tensor]) -> dict[str, float | str]:
+    """Count the units that are on for a token of a file, on average; a draw's may be fewer."""
+    on = linear(operands["x"].float(), operands[gate].float()) > 0
+    return {"active": float(f"{on.sum(1).double().mean():.4g}"), "skew": RECORDED}
+
+
 def share(problem: Problem) -> float:
     """Return the part of the units that is on for a token; 1 where that is left to chance."""
     active = problem.fields.get("active")
@@ -112,9 +124,12 @@ def all_active(problem: Problem) -> Problem:
 
 
 def share_of_any(problem: Problem) -> float:
-    """Return the part that is on for any token, at least: tokens of a sequence count as one."""
-    if problem.fields.get("active") is None:
-        return 1.0
+    """Return the part that is on for any token, at least: tokens of a sequence count as one.
+
+    Recorded ones may all share their units, as far as is known without looking.
+    """
+    if problem.fields.get("active") is None or problem["skew"] == RECORDED:
+        return share(problem)
     n, skew = problem["n"], problem["skew"]
     tokens = -(-problem["m"] // SEQUENCE) if skew == "correlated" else problem["m"]
     any_on = sum(1 - (1 - p) ** tokens for p in probabilities(problem["active"], n, skew))

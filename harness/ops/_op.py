@@ -61,6 +61,8 @@ class Op:
                   likewise: every non-zero and activation read once, every output written once, no
                   index at all
     dense         the problem to that whose flops a dense product has; default: itself
+    recorded      operands out of a file, by name, to the fields that they settle beside sizes;
+                  default: none, and the op takes none
     adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
                   was drawn, in place and to the same bits on every device; default: leaves it
     parts         the problem to the rows of an output that is several results, one below the other,
@@ -75,6 +77,7 @@ class Op:
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
     dense: Callable[[Problem], Problem] = lambda problem: problem
+    recorded: Callable[[Mapping[str, Tensor]], dict[str, float | str]] | None = None
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
 

@@ -13,6 +13,7 @@ then h = act(X @ Wg.T), which no format stores (_active.py).
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -20,7 +21,14 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import linear, relu, silu
 
-from sparsebench.harness.ops._active import ActiveFields, adjust, all_active, share, share_of_any
+from sparsebench.harness.ops._active import (
+    ActiveFields,
+    adjust,
+    all_active,
+    recorded,
+    share,
+    share_of_any,
+)
 from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
@@ -153,5 +161,6 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,
+    recorded=partial(recorded, "wg"),
     adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
 )

@@ -1,0 +1,128 @@
+"""A decoder whose MLPs are gated by ReLU, in plain torch: no kernel of ours is part of evidence.
+
+    x = E[byte]
+    each layer:  x += attention(norm(x))        causal; queries and keys rotated by their place
+                 x += h Wd.T                    h = relu(z Wg.T) * (z Wu.T),  z = norm(x)
+    logits = norm(x) Wo.T
+
+    L1 = mean over layers of the mean over tokens of the sum over units of |h|
+
+A unit is on for a token where its gate is above zero. The L1 term is that of Cetin et al., arXiv
+2603.23198, as their code has it: their equation 2 also divides by the number of units, and their
+coefficients belong to the term without that.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import (
+    embedding,
+    linear,
+    relu,
+    rms_norm,
+    scaled_dot_product_attention,
+)
+
+from sparsebench.harness._errors import SuiteError
+
+BYTES = 256
+EPSILON = 1e-6
+BASE = 10_000.0  # of the rotation's wavelengths
+DEVIATION = 0.02  # of weights at the start, as of GPT-2's
+
+Watch = Callable[[int, Tensor, Tensor], None]
+"""Given a layer's number, what its MLP is given [contexts, tokens, k], and gates [..., hidden]."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Layers, their width, the MLPs' hidden units, heads, and bytes of a context."""
+
+    layers: int = 6
+    width: int = 512
+    hidden: int = 2048
+    heads: int = 8
+    context: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse heads of an odd width: a rotation turns its two halves."""
+        if self.width % (2 * self.heads):
+            expected = f"a multiple of {2 * self.heads}, twice the heads"
+            raise SuiteError(f"width: expected {expected}; found {self.width}")
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP: q, k and v in one [3 k, k], out [k, k], wg, wu [n, k], wd [k, n].
+
+    What adds to the residual stream starts smaller, by the root of how many do.
+    """
+
+    def __init__(self, sizes: Sizes, draw: torch.Generator) -> None:
+        """Draw the weights."""
+        super().__init__()
+        k, n, added = sizes.width, sizes.hidden, DEVIATION / math.sqrt(2 * sizes.layers)
+        self.heads = sizes.heads
+        self.attention_norm, self.mlp_norm = (nn.Parameter(torch.ones(k)) for _ in range(2))
+        self.qkv = _drawn(3 * k, k, draw)
+        self.out = _drawn(k, k, draw, added)
+        self.wg, self.wu = _drawn(n, k, draw), _drawn(n, k, draw)
+        self.wd = _drawn(k, n, draw, added)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Return [contexts, tokens, k] after the attention."""
+        qkv = linear(_norm(x, self.attention_norm), self.qkv)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        return x + linear(mixed.transpose(1, 2).flatten(2), self.out)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return [contexts, tokens, k]; the layer's part of L1; the MLP's inputs and gates."""
+        x = self.attend(x)
+        z = _norm(x, self.mlp_norm)
+        g = relu(linear(z, self.wg))
+        h = g * linear(z, self.wu)
+        return x + linear(h, self.wd), h.abs().sum(-1, dtype=torch.float32).mean(), z, g
+
+
+class Decoder(nn.Module):
+    """The model; equal sizes and seeds start from equal bits, on every device."""
+
+    def __init__(self, sizes: Sizes, seed: int) -> None:
+        """Draw the weights, on the CPU."""
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.embedding = _drawn(BYTES, sizes.width, draw)
+        self.layers = nn.ModuleList(Layer(sizes, draw) for _ in range(sizes.layers))
+        self.norm = nn.Parameter(torch.ones(sizes.width))
+        self.output = _drawn(BYTES, sizes.width, draw)
+
+    def forward(self, tokens: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
+        """Return logits [contexts, tokens, 256] of bytes [contexts, tokens], and the L1 term."""
+        x, norms = embedding(tokens, self.embedding), []
+        for number, layer in enumerate(self.layers):
+            x, norm, z, g = layer(x)
+            norms.append(norm)
+            if watch:
+                watch(number, z, g)
+        return linear(_norm(x, self.norm), self.output), torch.stack(norms).mean()
+
+
+def _drawn(rows: int, columns: int, draw: torch.Generator, by: float = DEVIATION) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, columns, generator=draw) * by)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight.shape, weight, EPSILON)
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """Rotate [..., tokens, head]: element i of the first half with element i of the second."""
+    tokens, head = x.shape[-2:]
+    halves = torch.arange(0, head, 2, device=x.device) / head
+    angles = torch.outer(torch.arange(tokens, device=x.device).float(), BASE**-halves)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,317 @@
+"""A small gated-ReLU language model: its text, its L1 term, what is counted, and suites of it."""
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from sparsebench.harness import cli, contest
+from sparsebench.harness._errors import SuiteError
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.operands import operands, redraw
+from sparsebench.harness.ops._active import share_of_any
+from sparsebench.harness.sparsity.model import Decoder, Sizes
+from sparsebench.harness.sparsity.text import Text, contexts, evenly, standard_library
+from sparsebench.harness.sparsity.train import FIRST, Settings, count, mlp_inputs, train
+from sparsebench.harness.suite import read
+from sparsebench.results.record import Contender, Problem, Status
+
+CPU = torch.device("cpu")
+SIZES = Sizes(layers=2, width=32, hidden=96, heads=2, context=32)
+SETTINGS = Settings(SIZES, steps=150, batch=16, held_out=48)
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return standard_library()
+
+
+@pytest.fixture(scope="module")
+def tokens(text: Text) -> Tensor:
+    return evenly(text.unseen, 12, SIZES.context)
+
+
+# ---- the text ----
+
+
+def test_every_16th_file_is_held_out_and_the_digest_is_of_both(tmp_path: Path) -> None:
+    for number in range(33):
+        (tmp_path / f"m{number:02}.py").write_text(f"{number:02}\n")
+    for name in ("test/a.py", "site-packages/b.py", "encodings/c.py", "_sysconfigdata_d.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("left out")
+    found = standard_library(tmp_path)
+    seen, unseen = (bytes(part.tolist()) for part in (found.seen, found.unseen))
+    assert unseen == b"15\n31\n"
+    assert seen == b"".join(b"%02d\n" % number for number in range(33) if number % 16 != 15)
+    assert found.sha256 == hashlib.sha256(seen + unseen).hexdigest()
+
+
+def test_a_folder_without_sources_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=r"expected at least 16 source files of Python; found 0"):
+        standard_library(tmp_path)
+
+
+def test_contexts_are_slices_and_never_overlap() -> None:
+    numbers = torch.arange(100, dtype=torch.uint8)
+    assert contexts(numbers, torch.tensor([3, 40]), 4).tolist() == [
+        [3, 4, 5, 6, 7],
+        [40, 41, 42, 43, 44],
+    ]
+    assert evenly(numbers, 3, 4)[:, 0].tolist() == [0, 30, 60]
+    assert evenly(numbers, 99, 4).flatten().tolist() == list(range(100))
+
+
+# ---- the model ----
+
+
+def test_a_byte_sees_those_before_it_alone(tokens: Tensor) -> None:
+    model, given = Decoder(SIZES, 0), tokens[:2, :-1].clone()
+    before, _ = model(given)
+    given[:, 20] ^= 1
+    after, _ = model(given)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
+
+
+def test_the_l1_term_is_the_mean_over_layers_and_tokens_of_the_sum_over_units(
+    tokens: Tensor,
+) -> None:
+    model, sums = Decoder(SIZES, 0), []
+
+    def watch(number: int, z: Tensor, gates: Tensor) -> None:
+        layer = model.layers[number]
+        g = linear(z, layer.wg)
+        assert torch.equal(gates, g.clamp(min=0))
+        pairs = [(c, t) for c in range(2) for t in range(5)]
+        h = [g[place].clamp(min=0) * (layer.wu @ z[place]) for place in pairs]
+        sums.append(sum(float(of_one.abs().sum()) for of_one in h) / len(pairs))
+
+    with torch.no_grad():
+        _, term = model(tokens[:2, :5], watch)
+    assert float(term) == pytest.approx(sum(sums) / SIZES.layers, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_seed_is_a_start(seed: int) -> None:
+    one, other = Decoder(SIZES, 0), Decoder(SIZES, seed)
+    assert torch.equal(one.output, other.output) == (seed == 0)
+
+
+def test_what_is_counted_is_what_is_on(tokens: Tensor) -> None:
+    model, on = Decoder(SIZES, 3), {}
+    with torch.no_grad():
+        model.layers[1].wg[:5] = 0  # five dead units
+        logits, _ = model(tokens[:, :-1], lambda n, _, gates: on.update({n: gates > 0}))
+    loss, layers = count(model, tokens, replace(SETTINGS, batch=5))
+    assert loss == pytest.approx(
+        float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+    )
+    for number, found in enumerate(layers):
+        sums = on[number].sum(-1).double()
+        assert found.active == pytest.approx(float(sums.mean()))
+        assert found.zeros == pytest.approx(1 - float(on[number].double().mean()))
+        assert found.dead == int((~on[number].flatten(0, 1).any(0)).sum())
+        assert found.most == int(sums.max())
+        assert found.first == pytest.approx(sums.mean(0)[:FIRST].tolist())
+        assert found.rest == pytest.approx(float(sums[:, FIRST:].mean()))
+    assert layers[1].dead >= 5
+    z = mlp_inputs(model, tokens[:, :-1], 1)
+    assert z.shape == (12 * SIZES.context, SIZES.width)
+    again = linear(z.float(), model.layers[1].wg) > 0
+    assert (again == on[1].flatten(0, 1)).float().mean() > 0.99  # z is stored in bf16
+
+
+# ---- the training ----
+
+
+def test_loss_falls_and_the_term_turns_units_off(text: Text) -> None:
+    untrained, _ = count(Decoder(SIZES, 0), evenly(text.unseen, 48, SIZES.context), SETTINGS)
+    assert untrained == pytest.approx(math.log(256), abs=0.1)
+    _, without = train(text, 0.0, SETTINGS, CPU)
+    _, with_it = train(text, 3e-2, SETTINGS, CPU)
+    assert without.loss < 3.5
+    assert with_it.loss < without.loss + 0.2
+    assert with_it.mean("zeros") > without.mean("zeros") + 0.1
+
+
+def test_equal_trainings_are_equal_bits(text: Text) -> None:
+    short = replace(SETTINGS, steps=20)
+    (one, first), (other, second) = (train(text, 1e-3, short, CPU) for _ in range(2))
+    assert replace(first, seconds=0) == replace(second, seconds=0)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_training_that_diverged_is_said(text: Text) -> None:
+    wild = replace(SETTINGS, steps=3, learning_rate=math.inf)
+    with pytest.raises(SuiteError, match="l1 0: expected a finite loss after training, found nan"):
+        train(text, 0.0, wild, CPU)
+
+
+# ---- the command, and suites of its file ----
+
+
+def sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["sparsebench", "train-lm", *map(str, arguments)])
+    return cli.main()
+
+
+LITTLE = {"layers": 2, "width": 32, "hidden": 96, "heads": 2, "context": 32, "batch": 8}
+SMALL = ["--device=cpu", *(f"--{name}={size}" for name, size in LITTLE.items())]
+
+
+def test_the_command_writes_what_a_suite_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "lm.safetensors"
+    given = *SMALL, "--steps", 5, "--l1", "0,1e-3", "--out", out, "--json"
+    assert sparsebench(monkeypatch, *given) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == "sparsebench/sparsity@1"
+    assert [one["l1"] for one in report["trained"]] == [0, 1e-3]
+    assert [len(one["layers"]) for one in report["trained"]] == [2, 2]
+    assert report["settings"]["sizes"]["hidden"] == 96
+    assert report["held_out"] == 1024 * 32
+    first, second = suite(tmp_path, "tensor: 'l1_*'", "m: 64, dtype: bf16, activation: relu")
+    assert [first.source.tensor, second.source.tensor] == ["l1_0", "l1_0.001"]
+    assert (first["n"], first["k"], first["skew"]) == (96, 32, "recorded")
+    stored = load_file(out)
+    assert stored["l1_0.x"].shape == (4096, 32)
+    assert first["active"] == pytest.approx(report["trained"][0]["layers"][1]["active"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--l1 0,few", "l1: expected coefficients of 0 or more, each once, such as 0,1e-4"),
+        ("--l1 -1", "found '-1'"),
+        ("--l1 nan", "found 'nan'"),
+        ("--l1 1e-3,0.001", "found '1e-3,0.001'"),
+        ("--width 36 --heads 4", "width: expected a multiple of 8, twice the heads; found 36"),
+        ("--out nowhere/x.safetensors", "expected a folder to write into; found no nowhere"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    arguments: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sparsebench(monkeypatch, "--device", "cpu", *arguments.split()) == 2
+    found = capsys.readouterr().err.strip()
+    assert line in found
+    assert "\n" not in found
+
+
+def suite(folder: Path, tensor: str, fields: str, op: str = "ffn") -> list[Problem]:
+    source = f"source: {{file: '*.safetensors', {tensor}}}, " if tensor else ""
+    (folder / "own.yaml").write_text(
+        "schema: sparsebench/suite@1\ntitle: t\n"
+        f"problems:\n  - {{op: {op}, {source}{fields}}}\n"
+        "contenders:\n  - {format: dense, kernel: torch_dense}\n"
+    )
+    return [contest.problem for contest in read(str(folder / "own.yaml"), folder).contests]
+
+
+FIELDS = "m: 16, dtype: fp32, activation: relu"
+
+
+def group(**other: Tensor) -> dict[str, Tensor]:
+    """Make tensors of a layer of 24 units and 8 features, and 50 tokens of it."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = {"wg": (24, 8), "wu": (24, 8), "wd": (8, 24), "x": (50, 8)}
+    drawn = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    return {f"a.{name}": tensor for name, tensor in (drawn | other).items()}
+
+
+def test_operands_are_the_file_s_and_each_draw_other_rows_of_it(tmp_path: Path) -> None:
+    tensors = group()
+    save_file(tensors, tmp_path / "layer.safetensors")
+    (asked,) = suite(tmp_path, "tensor: a", FIELDS)
+    on = (tensors["a.x"] @ tensors["a.wg"].T > 0).sum(1)
+    assert asked["active"] == pytest.approx(float(on.double().mean()), rel=1e-3)
+    assert share_of_any(asked) == asked["active"] / 24
+    op = load_op("ffn")
+    found = operands(asked, op, CPU, tmp_path)
+    for name in op.weights:
+        assert torch.equal(found.weights[name], tensors[f"a.{name}"])
+    x, starts = found.activations["x"], []
+    for draw in (0, 1, 2, 0):
+        redraw(asked, op, found.activations, draw, found.recorded)
+        start = int((tensors["a.x"] == x[0]).all(1).nonzero())
+        assert torch.equal(x, torch.cat([tensors["a.x"]] * 2)[start : start + 16])
+        starts.append(start)
+    assert len(set(starts)) == 3
+    assert starts[0] == starts[3]
+
+
+REFUSED: dict[str, tuple[Any, str, str, str]] = {
+    "no group": ({}, "tensor: b", FIELDS, "expected a group 'b' of wg, wu, wd, x, found none like"),
+    "no x": ({"x": None}, "tensor: a", FIELDS, "expected a group 'a' of wg, wu, wd, x, found none"),
+    "other sizes": ({"wu": torch.ones(20, 8)}, "tensor: a", FIELDS,
+                    "expected a.wu with n = 24; found 20"),
+    "other features": ({"x": torch.ones(50, 6)}, "tensor: a", FIELDS,
+                       "expected a.x with k = 8; found 6"),
+    "active too": ({}, "tensor: a", f"{FIELDS}, active: 8", "expected active to be set once"),
+    "all off": ({"wg": torch.zeros(24, 8)}, "tensor: a", FIELDS, "active: expected greater than 0"),
+    "silu": ({}, "tensor: a", "m: 16, dtype: fp32", "expected .*activation relu or relu2"),
+    "no source": ({}, "", f"n: 24, k: 8, {FIELDS}, active: 8, skew: recorded",
+                  "skew: expected 'recorded' just where there is a source"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_suite_refuses_what_does_not_fit(case: str, tmp_path: Path) -> None:
+    other, tensor, fields, line = REFUSED[case]
+    tensors = {name: t for name, t in group(**other).items() if t is not None}
+    save_file(tensors, tmp_path / "layer.safetensors")
+    with pytest.raises(SuiteError, match=line) as refused:
+        suite(tmp_path, tensor, fields)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_problem_takes_no_more_tokens_than_there_are(tmp_path: Path) -> None:
+    save_file(group(), tmp_path / "layer.safetensors")
+    line = r"problems\[0\].m: expected up to 50, as many as layer.safetensors:a has; found 51"
+    with pytest.raises(SuiteError, match=line):
+        suite(tmp_path, "tensor: a", "m: 51, dtype: fp32, activation: relu")
+    (asked,) = suite(tmp_path, "tensor: a", FIELDS)
+    more = replace(asked, fields={**asked.fields, "m": 51})
+    with pytest.raises(SuiteError, match=r"expected at least 51 tokens of 8 features, found \[50"):
+        operands(more, load_op("ffn"), CPU, tmp_path)
+
+
+def test_a_contest_of_a_recorded_layer(tmp_path: Path) -> None:
+    save_file(group(), tmp_path / "layer.safetensors")
+    (asked,) = suite(tmp_path, "tensor: a", FIELDS)
+    (row,), _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert row.status is Status.OK
+    assert row.flops == pytest.approx(2 * 16 * 24 * 8 * (1 + 2 * asked["active"] / 24))
+    assert row.dense_flops == 2 * 16 * 24 * 8 * 3
+
+
+def test_the_packaged_suite_reads_such_files(tmp_path: Path) -> None:
+    x = group()["a.x"].repeat(82, 1)[:4096]
+    tensors = {name.replace("a.", "l1_0."): t for name, t in group(x=x).items()}
+    save_file(tensors, tmp_path / "layer.safetensors")
+    problems = [c.problem for c in read("trained", tmp_path).contests]
+    assert [p["m"] for p in problems] == [1, 16, 64, 256, 1024, 4096]
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_as_the_cpu_does(text: Text) -> None:
+    _, here = train(text, 3e-2, SETTINGS, CPU)
+    model, there = train(text, 3e-2, SETTINGS, torch.device("cuda:0"))
+    assert there.loss == pytest.approx(here.loss, abs=0.1)
+    assert there.mean("zeros") == pytest.approx(here.mean("zeros"), abs=0.1)
+    assert model.norm.is_cuda
