@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := dev,gguf$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
+# Tests share out the cores, but not a GPU: on one they run one after the other.
+WORKERS := $(if $(findstring gpu,$(EXTRAS)),0,auto)
 
 # Python started here must not take our folders for installed packages of the same name.
 export PYTHONSAFEPATH := 1
@@ -15,7 +17,7 @@ bench: .venv/installed
 	$(BIN)/sparsebench run quick
 
 test: .venv/installed
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=4 --dist=worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .
