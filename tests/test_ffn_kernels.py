@@ -401,36 +401,72 @@ def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, acti
             assert torch.equal(launch().clone(), launch())
 
 
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
+def test_packed_gates_give_the_same_layer_on_a_gpu(shape, dtype, activation):
+    for active in (1, shape[1] / 64, shape[1] / 2):
+        asked = problem(*shape, dtype, activation=activation, active=active)
+        these = given(asked, GPU)
+        for fallback in (True, False):
+            launch = ffn_sparse.prepare(these, fallback=fallback, packed=True)
+            assert "library" not in launch.choice["gate"]
+            for draw in (1, 2):
+                redraw(asked, OP, these.activations, draw)
+                assert_right(launch(), these)
+                assert torch.equal(launch().clone(), launch())
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_gate_is_chosen_and_settled_on_a_gpu() -> None:
+    for m in (64, 300):
+        these = gpu_case(m)
+        choices = [ffn_sparse.prepare(these).choice]
+        ways = (False,) if m == 64 else (False, True)
+        choices += [ffn_sparse.prepare(these, packed=packed).choice for packed in ways]
+        for choice in choices:
+            again = ffn_sparse.prepare(replace(these, settled=choice))
+            assert again.choice == choice
+            assert_right(again(), these)
+    with pytest.raises(Unsupported, match="groups of 8 tokens, found 4"):
+        ffn_sparse.prepare(gpu_case(64), packed=True)
+
+
 def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
     return given(problem(m, n, k, active=active), GPU)
 
 
 @pytest.mark.gpu
 @hopper
-def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu(packed: bool) -> None:
     these = gpu_case()
     wg, x = these.weights["wg"].values, these.activations["x"]
     wg[:, 1] = 1.0  # what column 1 of X adds to every gate of a token
     x[:, 1] = 0
     x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units on, none, a group of eight
     for fallback in (True, False):
-        y = ffn_sparse.prepare(these, fallback=fallback)()
+        y = ffn_sparse.prepare(these, fallback=fallback, packed=packed)()
         assert_right(y, these)
         assert (y[6] == 0).all()
     wg[256:, 0] = -100  # one tile of 256 units holds all that is on
     wg[:256, 0] = 100
     for fallback in (True, False):
-        assert_right(ffn_sparse.prepare(these, fallback=fallback)(), these)
+        assert_right(ffn_sparse.prepare(these, fallback=fallback, packed=packed)(), these)
 
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("fallback", [True, False])
-def test_nan_stays_in_its_token_on_a_gpu(fallback: bool) -> None:
+def test_nan_stays_in_its_token_on_a_gpu(fallback: bool, packed: bool) -> None:
     these = gpu_case()
-    right = ffn_sparse.prepare(these, fallback=False)().clone()
+    launch = ffn_sparse.prepare(these, fallback=False, packed=packed)
+    right = launch().clone()
     these.activations["x"][7, 3] = float("nan")
-    y = ffn_sparse.prepare(these, fallback=fallback)()
+    y = ffn_sparse.prepare(replace(these, settled=launch.choice), fallback=fallback)()
     others = torch.arange(len(y), device=GPU) // 8 != 0
     assert y[7].isnan().all()
     assert torch.equal(y[others], right[others])
@@ -439,10 +475,11 @@ def test_nan_stays_in_its_token_on_a_gpu(fallback: bool) -> None:
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("active", [8, 600])
-def test_a_graph_replays_it_on_a_gpu(active: float) -> None:
+def test_a_graph_replays_it_on_a_gpu(active: float, packed: bool) -> None:
     these = gpu_case(active=active)
-    launch = ffn_sparse.prepare(these)
+    launch = ffn_sparse.prepare(these, packed=packed)
     launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
