@@ -435,7 +435,7 @@ __device__ __forceinline__ uint4 read(u32 at) {
 // Of one byte in each of eight lanes, bit i of lane j becomes bit j of lane i; four bytes at once.
 __device__ __forceinline__ u32 transposed(u32 bits) {
   #pragma unroll
-  for (int by = 4; by; by /= 2) {
+  for (int by = 1; by < 8; by *= 2) {  // down from 4 it would not be unrolled
     const u32 low = by == 4 ? 0x0f0f0f0f : by == 2 ? 0x33333333 : 0x55555555;
     const u32 got = __shfl_xor_sync(~0u, bits, by);
     bits = threadIdx.x & by ? bits & ~low | got >> by & low : bits & low | (got & low) << by;
@@ -448,7 +448,7 @@ __device__ __forceinline__ void put_on(const Out& to, u32 tile, int feature, int
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, n = to.n;
   const int row = warp / 2 * 8 + lane % 8, piece = warp % 2 * 4 + lane / 8;
   const int unit = feature + 8 * piece, left = to.m - token - row;
-  const int there = max(min(count, (left + GRANULE - 1) / GRANULE), 0);
+  const int there = max(min(count, left + GRANULE - 1 >> 4), 0);
   uint4 v[GROUP];
   u32 halves[2] = {};  // even units in the low ones, odd ones in the high: a byte of each granule
   #pragma unroll
@@ -464,7 +464,7 @@ __device__ __forceinline__ void put_on(const Out& to, u32 tile, int feature, int
   bits = transposed(bits);
   if (unit >= n) return;
   unsigned short* at = to.values + ((u64)(token + row) * n + unit);
-  unsigned char* eight = to.bits + ((u64)(token / 8 + warp / 2) * n + unit + lane % 8);
+  unsigned char* eight = to.bits + ((u64)((u32)token / 8 + warp / 2) * n + unit + lane % 8);
   #pragma unroll
   for (int i = 0; i < GROUP; i++, at += (u64)GRANULE * n, eight += 2 * (u64)n) {
     if (either >> 8 * i & 0xff) *(uint4*)at = v[i];
@@ -531,7 +531,7 @@ __device__ __forceinline__ void add_parts(const float4* from, int parts, int gra
         }
     }
     if (FP8) scale<2 * GROUP>(d, scales, feature, token + granule * GRANULE);
-    if (leader) stores_have_read<0>();
+    if (!PACKED && leader) stores_have_read<0>();
     warpgroup_in_step(half + 1);
     #pragma unroll
     for (int j = 0; j < GROUP; j++) put(at + j * GRANULE_BYTES, d + 8 * j);
@@ -574,8 +574,9 @@ __device__ __forceinline__ void put_out(const Sums& d, const Out* to, u32 out, i
   #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int buffer = c % BUFFERS * CHUNK_BYTES;
-    if (leader) stores_have_read<BUFFERS - 1>();
-    warpgroup_in_step(half + 1);
+    if (!PACKED && leader) stores_have_read<BUFFERS - 1>();
+    // Threads that read one buffer are in step, below, before the other is read: two need no more.
+    if (!PACKED || BUFFERS == 1) warpgroup_in_step(half + 1);
     #pragma unroll
     for (int i = 0; i < CHUNK / 16; i++)
       put(at + buffer + i * GRANULE_BYTES, d + 8 * (c * (CHUNK / 16) + i));

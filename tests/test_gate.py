@@ -110,7 +110,8 @@ def assert_packed(values: Tensor, bits: Tensor, gate: Tensor, poison: float | No
 
 
 # Whole items and some that are cut, into few parts and into more than granules; units that are no
-# multiple of 16; edges of m inside eight tokens. Part of the sums that is on: none, few, half, all.
+# multiple of 16; edges of m inside eight tokens; many whole items to a CTA, which use its buffers
+# anew. Part of the sums that is on: none, few, half, all.
 CASES = [
     (Case(Config(16, 1, 4), 21, 328, 6, 0.0, 7), 0.02),
     (Case(Config(32, 2, 4), 33, 328, 9, 0.0, 6), 0.5),
@@ -119,6 +120,8 @@ CASES = [
     (Case(Config(256, 1, 4), 270, 264, 7, 0.0, 5), 0.01),
     (Case(Config(256, 2, 4), 1, 136, 3, 0.0, 4), 0.0),
     (Case(Config(128, 1, 4), 391, 8, 12, 0.0, 8), 0.05),
+    (Case(Config(256, 1, 4), 520, 392, 2, 0.0, 2), 0.2),
+    (Case(Config(128, 2, 4), 260, 520, 2, 0.0, 4), 0.2),
 ]
 
 
