@@ -25,7 +25,14 @@ from sparsebench.kernels._spense import rows_in_turn, schedule
 from sparsebench.kernels.spense_wgmma import Config
 
 READ = """
-static uint4 read(u32 at) { uint4 v; memcpy(&v, dynamic_shared() + at, 16); return v; }
+static uint4 read(u32 at) {  // some warps much later than others, now the first, now the last
+  static int calls;
+  const int warp = now->thread / 32 % 4, late = calls++ / 4096 % 2 ? warp : 3 - warp;
+  for (int i = 0; i < 12 * late; i++) yield();
+  uint4 v;
+  memcpy(&v, dynamic_shared() + at, 16);
+  return v;
+}
 """
 RUN = """
 template <int LEFT> static void stores_have_read() {}
