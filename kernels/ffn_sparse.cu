@@ -243,8 +243,8 @@ struct Unit {
   __device__ __forceinline__ Unit(const u32* rows, const u16* g, int n) : gate(0) {
     if (threadIdx.x >= ROWS * 8) return;
     const u32 row = rows[threadIdx.x / 8], token = threadIdx.x % 8;
-    // The same place three times, as it costs fewest registers: 64 bits spill one kernel, 32 the
-    // other. The packed gates' own sums spill 16 bytes, once, after the last step.
+    // The same place in three ways, each where it costs fewest registers: 64 bits spill one kernel,
+    // 32 the other. With packed gates 16 bytes are spilled, once, after the last step.
     const u16* at = GATED ? g + ((u64)token * n + (row >> 8)) : g + (token * (u32)n + (row >> 8));
     if (PACKED) {
       const u32 own = (u32)cta_number() / SPLIT * 8 + (u32)thread_number() % 8;
