@@ -14,7 +14,7 @@ program stays and takes one tile after the other; where no group is left, all en
 is what the host's not knowing costs: two launches of a program an SM. The sums of a row do not
 depend on the rows beside it, so that the order of `heavy` does not show. The last program of the
 last product sets both counts back to zero, for the next call. Without a gate of its own, H is
-act(G), and there is one product.
+act(G), and there is one product. Of packed gates (_gate.py) only what is on is read.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from sparsebench.kernels._triton import SMALLEST_TILE, Program, box, options
 BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
 DEPTH, STAGES = 64, 4
 
-Kind = Literal["gated", "plain", "activated"]
-"""Of a product: times act(what is in its output), as it is, of act(its left operand)."""
+Kind = Literal["gated", "packed", "plain", "activated"]
+"""Of a product: times act(what is in its output), all or where it is on; as it is; of act(X)."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,36 @@ def rest_of(m: int, most: int, programs: int, device: torch.device) -> Rest:
 
 
 def products(
-    x: Tensor, g: Tensor, wu: Tensor | None, wd: Tensor, y: Tensor, rest: Rest, *, squared: bool
+    x: Tensor,
+    g: Tensor,
+    wu: Tensor | None,
+    wd: Tensor,
+    y: Tensor,
+    rest: Rest,
+    *,
+    squared: bool,
+    bits: Tensor | None = None,
 ) -> list[Program]:
     """Return the programs of H, over the gates g [m, n], and of Y; relu squared, or relu.
 
-    Without wu, H is act(G), made on the way into the product.
+    Without wu, H is act(G), made on the way into the product. With `bits`, g is packed.
     """
     if wu is None:
         return [_program(g, wd, y, rest, "activated", squared)]
-    return [_program(x, wu, g, rest, "gated", squared), _program(g, wd, y, rest, "plain", squared)]
+    gate: Kind = "gated" if bits is None else "packed"
+    up = _program(x, wu, g, rest, gate, squared, bits)
+    return [up, _program(g, wd, y, rest, "plain", squared)]
 
 
-def _program(x: Tensor, w: Tensor, out: Tensor, rest: Rest, kind: Kind, squared: bool) -> Program:
+def _program(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    rest: Rest,
+    kind: Kind,
+    squared: bool,
+    bits: Tensor | None = None,
+) -> Program:
     (m, k), n = x.shape, len(w)
     tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
     features = 128 if m > 1024 else 64 if m > 64 else 32
@@ -78,7 +96,8 @@ def _program(x: Tensor, w: Tensor, out: Tensor, rest: Rest, kind: Kind, squared:
         "SQUARED": squared,
     }
     boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
-    args = (x, *boxes, out, rest.heavy, rest.left, m, n, k, rest.most)
+    bits = rest.heavy if bits is None else bits  # which is not read
+    args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k, rest.most)
     compiled = constants | options(warps, "pointers")
     return Program(_multiply, (rest.programs,), args, compiled, out)
 
@@ -95,6 +114,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     boxes,
     w,
     out,
+    bits,
     heavy,
     left,
     m,
@@ -148,10 +168,14 @@ def _multiply(  # type: ignore[no-untyped-def]
 
             out_at = out + rows * n + (feature + features)[None, :]
             mask = there & (features < n - feature)[None, :]
-            if KIND == "gated":
-                total *= _act(tl.load(out_at, mask, 0.0).to(tl.float32), SQUARED)
+            if KIND == "gated" or KIND == "packed":
+                read = mask
+                if KIND == "packed":
+                    eight = tl.load(bits + rows // 8 * n + (feature + features)[None, :], mask, 0)
+                    read = mask & (eight.to(tl.int32) >> (rows % 8).to(tl.int32) & 1 != 0)
+                total *= _act(tl.load(out_at, read, 0.0).to(tl.float32), SQUARED)
             tl.store(out_at, total.to(out.dtype.element_ty), mask)
-        if KIND != "gated":
+        if KIND == "plain" or KIND == "activated":
             tl.debug_barrier()  # all warps have read the count: it may change
             through = tl.atomic_add(left + 1, 1)
             if through == tl.num_programs(0) - 1:

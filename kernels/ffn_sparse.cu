@@ -34,8 +34,11 @@
 //
 // With GATED = 0, Y = act(G) @ Wd.T: there is no U, and H is act(G).
 //
-// Compiled with -DK, -DSPLIT=1|2|4|8, -DSQUARED=0|1 (relu, relu2), -DGATED=0|1 and what hopper.cuh
-// asks for. K is a multiple of 8, and of 256 beyond 3072, and at most 4096.
+// With PACKED, the gate's product has written who is on (spense_wgmma.cu, "who is on"): a byte for a
+// unit and eight tokens, which are a group. Of G nothing but what is on is read.
+//
+// Compiled with -DK, -DSPLIT=1|2|4|8, -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DPACKED=0|1 and
+// what hopper.cuh asks for. K is a multiple of 8, and of 256 beyond 3072, and at most 4096.
 
 #include "hopper.cuh"
 
@@ -57,12 +60,6 @@ struct Shared {
 
 // ---- PTX ----
 
-// 0xffff in each half that is greater than zero or NaN.
-__device__ __forceinline__ u32 on(u32 pair) {
-  u32 mask;
-  asm("set.gtu.u32." TYPE "x2 %0, %1, %2;" : "=r"(mask) : "r"(pair), "r"(0));
-  return mask;
-}
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                          u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
@@ -100,6 +97,11 @@ __device__ __forceinline__ int cta_number() {  // read again at each call
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
   return cta;
 }
+__device__ __forceinline__ int thread_number() {  // likewise
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 // ---- rows: unit << 8 | tokens that it is on for ----
 
@@ -125,13 +127,17 @@ __device__ __forceinline__ int sum_before(int own, Shared& s, int& all) {  // ov
 
 // List the units of pieces `at` to `end`, eight a piece, that are on for some token, in ascending
 // order; a last step is filled up with a row that is on for none. Returns their number.
-__device__ __forceinline__ int list_rows(u32* rows, const u16* g, int tokens, int n, int at,
-                                         int end, Shared& s) {
+__device__ __forceinline__ int list_rows(u32* rows, const u16* g, const uint2* bits, int tokens,
+                                         int n, int at, int end, Shared& s) {
   int found = 0;
   for (; at < end; at += THREADS) {
     const int piece = at + threadIdx.x;
     u32 masks[4] = {};  // of two units each
-    if (piece < end) {
+    if (PACKED && piece < end) {
+      const uint2 v = __ldg(bits + piece);
+      masks[0] = __byte_perm(v.x, 0, 0x4140), masks[1] = __byte_perm(v.x, 0, 0x4342);
+      masks[2] = __byte_perm(v.y, 0, 0x4140), masks[3] = __byte_perm(v.y, 0, 0x4342);
+    } else if (piece < end) {
       #pragma unroll
       for (int i = 0; i < 8; i++)
         if (i < tokens) {
@@ -237,8 +243,13 @@ struct Unit {
   __device__ __forceinline__ Unit(const u32* rows, const u16* g, int n) : gate(0) {
     if (threadIdx.x >= ROWS * 8) return;
     const u32 row = rows[threadIdx.x / 8], token = threadIdx.x % 8;
-    // Both places are the same: in 32 bits one kernel is spilled, in 64 the other.
+    // The same place in three ways, each where it costs fewest registers: 64 bits spill one kernel,
+    // 32 the other. With packed gates 16 bytes are spilled, once, after the last step.
     const u16* at = GATED ? g + ((u64)token * n + (row >> 8)) : g + (token * (u32)n + (row >> 8));
+    if (PACKED) {
+      const u32 own = (u32)cta_number() / SPLIT * 8 + (u32)thread_number() % 8;
+      at = g + ((u64)own * (u32)n + (row >> 8));  // g is not of the group, but of all tokens
+    }
     if (row >> token & 1) gate = __ldg(at);
   }
   __device__ __forceinline__ void put(Shared& s) const {
@@ -368,15 +379,16 @@ __device__ __forceinline__ int total(int found, Shared& s) {
 
 extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS, CTAS)
 up_and_down(const u16* x, const u16* g, const uint4* wu, const uint4* wd, u16* y, int* left,
-            int* heavy, int m, int n, int most, int limit) {
+            int* heavy, int m, int n, int most, int limit, const uint2* bits) {
   __shared__ Shared s;
   u32* rows = (u32*)(shared + 8 * X_STRIDE);
   const Group group(m, most);
   if (GATED) bring((const uint4*)(x + (u64)group.token * K), group.tokens);
   const int pieces = n / 8, at = pieces * group.rank / SPLIT;
   const int end = pieces * (group.rank + 1) / SPLIT;
-  g += (u64)group.token * n;
-  const int found = list_rows(rows, g, group.tokens, n, at, end, s);
+  if (!PACKED) g += (u64)group.token * n;
+  if (PACKED) bits += (u64)group.number * (n / 8);
+  const int found = list_rows(rows, g, bits, group.tokens, n, at, end, s);
   if (total(found, s) > limit) {
     if (SPLIT > 1) cluster_in_step();  // all have read `found`
     if (group.rank == 0 && threadIdx.x == 0) heavy[atomicAdd(left, 1)] = group.number;

@@ -1,6 +1,6 @@
 """Gated feed-forward layer with few units on, relu or relu2, in CUDA C++ for Hopper.
 
-    G = X @ Wg.T                         cuBLAS or cuBLASLt, whichever is faster
+    G = X @ Wg.T                         cuBLAS, cuBLASLt, or _gate.py, whichever is faster
     Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: of units that are on, and no others
     the same, dense                      _ffn_rest.py: of groups of tokens with too many of them
 
@@ -18,6 +18,10 @@ many rows cost what dense products do:
     to 32, 64         2, 4         8               smaller groups give every SM work
     more              8            8, 4, 2, 1      so many that they run at one time
 
+Where groups have eight tokens, there are two ways to the gate, and `prepare` times the whole layer
+with each: a library's product, all of which is read to find who is on; and one of which only a
+bitmap and what is on are written, and nothing else is read.
+
 k and n are multiples of 8; k is at most 4096, and a multiple of 256 beyond 3072, where a thread's
 registers suffice for nothing else. Where X is not finite, a unit that is off counts as zero; dense
 products make it NaN.
@@ -31,7 +35,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels import _ffn_rest, cublas
+from sparsebench.kernels import _ffn_rest, _gate, cublas
 from sparsebench.kernels._cuda import (
     Constants,
     Layout,
@@ -51,8 +55,8 @@ ROWS = 16  # of a step
 SHARED_BYTES = 216 * 1024  # of 227 KB, of which up to 9 are the kernel's own
 L2_RATE, DENSE_RATE, FEW = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (kernels/NOTES.md)
 
-# x, g, wu, wd transposed, y, left, heavy; m, n, tokens of a group, limit
-ARGUMENTS = Layout(*"PPPPPPPiiii")
+# x, g, wu, wd transposed, y, left, heavy; m, n, tokens of a group, limit; bits
+ARGUMENTS = Layout(*"PPPPPPPiiiiP")
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -97,9 +101,12 @@ def shared_bytes(k: int, n: int, tokens: int, split: int) -> int:
     return max(x + rows, 4 * tokens * k if split > 1 else 0)
 
 
-def constants_of(k: int, split: int, squared: bool, gated: bool, dtype: torch.dtype) -> Constants:
+def constants_of(
+    k: int, split: int, squared: bool, gated: bool, dtype: torch.dtype, packed: bool = False
+) -> Constants:
     """Return what the kernel is compiled for."""
-    flags = {"SQUARED": squared, "GATED": gated, "FP16": dtype == torch.float16}
+    half = dtype == torch.float16
+    flags = {"SQUARED": squared, "GATED": gated, "PACKED": packed, "FP16": half}
     return ("K", k), ("SPLIT", split), *((name, int(flag)) for name, flag in flags.items())
 
 
@@ -114,30 +121,37 @@ def launch(
     split: int,
     limit: int,
     squared: bool,
+    bits: Tensor | None = None,
 ) -> Program:
     """Return the program that writes Y of all groups that it does not leave to `rest`.
 
     x and y [m, k], g, the gates, [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without
-    wu, H is act(g).
+    wu, H is act(g). With the `bits` of _gate.py, g is packed and groups have eight tokens.
     """
     (m, k), n, device = x.shape, len(wd_t), x.device
     shared = shared_bytes(k, n, rest.most, split)
-    constants = constants_of(k, split, squared, wu is not None, x.dtype)
+    constants = constants_of(k, split, squared, wu is not None, x.dtype, bits is not None)
     kernel, code = load("ffn_sparse", "up_and_down", constants, SHARED_BYTES, device)
     threads = 32 * max(FEWEST_WARPS, -(-k // COLUMNS))
     grid = len(rest.heavy) * split
     loaded = Loaded(kernel, code, device.index, grid, threads, shared)
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
-    args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, rest.most, limit)
-    return Program(loaded, args, kept, y)
+    at = 0 if bits is None else bits.data_ptr()
+    args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, rest.most, limit, at)
+    return Program(loaded, args, kept if bits is None else (*kept, bits), y)
 
 
-def prepare(operands: Operands, *, fallback: bool = True) -> Launch:
-    """Choose the gate's library; without the `fallback` all groups are multiplied as sparse."""
-    return prepared(operands, "wg", "wu", fallback)
+def prepare(operands: Operands, *, fallback: bool = True, packed: bool | None = None) -> Launch:
+    """Choose the gate's product: one that is `packed`, one that is not, or the faster (None).
+
+    Without the `fallback` all groups are multiplied as sparse.
+    """
+    return prepared(operands, "wg", "wu", fallback, packed)
 
 
-def prepared(operands: Operands, gate: str, up: str | None, fallback: bool) -> Launch:
+def prepared(
+    operands: Operands, gate: str, up: str | None, fallback: bool, packed: bool | None = False
+) -> Launch:
     """Return the launch of a layer whose gate and up weights have these names."""
     x = operands.activations["x"]
     dense = {name: _values(weight) for name, weight in operands.weights.items()}
@@ -150,27 +164,45 @@ def prepared(operands: Operands, gate: str, up: str | None, fallback: bool) -> L
     processors = multiprocessors(x.device)
     most, split = grouping(m, k, processors)
     limit = limit_of(m, n, most) if fallback else n
-    g, y = x.new_empty(m, n), torch.empty_like(x)
-    gates = gates_into(g, operands, gate)
-    rest, wd_t = _ffn_rest.rest_of(m, most, processors, x.device), wd.t().contiguous()
-    sparse = launch(x, g, wu, wd_t, y, rest, split=split, limit=limit, squared=squared)
-    programs: list[Callable[[], Tensor]] = [sparse]
-    if limit < n:
-        programs += _ffn_rest.products(x, g, wu, wd, y, rest, squared=squared)
+    y, wd_t = torch.empty_like(x), wd.t().contiguous()
+    if most < TOKENS:
+        if packed:
+            raise Unsupported(f"a packed gate needs groups of {TOKENS} tokens, found {most}")
+        packed = False
 
-    def run() -> Tensor:
-        gates()
-        for program in programs:
-            program()
-        return y
+    def layer(gates: Launch | _gate.Gate, g: Tensor, bits: Tensor | None) -> Launch:
+        rest = _ffn_rest.rest_of(m, most, processors, x.device)
+        sparse = launch(
+            x, g, wu, wd_t, y, rest, split=split, limit=limit, squared=squared, bits=bits
+        )
+        programs: list[Callable[[], object]] = [gates, sparse]
+        if limit < n:
+            programs += _ffn_rest.products(x, g, wu, wd, y, rest, squared=squared, bits=bits)
 
-    choice = {**gates.choice, "tokens": most, "split": split, "limit": limit}
-    return Launch(run, choice, sparse.code)
+        def run() -> Tensor:
+            for program in programs:
+                program()
+            return y
+
+        choice = {"gate": gates.choice, "tokens": most, "split": split, "limit": limit}
+        return Launch(run, choice, sparse.code)
+
+    settled = operands.settled and operands.settled["gate"]
+    if settled:
+        packed = "library" not in settled
+    ways = []
+    if not packed:
+        g = x.new_empty(m, n)
+        ways.append(layer(gates_into(g, operands, gate), g, None))
+    if packed is not False:
+        gates = _gate.prepare(x, dense[gate], settled)
+        ways.append(layer(gates, gates.values, gates.bits))
+    return ways[cublas.fastest_product(ways, x.device)]
 
 
 def gates_into(g: Tensor, operands: Operands, name: str) -> Launch:
     """Return the product of x and a weight into g [m, n], by the faster library."""
-    settled = operands.settled and {"library": operands.settled["library"]}
+    settled = operands.settled and operands.settled["gate"]
 
     def product(x: Tensor, **weight: Tensor) -> Tensor:
         return torch.mm(x, weight[name].t(), out=g)

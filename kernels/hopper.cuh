@@ -196,6 +196,12 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// 0xffff in each half that is greater than zero or NaN.
+__device__ __forceinline__ u32 on(u32 pair) {
+  u32 mask;
+  asm("set.gtu.u32." TYPE "x2 %0, %1, %2;" : "=r"(mask) : "r"(pair), "r"(0));
+  return mask;
+}
 
 // ---- sums of features x tokens, into swizzled rows of 64 features ----
 // Of 64 features a warp has 16. Its 16 x 16 sums are four pieces of 8 x 8, of each of which a lane

@@ -45,6 +45,9 @@
 // ACTIVATION, what is written is H[m, n / 2] = act(G) * U ("hidden units" below): G and U stay in
 // registers, and H is rounded once, to the operands' dtype: in fp8 to e4m3, which saturates.
 //
+// With PACKED, Y is the gate of a layer whose units are mostly off (ffn_sparse.cu): a bitmap of who
+// is on is written, and values where there are such ("who is on" below).
+//
 // Counts of a box, TOKENS = 256, in clocks of an SM (128 bytes of shared memory each):
 //
 //                     tensor cores   X, read by each warpgroup   W, read   both, written by copies
@@ -64,8 +67,9 @@
 // memory at a time, and some SMs get theirs much later than others: 4 to 5 tiles are 6 % faster.
 //
 // Compiled with -DTOKENS=256|128|64|32|16 -DCLUSTER=1|2 -DAHEAD=2... -DFP8=0|1 -DFP16=0|1 (0 is
-// bf16) -DACTIVATION=0 (none) | 1 silu | 2 relu | 3 relu2 | 4 gelu_tanh, and for a look at a kernel
-// that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma.mma_async.sp.
+// bf16) -DACTIVATION=0 (none) | 1 silu | 2 relu | 3 relu2 | 4 gelu_tanh -DPACKED=0|1 (of 16 bits,
+// without an activation), and for a look at a kernel that hangs with -DWATCHDOG=1.
+// Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
 
@@ -86,7 +90,14 @@ constexpr int W_SLOTS = at_most(AHEAD, (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W
 
 static_assert(X_SLOTS >= 4 && W_SLOTS >= 2, "less would not overlap loads and products");
 
-struct Maps { TensorMap x, out; };  // of Y, or of H
+#if PACKED
+static_assert(!FP8 && !GATED, "gates of 16 bits, as they are");
+// Of values [m, n] and bits [ceil(m / 8), n]; as large as a map.
+struct alignas(128) Out { unsigned short* values; unsigned char* bits; int m, n; };
+#else
+using Out = TensorMap;  // of Y, or of H
+#endif
+struct Maps { TensorMap x; Out out; };
 
 // Tile (row, column) of W is sparse where row < sparse_rows and column < sparse_columns, and then
 // lies at [row, column] of the sparse tiles; else at [row - dense_row, column - dense_column] of
@@ -392,10 +403,75 @@ __device__ __forceinline__ void put(u32 place, const float* sums) {
   if (GATED) put_hidden(place, sums);
   else put_transposed(place, sums);
 }
-__device__ __forceinline__ void store_granule(const TensorMap* out, u32 from, int feature,
-                                              int token) {
+#if !PACKED
+__device__ __forceinline__ void store_granule(const Out* out, u32 from, int feature, int token) {
   store(out, from, feature / (ROW_BYTES / OUT_BYTES), token);  // the map counts in 16 bits
 }
+#endif
+
+// ---- who is on ----
+//
+//   A unit of a token is on unless its gate, once rounded, is <= 0: NaN is on.
+//
+//      bits    [m / 8, n] bytes    of a unit and eight tokens: bit t is token t's
+//      values  [m, n]              32 bytes of a token, 16 units, are written if one of them is on,
+//                                  and else left as they are: nothing but what is on may be read
+//
+//   Any number of them is right, and each has one place. Sums go through shared memory as Y's do,
+//   16 tokens x 64 units to a granule, of which a thread reads eight units of a token:
+//
+//      warp 0    tokens 0 to 7, lane % 8; units 0 to 31, 8 of lane / 8       warp 1    32 to 63
+//      warp 2    tokens 8 to 15                                              warp 3
+//
+//   Eight lanes have 8 x 8 bits, which they transpose; those of four granules are one word.
+
+#if PACKED
+__device__ __forceinline__ uint4 read(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+// Of one byte in each of eight lanes, bit i of lane j becomes bit j of lane i; four bytes at once.
+__device__ __forceinline__ u32 transposed(u32 bits) {
+  #pragma unroll
+  for (int by = 1; by < 8; by *= 2) {  // down from 4 it would not be unrolled
+    const u32 low = by == 4 ? 0x0f0f0f0f : by == 2 ? 0x33333333 : 0x55555555;
+    const u32 got = __shfl_xor_sync(~0u, bits, by);
+    bits = threadIdx.x & by ? bits & ~low | got >> by & low : bits & low | (got & low) << by;
+  }
+  return bits;
+}
+// Of `count` granules, at most GROUP, of units from `feature` on and tokens from `token` on.
+template <int GROUP>
+__device__ __forceinline__ void put_on(const Out& to, u32 tile, int feature, int token, int count) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, n = to.n;
+  const int row = warp / 2 * 8 + lane % 8, piece = warp % 2 * 4 + lane / 8;
+  const int unit = feature + 8 * piece, left = to.m - token - row;
+  const int there = max(min(count, left + GRANULE - 1 >> 4), 0);
+  uint4 v[GROUP];
+  u32 halves[2] = {};  // even units in the low ones, odd ones in the high: a byte of each granule
+  #pragma unroll
+  for (int i = 0; i < GROUP; i++) {
+    v[i] = read(tile + i * GRANULE_BYTES + row * OUT_BYTES + ((piece ^ row % 8) << 4));
+    const int by = 8 * (i % 2);
+    halves[i / 2] |= on(v[i].x) & 0x20001u << by | on(v[i].y) & 0x80004u << by |
+                     on(v[i].z) & 0x200010u << by | on(v[i].w) & 0x800040u << by;
+  }
+  u32 bits = __byte_perm(halves[0], halves[1], 0x5410) | __byte_perm(halves[0], halves[1], 0x7632);
+  if (there < 4) bits &= (1u << 8 * there) - 1;  // no token is beyond m
+  const u32 either = bits | __shfl_xor_sync(~0u, bits, 8);  // of 16 units
+  bits = transposed(bits);
+  if (unit >= n) return;
+  unsigned short* at = to.values + ((u64)(token + row) * n + unit);
+  unsigned char* eight = to.bits + ((u64)((u32)token / 8 + warp / 2) * n + unit + lane % 8);
+  #pragma unroll
+  for (int i = 0; i < GROUP; i++, at += (u64)GRANULE * n, eight += 2 * (u64)n) {
+    if (either >> 8 * i & 0xff) *(uint4*)at = v[i];
+    if (i < count && left + lane % 8 > i * GRANULE) *eight = bits >> 8 * i;
+  }
+}
+#endif
 
 // ---- sums of parts of an item ----
 
@@ -438,7 +514,7 @@ __device__ __forceinline__ void wait_for(const int* counter, int parts) {
 // Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give.
 template <int GROUP, int UNROLL>
 __device__ __forceinline__ void add_parts(const float4* from, int parts, int granule, int end,
-                                          const Scales& scales, const TensorMap* to, u32 out,
+                                          const Scales& scales, const Out* to, u32 out,
                                           int feature, int token, int half) {
   const bool leader = threadIdx.x % 128 == 0;
   const u32 at = place_in(out);
@@ -455,10 +531,14 @@ __device__ __forceinline__ void add_parts(const float4* from, int parts, int gra
         }
     }
     if (FP8) scale<2 * GROUP>(d, scales, feature, token + granule * GRANULE);
-    if (leader) stores_have_read<0>();
+    if (!PACKED && leader) stores_have_read<0>();
     warpgroup_in_step(half + 1);
     #pragma unroll
     for (int j = 0; j < GROUP; j++) put(at + j * GRANULE_BYTES, d + 8 * j);
+#if PACKED
+    warpgroup_in_step(half + 1);
+    put_on<GROUP>(*to, out, feature, token + granule * GRANULE, end - granule);
+#else
     show_to_copies();
     warpgroup_in_step(half + 1);
     if (leader) {
@@ -466,12 +546,13 @@ __device__ __forceinline__ void add_parts(const float4* from, int parts, int gra
         store_granule(to, out + j * GRANULE_BYTES, feature, token + (granule + j) * GRANULE);
       end_of_stores();
     }
+#endif
   }
 }
 
 // Each part adds up its share of the granules of all parts. The counter is then as it was.
 __device__ __forceinline__ void join_parts(const Item& item, const float4* from, int* counter,
-                                           const Scales& scales, const TensorMap* to, u32 out,
+                                           const Scales& scales, const Out* to, u32 out,
                                            int feature, int half) {
   const int part = item.join.part, parts = item.join.parts, token = item.work.token;
   const int each = (GRANULES + parts - 1) / parts, adding = (GRANULES + each - 1) / each;
@@ -486,18 +567,23 @@ __device__ __forceinline__ void join_parts(const Item& item, const float4* from,
   if (leader && atomicAdd(counter, 1) == parts + adding - 1) *counter = 0;
 }
 
-__device__ __forceinline__ void put_out(const Sums& d, const TensorMap* to, u32 out, int feature,
+__device__ __forceinline__ void put_out(const Sums& d, const Out* to, u32 out, int feature,
                                         int token, int half) {
   const bool leader = threadIdx.x % 128 == 0;
   const u32 at = place_in(out);
   #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int buffer = c % BUFFERS * CHUNK_BYTES;
-    if (leader) stores_have_read<BUFFERS - 1>();
-    warpgroup_in_step(half + 1);
+    if (!PACKED && leader) stores_have_read<BUFFERS - 1>();
+    // Threads that read one buffer are in step, below, before the other is read: two need no more.
+    if (!PACKED || BUFFERS == 1) warpgroup_in_step(half + 1);
     #pragma unroll
     for (int i = 0; i < CHUNK / 16; i++)
       put(at + buffer + i * GRANULE_BYTES, d + 8 * (c * (CHUNK / 16) + i));
+#if PACKED
+    warpgroup_in_step(half + 1);
+    put_on<CHUNK / GRANULE>(*to, out + buffer, feature, token + c * CHUNK, CHUNK / GRANULE);
+#else
     show_to_copies();
     warpgroup_in_step(half + 1);
     if (leader) {
@@ -507,6 +593,7 @@ __device__ __forceinline__ void put_out(const Sums& d, const TensorMap* to, u32 
                       token + c * CHUNK + i * GRANULE);
       end_of_stores();
     }
+#endif
   }
 }
 

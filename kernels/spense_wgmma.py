@@ -136,16 +136,22 @@ def launch(
 
 
 def plan(
-    w: Spense, m: int, config: Config, *, activation: str | None = None, watchdog: bool = False
+    w: Spense,
+    m: int,
+    config: Config,
+    *,
+    activation: str | None = None,
+    packed: bool = False,
+    watchdog: bool = False,
 ) -> Plan:
     """Assign the work and upload the lists; of W the shapes and the dtype count.
 
-    `refusal` says what may not come here.
+    `refusal` says what may not come here. What is `packed` is bound by _gate.py.
     """
     device, (n, k), share = w.sparse.device, w.shape, 2 * config.cluster
     workers = multiprocessors(device) // config.cluster
     work = schedule(w, m, config.tokens, config.cluster, workers)
-    constants = constants_of(config, w.dtype, activation)
+    constants = constants_of(config, w.dtype, activation, packed)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     grid = workers * config.cluster
@@ -178,17 +184,25 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program
             raise Unsupported(f"expected {wanted}; found {own.dtype} {list(own.shape)}, {x.dtype}")
     kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
     y = x.new_empty(plan.y, dtype=kind)
+    written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
+    return program(plan, x, w, y, _map_of(y, (STORED, written)), scales)
+
+
+def program(
+    plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
+) -> Program:
+    """Return the program that writes `out`, described to the kernel as `to`: a map, or _gate.py."""
+    m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
     sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
     counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # the kernel leaves them so
     part = plan.config.tokens // plan.config.cluster
-    written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
-    maps = _map_of(x, (part, BOX)) + _map_of(y, (STORED, written))
+    maps = _map_of(x, (part, BOX)) + to
     by = *(0 if own is None else own.data_ptr() for own in of_sums), n, m
     kept = plan.items, sums, counters
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     args = ARGUMENTS(maps, *tiles, plan.first, *by, *(a.data_ptr() for a in kept))
     owned = [own for own in of_sums if own is not None]
-    return Program(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), y)
+    return Program(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
 
 
 def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
@@ -203,7 +217,9 @@ def _fits(scales: Tensor, size: int) -> bool:
     return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
 
 
-def constants_of(config: Config, dtype: torch.dtype, activation: str | None = None) -> Constants:
+def constants_of(
+    config: Config, dtype: torch.dtype, activation: str | None = None, packed: bool = False
+) -> Constants:
     """Return what the kernel is compiled for."""
     return (
         ("TOKENS", config.tokens),
@@ -212,6 +228,7 @@ def constants_of(config: Config, dtype: torch.dtype, activation: str | None = No
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
+        ("PACKED", int(packed)),
     )
 
 

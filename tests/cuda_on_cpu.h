@@ -17,6 +17,7 @@ using std::min;
 #define __global__
 #define __cluster_dims__(n)
 #define __launch_bounds__(...)
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -60,6 +61,7 @@ static void __syncwarp() { warp_in_step(); }
 static void __syncthreads() { meet(mine().all, threads); }
 static void cluster_in_step() { meet(cluster, (int)fibers.size()); }
 static int cta_number() { return first + now->cta; }
+static int thread_number() { return now->thread; }
 static char* dynamic_shared() { return mine().dynamic.data(); }
 static char* fixed_shared() { return mine().fixed.data(); }
 
@@ -101,6 +103,13 @@ static int __shfl_up_sync(u32, int value, int by) {
   warp()[lane()][0] = value;
   warp_in_step();
   const int got = warp()[lane() >= by ? lane() - by : lane()][0];
+  warp_in_step();
+  return got;
+}
+static u32 __shfl_xor_sync(u32, u32 value, int by) {
+  warp()[lane()][0] = value;
+  warp_in_step();
+  const u32 got = warp()[lane() ^ by][0];
   warp_in_step();
   return got;
 }

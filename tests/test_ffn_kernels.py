@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from on_hopper import KERNELS, assert_compiles_cleanly, hopper
+from test_spense_wgmma import CUOBJDUMP
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -41,6 +42,9 @@ OP = load_op("ffn")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
+
+
+CLEAN_BUT_FOR_16_BYTES = "16 bytes stack frame, 16 bytes spill stores, 16 bytes spill loads"
 
 
 def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
@@ -115,6 +119,34 @@ def test_it_compiles_without_a_spill(k: int, split: int, gated: bool, tmp_path: 
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
+@compiled
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("k", [2048, 4096, 200])
+@pytest.mark.parametrize("split", [1, 8])
+def test_of_packed_gates_it_compiles_with_no_spill_in_the_loop(
+    k: int, split: int, tmp_path: Path
+) -> None:
+    for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
+        constants = ffn_sparse.constants_of(k, split, squared, True, dtype, packed=True)
+        if k == 200:
+            assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
+            continue
+        assert_compiles_cleanly("ffn_sparse", constants, tmp_path, clean=CLEAN_BUT_FOR_16_BYTES)
+        assert_loops_keep_to_registers(tmp_path / "kernel.cubin")
+
+
+def assert_loops_keep_to_registers(code: Path) -> None:
+    """Find the loops with products in them: none reads or writes local memory."""
+    sass = subprocess.check_output([CUOBJDUMP, "-sass", code], text=True)
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,5})\*/\s+(.*?) ;", sass)]
+    jumps = [(at, re.search(r"BRA.* 0x(\w+)$", text)) for at, text in lines]
+    spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    loops = [[text for at, text in lines if start <= at < end] for start, end in spans]
+    loops = [loop for loop in loops if any("HMMA" in text for text in loop)]
+    assert loops
+    assert not any(word in text for loop in loops for text in loop for word in ("STL", "LDL"))
+
+
 def on_cpu(constants: Constants, folder: Path) -> Any:
     """Build the kernel's own source for this machine; PTX and shared memory are cuda_on_cpu.h's."""
     source = (KERNELS / "ffn_sparse.cu").read_text()
@@ -124,10 +156,12 @@ def on_cpu(constants: Constants, folder: Path) -> Any:
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
     source += """
-      static struct { const u16 *x, *g; const uint4 *wu, *wd; u16* y; int *left, *heavy; } p;
+      static struct { const u16 *x, *g; const uint4 *wu, *wd; u16* y; int *left, *heavy;
+                      const uint2* bits; } p;
       static struct { int m, n, most, limit; } q;
       static void run() {
-        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.most, q.limit);
+        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.most, q.limit,
+                    p.bits);
       }
       extern "C" void call(void** pointers, int* sizes, int groups, size_t bytes) {
         memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
@@ -142,6 +176,14 @@ def on_cpu(constants: Constants, folder: Path) -> Any:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[:3000]
     return ctypes.CDLL(str(library))
+
+
+def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gates as _gate.py gives them: NaN where a unit is off, and a bit where it is on."""
+    on = ~(g <= 0)
+    eights = torch.nn.functional.pad(on, (0, 0, 0, -len(on) % 8)).unflatten(0, (-1, 8))
+    bits = (eights.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)[:, None]).sum(1)
+    return g.where(on, float("nan")), bits.to(torch.uint8)
 
 
 # m, n, k, part of the units that is on, tokens a group, split, limit: a last group with few tokens,
@@ -160,13 +202,20 @@ CASES = [
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "squared", "gated"),
-    [("bf16", False, True), ("fp16", True, True), ("bf16", True, False)],
+    ("dtype", "squared", "gated", "packed"),
+    [
+        ("bf16", False, True, False),
+        ("fp16", True, True, False),
+        ("bf16", True, False, False),
+        ("bf16", False, True, True),
+        ("fp16", True, True, True),
+    ],
 )
 def test_its_threads_give_the_product_on_a_cpu(
-    case: tuple[Any, ...], dtype: str, squared: bool, gated: bool, tmp_path: Path
+    case: tuple[Any, ...], dtype: str, squared: bool, gated: bool, packed: bool, tmp_path: Path
 ) -> None:
     m, n, k, part, most, split, limit = case
+    most = 8 if packed else most
     torch.manual_seed(0)
     kind = DTYPES[dtype]
     x, wu, wd_t = (torch.randn(*size).to(kind) for size in ((m, k), (n, k), (n, k)))
@@ -174,11 +223,12 @@ def test_its_threads_give_the_product_on_a_cpu(
     g[1] = 0  # a token without a unit
     g[2, 3] = float("nan")
     y, rest = torch.full_like(x, 7.0), _ffn_rest.rest_of(m, most, 1, CPU)
-    kept = x, g, wu, wd_t, y, rest.left, rest.heavy
-    pointers = (ctypes.c_void_p * 7)(*(t.data_ptr() for t in kept))
+    stored, bits = packed_gate(g) if packed else (g, g)
+    kept = x, stored, wu, wd_t, y, rest.left, rest.heavy, bits
+    pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
     bytes_ = ctypes.c_size_t(ffn_sparse.shared_bytes(k, n, most, split))
     sizes = (ctypes.c_int * 4)(m, n, most, limit)
-    constants = ffn_sparse.constants_of(k, split, squared, gated, kind)
+    constants = ffn_sparse.constants_of(k, split, squared, gated, kind, packed)
     on_cpu(constants, tmp_path).call(pointers, sizes, len(rest.heavy), bytes_)
 
     gate, up = g.double().relu(), x.double() @ wu.double().T if gated else 1
@@ -216,15 +266,19 @@ def test_triton_products_are_right_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("m", "most", "heavy"), [(21, 8, [2, 0]), (5, 2, [1]), (150, 8, [*range(19)]), (9, 8, [])]
 )
-@pytest.mark.parametrize("gated", [True, False])
-def test_interpreted_groups_that_are_left_are_multiplied(m, most, heavy, gated, dtype, squared):
+@pytest.mark.parametrize(("gated", "packed"), [(True, False), (False, False), (True, True)])
+def test_interpreted_groups_that_are_left_are_multiplied(
+    m, most, heavy, gated, packed, dtype, squared
+):
     n, k, kind = 72, 40, DTYPES[dtype]
     torch.manual_seed(0)
     x, wu, wd, g = (torch.randn(*s).to(kind) for s in ((m, k), (n, k), (k, n), (m, n)))
     g[0, 0] = float("nan")
     rest, gates, y = _ffn_rest.rest_of(m, most, 3, CPU), g.clone(), torch.full_like(x, 7.0)
+    g, bits = packed_gate(g) if packed else (g, None)
     rest.left[0], rest.heavy[: len(heavy)] = len(heavy), torch.tensor(heavy, dtype=torch.int32)
-    for program in _ffn_rest.products(x, g, wu if gated else None, wd, y, rest, squared=squared):
+    how = {"squared": squared, "bits": bits}
+    for program in _ffn_rest.products(x, g, wu if gated else None, wd, y, rest, **how):
         program()
 
     gate, up = gates.double().relu(), x.double() @ wu.double().T if gated else 1
@@ -262,7 +316,7 @@ def assert_triton_compiles(program: Program) -> None:
         if isinstance(value, TensorDescriptor):
             kind = f"tensordesc<bf16{value.block_shape}>"
         elif isinstance(value, Tensor):
-            kind = "*i32" if value.dtype == torch.int32 else "*bf16"
+            kind = {torch.int32: "*i32", torch.uint8: "*u8"}.get(value.dtype, "*bf16")
         else:
             kind = "constexpr" if value == 1 else "i32"
         if kind == "constexpr":
@@ -286,9 +340,10 @@ def empty(*shape: int) -> Tensor:
 def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
     n, k, most = 5632, 2048, ffn_sparse.grouping(m, 2048, 132)[0]
     rest = _ffn_rest.rest_of(m, most, 132, torch.device("meta"))
-    for wu in (empty(n, k), None):
+    bits = torch.empty(-(-m // 8), n, dtype=torch.uint8, device="meta")
+    for wu, on in ((empty(n, k), None), (None, None), (empty(n, k), bits)):
         x, g, wd, y = empty(m, k), empty(m, n), empty(k, n), empty(m, k)
-        for program in _ffn_rest.products(x, g, wu, wd, y, rest, squared=m == 300):
+        for program in _ffn_rest.products(x, g, wu, wd, y, rest, squared=m == 300, bits=on):
             assert_triton_compiles(program)
 
 
@@ -346,36 +401,72 @@ def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, acti
             assert torch.equal(launch().clone(), launch())
 
 
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
+def test_packed_gates_give_the_same_layer_on_a_gpu(shape, dtype, activation):
+    for active in (1, shape[1] / 64, shape[1] / 2):
+        asked = problem(*shape, dtype, activation=activation, active=active)
+        these = given(asked, GPU)
+        for fallback in (True, False):
+            launch = ffn_sparse.prepare(these, fallback=fallback, packed=True)
+            assert "library" not in launch.choice["gate"]
+            for draw in (1, 2):
+                redraw(asked, OP, these.activations, draw)
+                assert_right(launch(), these)
+                assert torch.equal(launch().clone(), launch())
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_gate_is_chosen_and_settled_on_a_gpu() -> None:
+    for m in (64, 300):
+        these = gpu_case(m)
+        choices = [ffn_sparse.prepare(these).choice]
+        ways = (False,) if m == 64 else (False, True)
+        choices += [ffn_sparse.prepare(these, packed=packed).choice for packed in ways]
+        for choice in choices:
+            again = ffn_sparse.prepare(replace(these, settled=choice))
+            assert again.choice == choice
+            assert_right(again(), these)
+    with pytest.raises(Unsupported, match="groups of 8 tokens, found 4"):
+        ffn_sparse.prepare(gpu_case(64), packed=True)
+
+
 def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
     return given(problem(m, n, k, active=active), GPU)
 
 
 @pytest.mark.gpu
 @hopper
-def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu(packed: bool) -> None:
     these = gpu_case()
     wg, x = these.weights["wg"].values, these.activations["x"]
     wg[:, 1] = 1.0  # what column 1 of X adds to every gate of a token
     x[:, 1] = 0
     x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units on, none, a group of eight
     for fallback in (True, False):
-        y = ffn_sparse.prepare(these, fallback=fallback)()
+        y = ffn_sparse.prepare(these, fallback=fallback, packed=packed)()
         assert_right(y, these)
         assert (y[6] == 0).all()
     wg[256:, 0] = -100  # one tile of 256 units holds all that is on
     wg[:256, 0] = 100
     for fallback in (True, False):
-        assert_right(ffn_sparse.prepare(these, fallback=fallback)(), these)
+        assert_right(ffn_sparse.prepare(these, fallback=fallback, packed=packed)(), these)
 
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("fallback", [True, False])
-def test_nan_stays_in_its_token_on_a_gpu(fallback: bool) -> None:
+def test_nan_stays_in_its_token_on_a_gpu(fallback: bool, packed: bool) -> None:
     these = gpu_case()
-    right = ffn_sparse.prepare(these, fallback=False)().clone()
+    launch = ffn_sparse.prepare(these, fallback=False, packed=packed)
+    right = launch().clone()
     these.activations["x"][7, 3] = float("nan")
-    y = ffn_sparse.prepare(these, fallback=fallback)()
+    y = ffn_sparse.prepare(replace(these, settled=launch.choice), fallback=fallback)()
     others = torch.arange(len(y), device=GPU) // 8 != 0
     assert y[7].isnan().all()
     assert torch.equal(y[others], right[others])
@@ -384,10 +475,11 @@ def test_nan_stays_in_its_token_on_a_gpu(fallback: bool) -> None:
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("active", [8, 600])
-def test_a_graph_replays_it_on_a_gpu(active: float) -> None:
+def test_a_graph_replays_it_on_a_gpu(active: float, packed: bool) -> None:
     these = gpu_case(active=active)
-    launch = ffn_sparse.prepare(these)
+    launch = ffn_sparse.prepare(these, packed=packed)
     launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
