@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from cuda_on_cpu import built
 from on_hopper import KERNELS, assert_compiles_cleanly, hopper
 from test_spense_wgmma import CUOBJDUMP
 from torch import Tensor
@@ -168,14 +169,7 @@ def on_cpu(constants: Constants, folder: Path) -> Any:
         launch(groups * SPLIT, THREADS, SPLIT, bytes, run);
       }
     """
-    file, library = folder / "kernel.cpp", folder / "kernel.so"
-    file.write_text(source)
-    macros = [f"-D{name}={value}" for name, value in constants]
-    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    return built(source, constants, folder)
 
 
 def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:

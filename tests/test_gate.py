@@ -4,18 +4,14 @@ What comes after the products is run from spense_wgmma.cu's text, as test_spense
 """
 
 import ctypes
-import re
 import shutil
-import subprocess
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from on_hopper import KERNELS, assert_compiles_cleanly, hopper
-from test_spense_hidden import IN_CPP, Case, section
+from on_hopper import assert_compiles_cleanly, hopper
+from test_spense_hidden import KERNEL, Case, on_cpu
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
@@ -69,28 +65,6 @@ extern "C" void call(void** pointers, int* sizes, int grid) {
   launch(grid, 256, grid, 2 * BUFFERS * CHUNK_BYTES, run);
 }
 """
-
-
-@cache
-def on_cpu(constants: Any, folder: Path) -> Any:
-    """Build what follows the products for this machine; PTX is IN_CPP's and cuda_on_cpu.h's."""
-    kernel, shared = ((KERNELS / name).read_text() for name in ("spense_wgmma.cu", "hopper.cuh"))
-    parts = section(kernel, "constexpr int ROWS", "// ---- a ring of slots")
-    parts += "using Sums = float[TOKENS / 2];\n"
-    parts += shared[shared.index("__device__ __forceinline__ u32 place_of_lane") :]
-    parts += section(kernel, "// ---- scales ----", "// ---- the kernel")
-    function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
-    parts = re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", parts)
-    assert "asm" not in parts
-    source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP + READ + parts + RUN
-    file, library = folder / "kernel.cpp", folder / "kernel.so"
-    file.write_text(source)
-    macros = [f"-D{name}={value}" for name, value in constants]
-    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[:3000]
-    return ctypes.CDLL(str(library))
 
 
 def who_is_on(bits: Tensor, m: int) -> Tensor:
@@ -171,7 +145,8 @@ def test_its_threads_write_who_is_on_on_a_cpu(
 
     kept = given, work.items, work.starts, partial, counters, values, bits
     address = [t.ctypes.data if isinstance(t, np.ndarray) else t.data_ptr() for t in kept]
-    run = on_cpu(spense_wgmma.constants_of(config, dtype, packed=True), tmp_path).call
+    constants = spense_wgmma.constants_of(config, dtype, packed=True)
+    run = on_cpu(READ + KERNEL + RUN, constants, tmp_path).call
     for _ in range(2):  # counters are as they were
         run((ctypes.c_void_p * 7)(*address), (ctypes.c_int * 3)(rows, n, m), case.ctas)
     assert not counters.any()

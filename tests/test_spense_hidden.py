@@ -7,7 +7,6 @@ of items that are cut. PTX and TMA are stand-ins; a store reads shared memory as
 import ctypes
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_on_cpu import built
 from on_hopper import KERNELS, hopper
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from sparsebench.results.record import Problem
 ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
 NAMES = "bf16", "fp16", "fp8"
 
+KERNEL = "// the kernel's own text\n"  # stands for it in what a test adds
 IN_CPP = """
 using std::max;
 struct TensorMap { char* to; long bytes, rows; };  // of a row, and rows
@@ -151,8 +152,8 @@ def section(source: str, start: str, end: str) -> str:
 
 
 @cache
-def on_cpu(constants: Any, folder: Path) -> Any:
-    """Build what follows the products for this machine; PTX is IN_CPP's and cuda_on_cpu.h's."""
+def on_cpu(own: str, constants: Any, folder: Path) -> Any:
+    """Build what follows the products, and `own`; PTX is IN_CPP's and cuda_on_cpu.h's."""
     kernel, shared = ((KERNELS / name).read_text() for name in ("spense_wgmma.cu", "hopper.cuh"))
     parts = section(kernel, "constexpr int ROWS", "// ---- a ring of slots")
     parts += "using Sums = float[TOKENS / 2];\n"
@@ -161,15 +162,8 @@ def on_cpu(constants: Any, folder: Path) -> Any:
     function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
     parts = re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", parts)
     assert "asm" not in parts
-    source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP + parts + TMA
-    file, library = folder / "kernel.cpp", folder / "kernel.so"
-    file.write_text(source)
-    macros = [f"-D{name}={value}" for name, value in constants]
-    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
+    return built(source + own.replace(KERNEL, parts), constants, folder)
 
 
 @dataclass(frozen=True)
@@ -244,7 +238,7 @@ def test_its_threads_write_the_hidden_units_on_a_cpu(
     address = [t.ctypes.data if isinstance(t, np.ndarray) else t.data_ptr() for t in kept]
     sizes = rows, w.sparse.shape[0], n, m, out.shape[1] * out.itemsize
     constants = spense_wgmma.constants_of(config, dtype, activation)
-    run = on_cpu(constants, tmp_path).call
+    run = on_cpu(KERNEL + TMA, constants, tmp_path).call
     for _ in range(2):  # counters are as they were
         run((ctypes.c_void_p * 8)(*address), (ctypes.c_int * 5)(*sizes), case.ctas)
     assert not counters.any()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu import built
 from on_hopper import CLEAN, KERNELS
 from test_spense_wgmma import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
@@ -80,15 +81,8 @@ def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
       }
     """
     name = f"{config.tokens}_{dtype}_{late}".replace("torch.", "")
-    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    file.write_text(source)
     constants = (*spense_mma.constants_of(config, dtype), ("LATE", int(late)))
-    macros = [f"-D{macro}={value}" for macro, value in constants]
-    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    return built(source, constants, folder, name)
 
 
 @pytest.fixture(scope="module")
