@@ -39,11 +39,16 @@ class Schedule:
 
     @property
     def first(self) -> bytes:
-        """Return the kernel's argument First: the first item of each worker, and `starts`."""
-        items, starts = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
-        items[: len(self.starts) - 1] = self.items[self.starts[:-1]]
-        starts[: len(self.starts)] = self.starts
-        return items.tobytes() + starts.tobytes()
+        """Return the kernel's argument First."""
+        return first_of(self.items, self.starts)
+
+
+def first_of(items: Ints, starts: Ints) -> bytes:
+    """Return a kernel's argument First: the first item [4] of each worker, and `starts`."""
+    firsts, padded = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
+    firsts[: len(starts) - 1] = items[starts[:-1]]
+    padded[: len(starts)] = starts
+    return firsts.tobytes() + padded.tobytes()
 
 
 def schedule(groups: Groups, m: int, tokens: int, workers: int) -> Schedule:

@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsebench.formats.spense import DENSE_BYTES, ROWS, SPAN_BYTES, Spense
+from sparsebench.kernels._schedule import first_of
 
 BAND = 8  # tiles of tokens
 SHORTEST = 2  # steps of a piece, or what there is for each worker: its sums are written and read
 READ_AHEAD = 1  # items past the end, where there are none
-WORKERS = 160  # at most, and one more start
 # What an H200 reads from memory, and what one of its SMs brings and multiplies, in bytes and in
 # multiply-adds of 16 bits a ns (4.3 TB/s and 790 TFLOP/s, kernels/NOTES.md).
 FROM_MEMORY, BROUGHT, PRODUCTS = 4300, 90, 395_000 / 132
@@ -63,11 +63,8 @@ class Schedule:
 
     @property
     def first(self) -> bytes:
-        """Return the kernel's argument First: the first item of each worker, and `starts`."""
-        items, starts = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
-        items[: len(self.starts) - 1] = self.items[self.starts[:-1], :4]
-        starts[: len(self.starts)] = self.starts
-        return items.tobytes() + starts.tobytes()
+        """Return the kernel's argument First, of what is to be multiplied."""
+        return first_of(self.items[:, :4], self.starts)
 
 
 def schedule(
@@ -79,11 +76,12 @@ def schedule(
     """
     rows = -(-w.shape[0] // ROWS)
     turns = rows_in_turn(rows, w.sparse.shape[0]) if in_turn else np.arange(rows)
-    costs = _costs(w, tokens, cluster, turns)
-    group, token = _order(len(costs), -(-m // tokens))
-    ways = _in_line(costs[group], workers), _in_rounds(costs[group], workers)
+    of_groups = _costs(w, tokens, cluster, turns)
+    group, token = _order(len(of_groups), -(-m // tokens))
+    costs, memory = of_groups[group], _memory_time(w)
+    ways = _in_line(costs, workers), _in_rounds(costs, workers)
     sums = 2 * cluster * ROWS * tokens * SUM_BYTES
-    times = [way.time(costs[group], workers, sums, _memory_time(w)) for way in ways]
+    times = [way.time(costs, workers, sums, memory) for way in ways]
     pieces = ways[int(np.argmin(times))]
     item, first, count = pieces.item, pieces.first, pieces.count
     parts = np.bincount(item)

@@ -34,7 +34,8 @@ from sparsebench.kernels._cuda import (
     tensor_map,
 )
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands, Unsupported
-from sparsebench.kernels._spense import WORKERS, schedule, tiles_of
+from sparsebench.kernels._schedule import WORKERS
+from sparsebench.kernels._spense import schedule, tiles_of
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Sizes, Tuned, choose, multiprocessors
 from sparsebench.results.record import Problem
