@@ -1,7 +1,8 @@
 """Dense products, in Triton, of those groups of tokens that a kernel of sparse ones has left.
 
-    left   int32 [2]        how many groups there are, and how many programs are through with them
-    heavy  int32 [groups]   their numbers, in any order; a group is `most` tokens
+    left   int32 [3]        how many groups there are, how many programs are through with them, and
+                            how many groups the kernel has taken up beyond its first ones
+    heavy  int32 [groups]   their numbers, in any order; a group is GROUP tokens
 
                           FEATURES
             group 7    +-----------+
@@ -13,7 +14,7 @@ Tiles of X come through pointers, a row at a time, or, where all groups are left
 program stays and takes one tile after the other; where no group is left, all end at once. That
 is what the host's not knowing costs: two launches of a program an SM. The sums of a row do not
 depend on the rows beside it, so that the order of `heavy` does not show. The last program of the
-last product sets both counts back to zero, for the next call. Without a gate of its own, H is
+last product sets all counts back to zero, for the next call. Without a gate of its own, H is
 act(G), and there is one product. Of packed gates (_gate.py) only what is on is read.
 """
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from sparsebench.kernels._triton import SMALLEST_TILE, Program, box, options
 
+GROUP = 8  # tokens
 BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
 DEPTH, STAGES = 64, 4
 
@@ -36,19 +38,18 @@ Kind = Literal["gated", "packed", "plain", "activated"]
 
 @dataclass(frozen=True)
 class Rest:
-    """What is left, on the device: `most` tokens a group; and the programs to multiply it by."""
+    """What is left, on the device; and the programs to multiply it by."""
 
     left: Tensor
     heavy: Tensor
-    most: int
     programs: int
 
 
-def rest_of(m: int, most: int, programs: int, device: torch.device) -> Rest:
+def rest_of(m: int, programs: int, device: torch.device) -> Rest:
     """Return an empty rest of m tokens."""
-    left = torch.zeros(2, dtype=torch.int32, device=device)
-    heavy = torch.zeros(-(-m // most), dtype=torch.int32, device=device)
-    return Rest(left, heavy, most, programs)
+    left = torch.zeros(3, dtype=torch.int32, device=device)
+    heavy = torch.zeros(-(-m // GROUP), dtype=torch.int32, device=device)
+    return Rest(left, heavy, programs)
 
 
 def products(
@@ -90,6 +91,7 @@ def _program(
         "TOKENS": tokens,
         "FEATURES": features,
         "DEPTH": DEPTH,
+        "GROUP": GROUP,
         "BAND": BAND,
         "STAGES": STAGES,
         "KIND": kind,
@@ -97,7 +99,7 @@ def _program(
     }
     boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
     bits = rest.heavy if bits is None else bits  # which is not read
-    args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k, rest.most)
+    args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k)
     compiled = constants | options(warps, "pointers")
     return Program(_multiply, (rest.programs,), args, compiled, out)
 
@@ -120,10 +122,10 @@ def _multiply(  # type: ignore[no-untyped-def]
     m,
     n,
     k,
-    most,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
@@ -133,8 +135,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     if count > 0:
         features = tl.arange(0, FEATURES)
         lanes = tl.arange(0, DEPTH)
-        whole = count * most >= m  # nothing was sparse: rows as they are, by TMA
-        token_tiles = tl.cdiv(count * most, TOKENS)
+        whole = count * GROUP >= m  # nothing was sparse: rows as they are, by TMA
+        token_tiles = tl.cdiv(count * GROUP, TOKENS)
         feature_tiles = tl.cdiv(n, FEATURES)
         for tile in range(tl.program_id(0), token_tiles * feature_tiles, tl.num_programs(0)):
             band = tile // (BAND * feature_tiles)
@@ -143,29 +145,40 @@ def _multiply(  # type: ignore[no-untyped-def]
             feature = inner // height * FEATURES
             token = (band * BAND + inner % height) * TOKENS
             slots = token + tl.arange(0, TOKENS)
-            place = slots // most
-            rows = tl.load(heavy + place, place < count, 0) * most + slots % most
+            place = slots // GROUP
+            rows = tl.load(heavy + place, place < count, 0) * GROUP + slots % GROUP
             rows = tl.where(whole, slots, rows)
             there = ((place < count) & (rows < m))[:, None]
             rows = rows.to(tl.int64)[:, None]
 
-            total = tl.zeros((TOKENS, FEATURES), tl.float32)
+            # What is made of X on the way stands second: as a first operand, from registers, Triton 3.6
+            # overwrites it before the tensor cores have read it, wherever loads are pipelined.
+            if KIND == "activated":
+                total = tl.zeros((FEATURES, TOKENS), tl.float32)
+            else:
+                total = tl.zeros((TOKENS, FEATURES), tl.float32)
             if whole:
                 for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
                     x_tile = boxes.load([token, depth])
+                    w_tile = w.load([feature, depth])
                     if KIND == "activated":
                         x_tile = _act(x_tile.to(tl.float32), SQUARED).to(x_tile.dtype)
-                    w_tile = w.load([feature, depth])
-                    total = tl.dot(x_tile, w_tile.T, total)
+                        total = tl.dot(w_tile, x_tile.T, total)
+                    else:
+                        total = tl.dot(x_tile, w_tile.T, total)
             else:
                 for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
                     inside = (lanes < k - depth)[None, :]
                     x_tile = tl.load(x + rows * k + (depth + lanes)[None, :], there & inside, 0.0)
+                    w_tile = w.load([feature, depth])
                     if KIND == "activated":
                         x_tile = _act(x_tile.to(tl.float32), SQUARED).to(x_tile.dtype)
-                    w_tile = w.load([feature, depth])
-                    total = tl.dot(x_tile, w_tile.T, total)
+                        total = tl.dot(w_tile, x_tile.T, total)
+                    else:
+                        total = tl.dot(x_tile, w_tile.T, total)
 
+            if KIND == "activated":
+                total = total.T
             out_at = out + rows * n + (feature + features)[None, :]
             mask = there & (features < n - feature)[None, :]
             if KIND == "gated" or KIND == "packed":
@@ -181,3 +194,5 @@ def _multiply(  # type: ignore[no-untyped-def]
             if through == tl.num_programs(0) - 1:
                 tl.store(left, 0)
                 tl.store(left + 1, 0)
+    if (KIND == "plain" or KIND == "activated") and tl.program_id(0) == 0:
+        tl.store(left + 2, 0)

@@ -2,13 +2,13 @@
 //
 //   G[m, n] = X @ Wg.T, of the launch before. A unit of a token is on unless G <= 0: NaN is on.
 //
-//   a group: up to eight tokens, and SPLIT CTAs (a cluster), each with n / SPLIT of the units
+//   a group: eight tokens, and SPLIT CTAs (a cluster), each with as many of the steps
 //
-//     G of    . . x . . . . x . .         rows, in shared memory:  unit | tokens it is on for
-//     its     . . . . . . . x . .   -->                              2  |  x . .
-//     tokens  . . x . . x . . . .                                    5  |  . . x   ...
+//     G of    . . x . . . . x . .         rows, a list:     unit | tokens it is on for
+//     its     . . . . . . . x . .   -->                       2  |  x . .
+//     tokens  . . x . . x . . . .                             5  |  . . x   ...
 //
-//   a step: 16 rows of the list, for all warps; a warp has 256 columns
+//   a step: 16 rows of the list, for all warps; a warp has COLUMNS of K
 //
 //                       K                        tokens                        tokens
 //          +--------+--------+--               +--------+                    +--------+
@@ -20,12 +20,17 @@
 //
 // By tensor cores (mma m16n8k16), although most of H is off: weights are the tall operand, tokens
 // its eight columns. A unit that several tokens share is read once, and one that a single token
-// has costs what it would alone. A row takes 206 instructions of a warp at K = 2048, where threads
-// that multiply and add took 364 for every token of a row. What is left is the weights' way from
-// L2, 4 K bytes a row at 9 TB/s (kernels/NOTES.md).
+// has costs what it would alone: 4 K bytes from L2, which gives 9 TB/s to plain loads and cp.async
+// (6 to cp.async.bulk, measured; kernels/NOTES.md). All else is to stay beside that:
 //
-// The down product of a step is under way together with the up product of the next: twice the
-// loads in flight, and one exchange of U a step.
+//     listers    4 warps    G, or bits      --->  list, list        groups ahead
+//     loaders    4 warps    rows of Wu, Wd  --->  stage, ...        3 x 16 rows, by cp.async
+//     products   WARPS      up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
+//
+// A CTA stays, and takes one group after the other, each in turn from a counter: loaders run on
+// into the next group's rows while the sums of the last are stored. Rows of a last step that are
+// not there come as zeros. Loaders are warps of their own since products, two warps a scheduler,
+// were held up by the 600 instructions a step that it took them to copy their own columns.
 //
 // U is summed over K in the order of the warps and kept in fp32; H is rounded once; Y is summed in
 // the order of the units, then of the CTAs. So the bits are the same at every call. A row that no
@@ -38,34 +43,74 @@
 // unit and eight tokens, which are a group. Of G nothing but what is on is read.
 //
 // Compiled with -DK, -DSPLIT=1|2|4|8, -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DPACKED=0|1 and
-// what hopper.cuh asks for. K is a multiple of 8, and of 256 beyond 3072, and at most 4096.
+// what hopper.cuh asks for. K is a multiple of 8, at most 4096.
 
 #include "hopper.cuh"
 
 using u16 = unsigned short;
 
-constexpr int COLUMNS = 256;  // of K, a warp's: 64 sums a thread
-constexpr int WARPS = (K + COLUMNS - 1) / COLUMNS < 4 ? 4 : (K + COLUMNS - 1) / COLUMNS;
-constexpr int THREADS = 32 * WARPS, ROWS = 16;
-constexpr int CTAS = WARPS <= 8 && K % COLUMNS == 0 ? 2 : 1;  // of an SM
-constexpr int X_STRIDE = 2 * COLUMNS * WARPS + 64;  // bytes: eight lanes read from all banks
+constexpr int HALVES = K > 2048 ? 2 : 1;  // of a row, 256 columns of each a warp's
+constexpr int WARPS = K > 1024 ? 8 : 4;   // that multiply: whole warpgroups, and so are the others
+constexpr int HALF = 256 * WARPS, PITCH = 2 * HALF;  // columns; bytes
+constexpr int PRODUCTS = 32 * WARPS, LISTERS = HALVES == 1 ? 128 : 64, LOADERS = LISTERS;
+constexpr int THREADS = PRODUCTS + LISTERS + LOADERS;
+constexpr int GROUP = 8, ROWS = 16, STAGES = 3, STAGE_BYTES = ROWS * PITCH;
+constexpr int MOST_ROWS = 1536;  // of a list
+constexpr int LISTS = 3;  // one is read, one is there whole, and one is begun or waited for:
+constexpr int FEWEST_STEPS = GATED ? 1 : 2;  // the least of them are two stages
+constexpr int END = -1;  // no group
+// A whole CTA has 64 K. Others keep to 40 where products take the most.
+constexpr int MANY = HALVES == 1 ? 168 : 232, FEW = HALVES == 1 ? 80 : 40;
+constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // else all have enough
 
-extern __shared__ __align__(16) char shared[];  // X, eight tokens, zero beyond; then the rows
+extern __shared__ __align__(1024) char shared[];  // the stages; at the end, sums of Y
 
+struct List {
+  int group, steps;
+  alignas(16) u32 rows[MOST_ROWS + ROWS];  // unit << 8 | tokens that it is on for
+};
 struct Shared {
-  float parts[WARPS][ROWS][8];  // of U
-  u16 h[8][ROWS + 8];           // a row of tokens every 12 words: no bank twice
-  int counts[WARPS], found;
+  List lists[LISTS];
+  float parts[2][WARPS][GROUP][ROWS + 4];  // of U, of two steps
+  alignas(16) u16 gates[2][GROUP][ROWS + 8];
+  int counts[2][THREADS / 32], next;
+  u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
 };
 
 // ---- PTX ----
 
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
+// Zeros where there is nothing to copy.
+__device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// Arrive when this thread's copies so far are there.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void prefetch(const void* line) {  // to L2
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(line));
+}
+// Four matrices of 8 rows x 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and
+// gets word l % 4 of row l / 4 of each.
+__device__ __forceinline__ void matrices(u32 (&v)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void matrices_by_columns(u32 (&v)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ u32 transposed(u32 v) {  // a matrix of 8 x 8, laid out in the same way
+  u32 t;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
+  return t;
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ float wide(u16 value) {
   float f;
@@ -76,13 +121,6 @@ __device__ __forceinline__ float wide(u16 value) {
 #endif
   return f;
 }
-__device__ __forceinline__ int int_of(const int* own, int cta) {  // of the cluster
-  int value;
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
-               "ld.shared::cluster.s32 %0, [remote];\n}"
-               : "=r"(value) : "r"(address_of(own)), "r"(cta) : "memory");
-  return value;
-}
 __device__ __forceinline__ float4 floats_of(const float* own, int cta) {
   float4 v;
   asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
@@ -91,215 +129,365 @@ __device__ __forceinline__ float4 floats_of(const float* own, int cta) {
                : "r"(address_of(own)), "r"(cta) : "memory");
   return v;
 }
-
-__device__ __forceinline__ int cta_number() {  // read again at each call
-  int cta;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
-  return cta;
+__device__ __forceinline__ void in_step(int barrier, int threads) {  // 0 to 15, some warps
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
-__device__ __forceinline__ int thread_number() {  // likewise
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
+template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
-// ---- rows: unit << 8 | tokens that it is on for ----
+// ---- what a CTA is given ----
 
-__device__ __forceinline__ int sum_before(int own, Shared& s, int& all) {  // over the CTA
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+struct Layer {
+  const u16 *x, *g;
+  const char *wu, *wd;
+  u16* y;
+  int *left, *heavy;
+  int m, n, limit;
+  const uint2* bits;
+  __device__ __forceinline__ int groups() const { return (m + GROUP - 1) / GROUP; }
+  __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
+};
+struct Place { int cta, ctas; };  // in the grid
+
+// ---- lists ----
+
+// The threads that make one, and the barrier that keeps them in step.
+struct Team { int thread, threads, barrier; };
+
+__device__ __forceinline__ int sum_before(int own, const Team& team, int turn, Shared& s,
+                                          int& all) {
+  const int lane = team.thread % 32, warp = team.thread / 32;
   int up_to = own;
   #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
     const int below = __shfl_up_sync(~0u, up_to, by);
     if (lane >= by) up_to += below;
   }
-  if (lane == 31) s.counts[warp] = up_to;
-  __syncthreads();
+  if (lane == 31) s.counts[turn % 2][warp] = up_to;
+  in_step(team.barrier, team.threads);
   int before = up_to - own;
   all = 0;
-  for (int w = 0; w < WARPS; w++) {
-    if (w < warp) before += s.counts[w];
-    all += s.counts[w];
+  for (int w = 0; w < team.threads / 32; w++) {
+    const int count = s.counts[turn % 2][w];
+    if (w < warp) before += count;
+    all += count;
   }
-  __syncthreads();
   return before;
 }
 
-// List the units of pieces `at` to `end`, eight a piece, that are on for some token, in ascending
-// order; a last step is filled up with a row that is on for none. Returns their number.
-__device__ __forceinline__ int list_rows(u32* rows, const u16* g, const uint2* bits, int tokens,
-                                         int n, int at, int end, Shared& s) {
-  int found = 0;
-  for (; at < end; at += THREADS) {
-    const int piece = at + threadIdx.x;
-    u32 masks[4] = {};  // of two units each
-    if (PACKED && piece < end) {
-      const uint2 v = __ldg(bits + piece);
-      masks[0] = __byte_perm(v.x, 0, 0x4140), masks[1] = __byte_perm(v.x, 0, 0x4342);
-      masks[2] = __byte_perm(v.y, 0, 0x4140), masks[3] = __byte_perm(v.y, 0, 0x4342);
-    } else if (piece < end) {
-      #pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (i < tokens) {
-          const uint4 v = __ldg((const uint4*)(g + (u64)i * n) + piece);
-          masks[0] |= on(v.x) & 0x10001u << i;
-          masks[1] |= on(v.y) & 0x10001u << i;
-          masks[2] |= on(v.z) & 0x10001u << i;
-          masks[3] |= on(v.w) & 0x10001u << i;
-        }
+// Which of eight units are on, each for which of the group's tokens: a byte a unit.
+__device__ __forceinline__ uint2 who(const Layer& layer, int group, int tokens, int piece) {
+  if (PACKED) return __ldg(layer.bits + (u64)group * (layer.n / 8) + piece);
+  const uint4* g = (const uint4*)(layer.g + (u64)group * GROUP * layer.n) + piece;
+  u32 masks[4] = {};  // of two units each, 16 bits apart
+  #pragma unroll
+  for (int i = 0; i < GROUP; i++)
+    if (i < tokens) {
+      const uint4 v = __ldcs(g + (u64)i * (layer.n / 8));
+      masks[0] |= on(v.x) & 0x10001u << i;
+      masks[1] |= on(v.y) & 0x10001u << i;
+      masks[2] |= on(v.z) & 0x10001u << i;
+      masks[3] |= on(v.w) & 0x10001u << i;
     }
+  return uint2{__byte_perm(masks[0], masks[1], 0x6420), __byte_perm(masks[2], masks[3], 0x6420)};
+}
+
+// List a group's units that are on for some token, in ascending order, and fill up the last step.
+// Returns their number, of which MOST_ROWS are listed at most.
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
+                                         const Team& team, Shared& s) {
+  const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
+  int found = 0, turn = 0;
+  uint2 ahead = team.thread < pieces ? who(layer, group, tokens, team.thread) : uint2{};
+  for (int at = 0; at < pieces; at += team.threads, turn++) {
+    const int piece = at + team.thread, next = piece + team.threads;
+    const uint2 masks = ahead;
+    ahead = next < pieces ? who(layer, group, tokens, next) : uint2{};
     int own = 0, all;
     #pragma unroll
-    for (int j = 0; j < 8; j++) own += (masks[j / 2] >> 16 * (j % 2) & 0xff) != 0;
-    int to = found + sum_before(own, s, all);
+    for (int j = 0; j < 8; j++) own += ((j < 4 ? masks.x : masks.y) >> 8 * (j % 4) & 0xff) != 0;
+    int to = found + sum_before(own, team, turn, s, all);
     #pragma unroll
     for (int j = 0; j < 8; j++) {
-      const u32 mask = masks[j / 2] >> 16 * (j % 2) & 0xff;
-      if (mask) rows[to++] = (u32)(8 * piece + j) << 8 | mask;
+      const u32 mask = (j < 4 ? masks.x : masks.y) >> 8 * (j % 4) & 0xff;
+      if (mask && to < MOST_ROWS) list.rows[to] = (u32)(8 * piece + j) << 8 | mask;
+      to += mask != 0;
     }
     found += all;
   }
-  __syncthreads();
-  if (threadIdx.x < ROWS) rows[found + threadIdx.x] = found ? rows[found - 1] & ~0xffu : 0;
-  __syncthreads();
+  const int listed = min(found, MOST_ROWS), steps = (listed + ROWS - 1) / ROWS;
+  const int filled = steps < FEWEST_STEPS ? FEWEST_STEPS : steps;
+  for (int row = listed + team.thread; row < filled * ROWS; row += team.threads) list.rows[row] = 0;
+  if (team.thread == 0) list.group = group, list.steps = filled;
+  in_step(team.barrier, team.threads);
   return found;
+}
+
+// List the next group that is not left to a dense product, or the end, from `group` on.
+__device__ __forceinline__ void list_next(List& list, const Layer& layer, int group, Place place,
+                                          const Team& team, Shared& s) {
+  while (group < layer.groups()) {
+    if (GATED) {  // X will be read when the list is
+      const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
+      for (int at = 128 * team.thread; at < layer.tokens(group) * 2 * K; at += 128 * team.threads)
+        prefetch(x + at);
+    }
+    if (list_rows(list, layer, group, team, s) <= layer.limit) return;
+    const bool first = place.cta % SPLIT == 0;
+    if (team.thread == 0 && first) layer.heavy[atomicAdd(layer.left, 1)] = group;
+    if (SPLIT > 1) break;  // a cluster has one
+    if (team.thread == 0) s.next = place.ctas + atomicAdd(layer.left + 2, 1);
+    in_step(team.barrier, team.threads);
+    group = s.next;
+    in_step(team.barrier, team.threads);
+  }
+  if (team.thread == 0) list.group = END;
+  in_step(team.barrier, team.threads);
+}
+
+// One group after the other, ahead of the products; the first is there.
+__device__ __forceinline__ void list_groups(const Layer& layer, Place place, const Team& team,
+                                            Shared& s) {
+  int group = 0;
+  for (int i = 0; group != END; i++) {
+    if (i) {
+      if (i >= LISTS) wait(address_of(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
+      in_step(team.barrier, team.threads);
+      group = SPLIT > 1 ? layer.groups() : s.next;
+      list_next(s.lists[i % LISTS], layer, group, place, team, s);
+    }
+    group = s.lists[i % LISTS].group;
+    if (team.thread) continue;
+    arrive(address_of(&s.listed[i % LISTS]));
+    if (group != END) s.next = place.ctas + atomicAdd(layer.left + 2, 1);
+  }
+}
+
+// ---- stages ----
+
+// Which steps of a list are this CTA's.
+struct Steps {
+  int first, end;
+  __device__ __forceinline__ Steps(const List& list, Place place) {
+    const int rank = place.cta % SPLIT;
+    first = list.steps * rank / SPLIT, end = list.steps * (rank + 1) / SPLIT;
+  }
+};
+
+struct Ring {
+  u32 stages, full, empty;  // shared memory
+  int slot;
+  u32 parity;
+  __device__ __forceinline__ Ring(Shared& s, u32 parity)
+      : stages(address_of(shared)), full(address_of(s.full)), empty(address_of(s.empty)), slot(0),
+        parity(parity) {}
+  __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
+  __device__ __forceinline__ void wait_filled() const { wait(full + 8 * slot, parity, "a stage"); }
+  __device__ __forceinline__ void wait_freed() const { wait(empty + 8 * slot, parity, "a place"); }
+  __device__ __forceinline__ void advance() {
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+};
+
+// 16 bytes, swizzled: eight rows that are read at once are in different banks.
+__device__ __forceinline__ int place_of(int row, int piece) {
+  return row * PITCH + ((piece ^ row % 8) << 4);
+}
+
+// Copy rows of a step, this thread's pieces: every 32nd, of some rows.
+__device__ __forceinline__ void load_step(Ring& ring, const char* w, const u32* rows, int loader) {
+  const int lane = loader % 32;
+  #pragma unroll
+  for (int half = 0; half < HALVES; half++) {
+    ring.wait_freed();
+    const u32 tile = ring.tile();
+    #pragma unroll
+    for (int i = 0; i < ROWS / (LOADERS / 32); i++) {
+      const int number = loader / 32 + i * (LOADERS / 32);
+      const u32 row = rows[number];
+      const char* from = w + (u64)(row >> 8) * (2 * K) + PITCH * half + 16 * lane;
+      const u32 to = tile + place_of(number, lane);
+      #pragma unroll
+      for (int j = 0; j < WARPS; j++)
+        copy_16(to + 512 * j, from + 512 * j,
+                (row & 0xff) && (HALVES * HALF == K || HALF * half + 256 * j + 8 * lane < K));
+    }
+    arrive_after_copies(ring.full + 8 * ring.slot);
+    ring.advance();
+  }
+}
+
+// The order is up(0), up(1), down(0), ..., up(last), down(last - 1), down(last), a list after the
+// other.
+__device__ __forceinline__ void load_groups(const Layer& layer, Place place, int loader,
+                                            Shared& s) {
+  Ring ring(s, 1);  // stages are free before the first round
+  for (int i = 0;; i++) {
+    const List& list = s.lists[i % LISTS];
+    wait(address_of(&s.listed[i % LISTS]), i / LISTS % 2, "a list");
+    if (list.group == END) return;
+    const Steps steps(list, place);
+    for (int step = steps.first; step <= steps.end; step++) {
+      const u32* rows = list.rows + ROWS * step;
+      if (GATED && step < steps.end) load_step(ring, layer.wu, rows, loader);
+      if (step > steps.first) load_step(ring, layer.wd, rows - ROWS, loader);
+    }
+    __syncwarp();
+    if (loader % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
+  }
 }
 
 // ---- products ----
 
-// Eight columns of a row. A column beyond K is another one: X is zero there, and Y not written.
-struct Row {
-  const uint4* w;
-  u32 at;
-  int column;
-  __device__ __forceinline__ Row(const uint4* w, u32 row, int column)
-      : w(w), at((row >> 8) * (K / 8) + (column < K ? column / 8 : 0)), column(column) {}
-  __device__ __forceinline__ uint4 ahead(int columns) const {
-    return w[at + (K % COLUMNS == 0 || column + columns < K ? columns / 8 : 0)];
-  }
-};
+// The column of a warp's first in a half of K.
+__device__ __forceinline__ int column_of(int half) {
+  return HALF * half + threadIdx.x / 32 * 256;
+}
 
-// U of 16 rows, this warp's columns alone. A piece of eight columns is two of the four that a lane
-// holds for each k = 16, in A and B alike: a sum may be taken in any order.
-struct Up {
-  Row upper, lower;
-  const char* x;
-  float u[4];
-  __device__ __forceinline__ static int column() {
-    return threadIdx.x / 32 * COLUMNS + threadIdx.x % 4 * 8;
-  }
-  __device__ __forceinline__ Up(const uint4* w, const u32* rows)
-      : upper(w, rows[threadIdx.x % 32 / 4], column()),
-        lower(w, rows[threadIdx.x % 32 / 4 + 8], column()),
-        x(shared + threadIdx.x % 32 / 4 * X_STRIDE + 2 * column()), u{} {}
-  __device__ __forceinline__ void add(int i) {  // 32 columns
-    const uint4 a = upper.ahead(32 * i), b = lower.ahead(32 * i);
-    const uint4 v = *(const uint4*)(x + 64 * i);
-    multiply(u, a.x, b.x, a.y, b.y, v.x, v.y);
-    multiply(u, a.z, b.z, a.w, b.w, v.z, v.w);
-  }
-  __device__ __forceinline__ void put(Shared& s) const {
-    const int row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
-    float (&part)[ROWS][8] = s.parts[threadIdx.x / 32];
-    *(float2*)&part[row][token] = float2{u[0], u[1]};
-    *(float2*)&part[row + 8][token] = float2{u[2], u[3]};
-  }
-};
+// X of a group as B: [half][k / 8], of which a lane has words of token lane / 4.
+using Tokens = u32[HALVES][32];
 
-// Sums of Y.T: [i][j] is of columns 64 i + 8 (lane / 4) + 2 j and the next, tokens 2 (lane % 4) and
-// the next.
-using Sums = float[COLUMNS / 64][4][4];
-
-struct Down {
-  Row rows[4];
-  u32 h[2];
-  __device__ __forceinline__ static int column() {
-    return threadIdx.x / 32 * COLUMNS + threadIdx.x % 32 / 4 * 8;
-  }
-  __device__ __forceinline__ static Row row(const uint4* w, const u32* rows, int i) {
-    return Row(w, rows[threadIdx.x % 4 * 2 + i], column());
-  }
-  __device__ __forceinline__ Down(const uint4* w, const u32* list, const Shared& s)
-      : rows{row(w, list, 0), row(w, list, 1), row(w, list, 8), row(w, list, 9)} {
-    const u16* own = &s.h[threadIdx.x % 32 / 4][threadIdx.x % 4 * 2];
-    h[0] = *(const u32*)own, h[1] = *(const u32*)(own + 8);
-  }
-  __device__ __forceinline__ void add(Sums& y, int i) const {  // 64 columns
-    uint4 q[4];
+__device__ __forceinline__ void read_x(Tokens& x, const Layer& layer, int group) {
+  const int lane = threadIdx.x % 32, token = lane / 4, tokens = layer.tokens(group);
+  const uint4* from = (const uint4*)(layer.x + (u64)(group * GROUP + token) * K);
+  #pragma unroll
+  for (int i = 0; i < 8 * HALVES; i++) {
+    const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane % 4;
+    const uint4 v = token < tokens && piece < K / 8 ? __ldcs(from + piece) : uint4{};
+    u32 words[4] = {v.x, v.y, v.z, v.w};
+    exchange(words);
     #pragma unroll
-    for (int r = 0; r < 4; r++) q[r] = rows[r].ahead(64 * i);
-    const u32 *a = &q[0].x, *b = &q[1].x, *c = &q[2].x, *d = &q[3].x;
-    #pragma unroll
-    for (int j = 0; j < 4; j++)  // two rows of a column to a word
-      multiply(y[i][j], __byte_perm(a[j], b[j], 0x5410), __byte_perm(a[j], b[j], 0x7632),
-               __byte_perm(c[j], d[j], 0x5410), __byte_perm(c[j], d[j], 0x7632), h[0], h[1]);
+    for (int j = 0; j < 4; j++) x[i / 8][i % 8 * 4 + j] = words[j];
   }
-};
+}
 
-// A token's unit in H: thread t has row t / 8 of token t % 8. Its gate, which is loaded ahead, is
-// zero where the unit is off, and nowhere else.
-struct Unit {
-  u16 gate;
-  __device__ __forceinline__ Unit(const u32* rows, const u16* g, int n) : gate(0) {
-    if (threadIdx.x >= ROWS * 8) return;
-    const u32 row = rows[threadIdx.x / 8], token = threadIdx.x % 8;
-    // The same place in three ways, each where it costs fewest registers: 64 bits spill one kernel,
-    // 32 the other. With packed gates 16 bytes are spilled, once, after the last step.
-    const u16* at = GATED ? g + ((u64)token * n + (row >> 8)) : g + (token * (u32)n + (row >> 8));
-    if (PACKED) {
-      const u32 own = (u32)cta_number() / SPLIT * 8 + (u32)thread_number() % 8;
-      at = g + ((u64)own * (u32)n + (row >> 8));  // g is not of the group, but of all tokens
-    }
-    if (row >> token & 1) gate = __ldg(at);
+// Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
+using Sums = float[HALVES][16][4];
+
+struct Warp {
+  Ring ring;
+  Tokens x;
+  Sums y;
+  u32 h[2];  // of units 2 q, 2 q + 1; and + 8; of token lane / 4, q being lane % 4
+  u16 gate;  // thread t has row t / 8 of token t % 8; zero where the unit is off, and nowhere else
+  int turn;  // of steps: U and gates have two places
+
+  __device__ __forceinline__ void read_gate(const Layer& layer, const List& list, int step,
+                                            int end) {
+    gate = 0;
+    if (threadIdx.x >= ROWS * GROUP || step >= end) return;
+    const u32 row = list.rows[step * ROWS + threadIdx.x / GROUP];
+    const u32 token = threadIdx.x % GROUP;
+    if (row >> token & 1)
+      gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
   }
-  __device__ __forceinline__ void put(Shared& s) const {
-    const int row = threadIdx.x / 8, token = threadIdx.x % 8;
-    if (threadIdx.x >= ROWS * 8) return;
-    float u = GATED ? 0.f : 1.f;
-    if (GATED) {
+  __device__ __forceinline__ void put_gate(Shared& s) const {
+    if (threadIdx.x < ROWS * GROUP)
+      s.gates[turn % 2][threadIdx.x % GROUP][threadIdx.x / GROUP] = gate;
+  }
+  __device__ __forceinline__ void free_stage() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * ring.slot);
+    ring.advance();
+  }
+  // U of 16 rows, this warp's columns alone.
+  __device__ __forceinline__ void put_up(Shared& s) {
+    const int lane = threadIdx.x % 32;
+    float u[2][4] = {};
+    #pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      ring.wait_filled();
+      const u32 tile = ring.tile() + threadIdx.x / 32 * 512;
       #pragma unroll
-      for (int w = 0; w < WARPS; w++) u += s.parts[w][row][token];
+      for (int i = 0; i < 16; i++) {
+        u32 a[4];
+        matrices(a, tile + place_of(lane % 16, i % 4 * 2 + lane / 16) + i / 4 * 128);
+        multiply(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
+      }
+      free_stage();
     }
+    float (&part)[GROUP][ROWS + 4] = s.parts[turn % 2][threadIdx.x / 32];
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
+      part[lane % 4 * 2 + j % 2][lane / 4 + j / 2 * 8] = u[0][j] + u[1][j];
+  }
+  __device__ __forceinline__ void make_h(const Shared& s) {
+    const int token = threadIdx.x % 32 / 4, unit = threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float2 u{1, 1};
+      if (GATED) {
+        u = {};
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float2 part = *(const float2*)&s.parts[turn % 2][w][token][unit + 8 * i];
+          u.x += part.x, u.y += part.y;
+        }
+      }
+      const u32 gates = *(const u32*)&s.gates[turn % 2][token][unit + 8 * i];
+      h[i] = pair_of(hidden(gates & 0xffff, u.x), hidden(gates >> 16, u.y));
+    }
+  }
+  __device__ __forceinline__ static float hidden(u16 gate, float u) {
     const float z = wide(gate);
-    s.h[token][row] = pair_of(gate ? (SQUARED ? z * z : z) * u : 0.f, 0.f) & 0xffff;
+    return gate ? (SQUARED ? z * z : z) * u : 0.f;
+  }
+  __device__ __forceinline__ void add_down() {
+    const int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      ring.wait_filled();
+      const u32 tile = ring.tile() + threadIdx.x / 32 * 512;
+      #pragma unroll
+      for (int i = 0; i < 16; i++) {
+        u32 a[4];
+        matrices_by_columns(a, tile + place_of(lane % 8 + lane / 16 * 8, i % 4 * 2 + lane / 8 % 2) +
+                                   i / 4 * 128);
+        multiply(y[half][i], a, h[0], h[1]);
+      }
+      free_stage();
+    }
+  }
+  // This CTA's steps of a group: its sums.
+  __device__ __forceinline__ void walk(const Layer& layer, const List& list, Steps steps,
+                                       Shared& s) {
+    #pragma unroll
+    for (int i = 0; i < HALVES * 64; i++) y[i / 64][i / 4 % 16][i % 4] = 0;
+    if (GATED) read_x(x, layer, list.group);
+    read_gate(layer, list, steps.first, steps.end);
+    for (int step = steps.first; step < steps.end; step++, turn++) {
+      put_gate(s);
+      read_gate(layer, list, step + 1, steps.end);
+      if (GATED) put_up(s);
+      if (GATED && step > steps.first) add_down();
+      in_step(2, PRODUCTS);  // by then the other place has been read
+      make_h(s);
+      if (!GATED) add_down();
+    }
+    if (GATED && steps.end > steps.first) add_down();
+  }
+  // Give each token's eight columns that the lane has, of `piece`, to `put`.
+  template <class Put> __device__ __forceinline__ void each_piece(int tokens, Put put) const {
+    const int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int i = 0; i < 8 * HALVES; i++) {
+      u32 words[4];
+      #pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float* pair = &y[i / 8][i % 8 * 2 + j / 2][j % 2 * 2];
+        words[j] = transposed(pair_of(pair[0], pair[1]));
+      }
+      exchange(words);
+      const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane % 4;
+      if (lane / 4 < tokens && piece < K / 8)
+        put(lane / 4, piece, uint4{words[0], words[1], words[2], words[3]});
+    }
   }
 };
-
-__device__ __forceinline__ void put_up(const uint4* w, const u32* rows, Shared& s) {
-  if (!GATED) return;
-  Up up(w, rows);
-  #pragma unroll
-  for (int i = 0; i < COLUMNS / 32; i++) up.add(i);
-  up.put(s);
-}
-__device__ __forceinline__ void add_down(Sums& y, const uint4* w, const u32* rows,
-                                         const Shared& s) {
-  const Down down(w, rows, s);
-  #pragma unroll
-  for (int i = 0; i < COLUMNS / 64; i++) down.add(y, i);
-}
-
-__device__ __forceinline__ void walk(Sums& y, Shared& s, const u32* rows, const u16* g,
-                                     const uint4* wu, const uint4* wd, int n) {
-  if (!(rows[0] & 0xff)) return;
-  {
-    const Unit unit(rows, g, n);
-    put_up(wu, rows, s);
-    __syncthreads();
-    unit.put(s);
-    __syncthreads();
-  }
-  for (; rows[ROWS] & 0xff; rows += ROWS) {
-    if (!GATED) add_down(y, wd, rows, s);  // the order in which nothing is spilled
-    const Unit unit(rows + ROWS, g, n);
-    put_up(wu, rows + ROWS, s);
-    if (GATED) add_down(y, wd, rows, s);
-    __syncthreads();
-    unit.put(s);
-    __syncthreads();
-  }
-  add_down(y, wd, rows, s);
-}
 
 // ---- out ----
 
@@ -307,31 +495,21 @@ __device__ __forceinline__ uint4 rounded(float4 a, float4 b) {
   return uint4{pair_of(a.x, a.y), pair_of(a.z, a.w), pair_of(b.x, b.y), pair_of(b.z, b.w)};
 }
 
-// Give each token's eight columns that a thread has, as two times four, to `put`.
-template <class Put> __device__ __forceinline__ void each_piece(const Sums& y, int tokens, Put put) {
+// Sums of all CTAs of the cluster: each puts its own where the stages were, and adds up a share.
+__device__ __forceinline__ void add_up(const Sums& y, u16* out, int tokens, int rank) {
+  float* own = (float*)shared;
   const int lane = threadIdx.x % 32;
+  in_step(2, PRODUCTS);  // all have read the last stage
   #pragma unroll
-  for (int i = 0; i < COLUMNS / 64; i++) {
-    const int column = Down::column() + 64 * i;
-    #pragma unroll
-    for (int t = 0; t < 2; t++) {
-      const int token = lane % 4 * 2 + t;
-      const float4 a{y[i][0][t], y[i][0][t + 2], y[i][1][t], y[i][1][t + 2]};
-      const float4 b{y[i][2][t], y[i][2][t + 2], y[i][3][t], y[i][3][t + 2]};
-      if (token < tokens && column < K) put(token, column, a, b);
-    }
+  for (int i = 0; i < HALVES * 64; i++) {
+    const int token = lane % 4 * 2 + i % 2;
+    const int column = column_of(i / 64) + i / 4 % 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+    if (column < K) own[token * K + column] = y[i / 64][i / 4 % 16][i % 4];
   }
-}
-
-__device__ __forceinline__ void add_up(const Sums& y, float* own, u16* out, int tokens, int rank) {
-  __syncthreads();  // X and the rows have been read: their place is free
-  each_piece(y, tokens, [&](int token, int column, float4 a, float4 b) {
-    float4* to = (float4*)(own + token * K + column);
-    to[0] = a, to[1] = b;
-  });
   __syncwarp();
   cluster_in_step();
-  for (int piece = rank * THREADS + threadIdx.x; piece < tokens * K / 8; piece += SPLIT * THREADS) {
+  for (int piece = rank * PRODUCTS + threadIdx.x; piece < tokens * K / 8;
+       piece += SPLIT * PRODUCTS) {
     float4 a{}, b{};
     #pragma unroll
     for (int cta = 0; cta < SPLIT; cta++) {
@@ -345,62 +523,52 @@ __device__ __forceinline__ void add_up(const Sums& y, float* own, u16* out, int 
   cluster_in_step();  // no CTA may end before all have read its sums
 }
 
-// Which tokens are this CTA's. Read anew where needed: kept over the walk, it would be spilled.
-struct Group {
-  int number, rank, token, tokens;
-  __device__ __forceinline__ Group(int m, int most) {
-    const int cta = cta_number();
-    number = cta / SPLIT, rank = cta % SPLIT, token = number * most;
-    tokens = min(most, m - token);
-  }
-};
-
-// Read X, zero beyond K and where the group has no more tokens.
-__device__ __forceinline__ void bring(const uint4* x, int tokens) {
-  constexpr int PIECES = WARPS * COLUMNS / 8;
-  for (int i = threadIdx.x; i < 8 * PIECES; i += THREADS) {
-    const int token = i / PIECES, piece = i % PIECES;
-    const bool there = token < tokens && piece < K / 8;
-    *(uint4*)(shared + token * X_STRIDE + 16 * piece) =
-        there ? __ldg(x + token * (K / 8) + piece) : uint4{};
+__device__ __forceinline__ void multiply_groups(const Layer& layer, Place place, Shared& s) {
+  Warp warp{Ring(s, 0)};
+  for (int i = 0;; i++) {
+    const List& list = s.lists[i % LISTS];
+    wait(address_of(&s.listed[i % LISTS]), i / LISTS % 2, "a list");
+    const int group = list.group, tokens = layer.tokens(group);
+    if (group == END) return;
+    warp.walk(layer, list, Steps(list, place), s);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
+    u16* y = layer.y + (u64)group * GROUP * K;
+    if (SPLIT > 1) return add_up(warp.y, y, tokens, place.cta % SPLIT);
+    warp.each_piece(tokens, [&](int token, int piece, uint4 v) {
+      __stcs((uint4*)(y + (u64)token * K) + piece, v);
+    });
   }
 }
 
-// The rows of all CTAs of the cluster.
-__device__ __forceinline__ int total(int found, Shared& s) {
-  if (SPLIT == 1) return found;
-  if (threadIdx.x == 0) s.found = found;
-  __syncwarp();
-  cluster_in_step();
-  int all = 0;
-  for (int cta = 0; cta < SPLIT; cta++) all += int_of(&s.found, cta);
-  return all;
-}
-
-extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS, CTAS)
-up_and_down(const u16* x, const u16* g, const uint4* wu, const uint4* wd, u16* y, int* left,
-            int* heavy, int m, int n, int most, int limit, const uint2* bits) {
+extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS, 1)
+up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, int* left,
+            int* heavy, int m, int n, int limit, const uint2* bits) {
   __shared__ Shared s;
-  u32* rows = (u32*)(shared + 8 * X_STRIDE);
-  const Group group(m, most);
-  if (GATED) bring((const uint4*)(x + (u64)group.token * K), group.tokens);
-  const int pieces = n / 8, at = pieces * group.rank / SPLIT;
-  const int end = pieces * (group.rank + 1) / SPLIT;
-  if (!PACKED) g += (u64)group.token * n;
-  if (PACKED) bits += (u64)group.number * (n / 8);
-  const int found = list_rows(rows, g, bits, group.tokens, n, at, end, s);
-  if (total(found, s) > limit) {
-    if (SPLIT > 1) cluster_in_step();  // all have read `found`
-    if (group.rank == 0 && threadIdx.x == 0) heavy[atomicAdd(left, 1)] = group.number;
+  const Layer layer{x, g, wu, wd, y, left, heavy, m, n, limit, bits};
+  const Place place{(int)blockIdx.x, (int)gridDim.x};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < LISTS; i++) {
+      init(address_of(&s.listed[i]), 1);
+      init(address_of(&s.used[i]), WARPS + LOADERS / 32);
+    }
+    for (int i = 0; i < STAGES; i++) {
+      init(address_of(&s.full[i]), LOADERS);
+      init(address_of(&s.empty[i]), WARPS);
+    }
+  }
+  __syncthreads();
+  list_next(s.lists[0], layer, place.cta / SPLIT, place, {(int)threadIdx.x, THREADS, 0}, s);
+  if (s.lists[0].group == END) return;  // of a cluster, all
+  if (threadIdx.x < PRODUCTS) {
+    if (SHIFTED) take_registers<MANY>();
+    multiply_groups(layer, place, s);
     return;
   }
-  Sums sums = {};
-  walk(sums, s, rows, g, wu, wd, n);
-  const Group same(m, most);
-  y += (u64)same.token * K;
-  if (SPLIT > 1) add_up(sums, (float*)shared, y, same.tokens, same.rank);
-  else
-    each_piece(sums, same.tokens, [&](int token, int column, float4 a, float4 b) {
-      *(uint4*)(y + (u64)token * K + column) = rounded(a, b);
-    });
+  if (SHIFTED) leave_registers<FEW>();
+  const int other = threadIdx.x - PRODUCTS;
+  if (other < LISTERS) list_groups(layer, place, {other, LISTERS, 1}, s);
+  else load_groups(layer, place, other - LISTERS, s);
+  __syncwarp();
+  if (SPLIT > 1) cluster_in_step(), cluster_in_step();  // as add_up does
 }

@@ -4,16 +4,19 @@
     Y = act(U) @ Wd.T      ffn_sparse.cu: of units that are on, and no others
     the same, dense        _ffn_rest.py: of groups of tokens with too many of them
 
-All of it as ffn_sparse.py says, with U in the place of the gate.
+All of it as ffn_sparse.py says, with U in the place of the gate, and not packed.
 """
 
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.ffn_sparse import prepared, supports
+from sparsebench.kernels import cublas, torch_compile
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels.ffn_sparse import Way, prepared, supports
 
 
-def prepare(operands: Operands, *, fallback: bool = True) -> Launch:
-    """Choose the library of U; without the `fallback` all groups are multiplied as sparse."""
-    return prepared(operands, "wu", None, fallback)
+def prepare(operands: Operands, *, way: Way = "best") -> Launch:
+    """Build the layer in every way that is asked for, and keep the fastest. Raises Unsupported."""
+    if way == "packed":
+        raise Unsupported("option way: a packed product needs a layer with a gate")
+    return prepared(operands, "wu", None, way, (cublas, torch_compile))
 
 
 KERNEL = Kernel(op="mlp", consumes="dense", device="cuda", prepare=prepare, supports=supports)

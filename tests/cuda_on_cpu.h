@@ -24,6 +24,8 @@ struct float4 { float x, y, z, w; };
 static struct { int x; } threadIdx;
 
 template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> void __stcs(T* p, T v) { *p = v; }
 static u32 __byte_perm(u32 a, u32 b, u32 how) {
   const u64 both = a | (u64)b << 32;
   u32 out = 0;
@@ -35,7 +37,11 @@ static int atomicAdd(int* p, int v) { return (*p += v) - v; }
 // ---- threads ----
 
 struct Meeting { int arrived = 0, round = 0; };
-struct Cta { std::vector<char> dynamic, fixed; Meeting all, warps[32]; u32 words[1024][6]; };
+struct Cta {
+  std::vector<char> dynamic, fixed;
+  Meeting all, warps[32], named[16];
+  u32 words[1024][6];
+};
 struct Fiber { ucontext_t context; std::vector<char> stack; int cta, thread; bool done; };
 static std::vector<Cta> ctas;
 static std::vector<Fiber> fibers;
@@ -59,6 +65,7 @@ static u32 (*warp())[6] { return mine().words + now->thread / 32 * 32; }
 static void warp_in_step() { meet(mine().warps[now->thread / 32], 32); }
 static void __syncwarp() { warp_in_step(); }
 static void __syncthreads() { meet(mine().all, threads); }
+static void in_step(int barrier, int count) { meet(mine().named[barrier], count); }
 static void cluster_in_step() { meet(cluster, (int)fibers.size()); }
 static int cta_number() { return first + now->cta; }
 static int thread_number() { return now->thread; }
@@ -92,8 +99,9 @@ static void run_cluster(int size, size_t bytes) {
     }
   }
 }
+static int ctas_of_grid;
 static void launch(int grid, int threads_of_cta, int cluster_size, size_t bytes, void (*kernel)()) {
-  body = kernel, threads = threads_of_cta;
+  body = kernel, threads = threads_of_cta, ctas_of_grid = grid;
   for (first = 0; first < grid; first += cluster_size) run_cluster(cluster_size, bytes);
 }
 

@@ -1,4 +1,4 @@
-// What spense_mma.cu asks for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands at once
+// What spense_mma.cu and ffn_sparse.cu ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands at once
 // or, with LATE, when its group is waited for, so that a wait too few and one too late are seen.
 
 #include "cuda_on_cpu.h"
@@ -8,6 +8,8 @@
 #define __grid_constant__
 struct Block { operator int() const { return cta_number(); } };
 static struct { Block x; } blockIdx;
+struct Blocks { operator int() const { return ctas_of_grid; } };
+static struct { Blocks x; } gridDim;
 
 static void __threadfence() {}
 static float4 __ldcg(const float4* p) { return *p; }
@@ -50,6 +52,28 @@ template <int LEFT> void copies_left() {
 }
 static u32 word_at(u32 address) { return *(u32*)(dynamic_shared() + address); }
 
+// ---- mbarriers that count arrivals ----
+
+struct Barrier { int count, pending, phase; };
+static std::map<std::pair<int, u32>, Barrier> barriers;  // of a CTA, by address
+
+static Barrier& barrier(u32 address) { return barriers[{now->cta, address}]; }
+static void init(u32 address, int count) { barrier(address) = {count, count, 0}; }
+static void arrive(u32 address) {
+  Barrier& b = barrier(address);
+  if (--b.pending == 0) b.pending = b.count, b.phase++;
+}
+static void wait(u32 address, u32 parity, const char*) {
+  while (barrier(address).phase % 2 == (int)parity) swapcontext(&now->context, &home);
+}
+
+static void arrive_after_copies(u32 address) {
+  end_of_copies();
+  copies_left<0>();
+  arrive(address);
+}
+static void prefetch(const void*) {}
+
 // ---- matrices of 8 x 8: lane 4 g + q has elements 2 q and 2 q + 1 of row g ----
 
 static void matrices(u32 (&v)[4], u32 address) {
@@ -69,6 +93,14 @@ static u32 transposed(u32 v) {
   }
   warp_in_step();
   return pair;
+}
+
+static void matrices_by_columns(u32 (&v)[4], u32 address) {
+  matrices(v, address);
+  for (u32& word : v) word = transposed(word);
+}
+static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  multiply(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
 // mma.sp, m16n8k32. A[row][8 c + 2 q, + 1] of the stored columns is in register row / 8 + 2 c of
