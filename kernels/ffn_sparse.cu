@@ -24,7 +24,7 @@
 // (6 to cp.async.bulk, measured; kernels/NOTES.md). All else is to stay beside that:
 //
 //     listers    4 warps    G, or bits      --->  list, list        groups ahead
-//     loaders    4 warps    rows of Wu, Wd  --->  stage, ...        3 x 16 rows, by cp.async
+//     loaders    4 warps    rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X
 //     products   WARPS      up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
 //
 // A CTA stays, and takes one group after the other, each in turn from a counter: loaders run on
@@ -54,16 +54,17 @@ constexpr int WARPS = K > 1024 ? 8 : 4;   // that multiply: whole warpgroups, an
 constexpr int HALF = 256 * WARPS, PITCH = 2 * HALF;  // columns; bytes
 constexpr int PRODUCTS = 32 * WARPS, LISTERS = HALVES == 1 ? 128 : 64, LOADERS = LISTERS;
 constexpr int THREADS = PRODUCTS + LISTERS + LOADERS;
-constexpr int GROUP = 8, ROWS = 16, STAGES = 3, STAGE_BYTES = ROWS * PITCH;
+constexpr int GROUP = 8, ROWS = 16, STAGES = HALVES == 1 ? 5 : 4, STAGE_BYTES = 8 * PITCH;
+constexpr int X_PITCH = HALVES * PITCH;
 constexpr int MOST_ROWS = 1536;  // of a list
-constexpr int LISTS = 3;  // one is read, one is there whole, and one is begun or waited for:
-constexpr int FEWEST_STEPS = GATED ? 1 : 2;  // the least of them are two stages
+constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is made
 constexpr int END = -1;  // no group
 // A whole CTA has 64 K. Others keep to 40 where products take the most.
-constexpr int MANY = HALVES == 1 ? 168 : 232, FEW = HALVES == 1 ? 80 : 40;
+constexpr int MANY = HALVES == 1 ? 160 : 232, FEW = HALVES == 1 ? 96 : 40;
+constexpr int PIECES = HALVES == 1 ? 2 : 1;  // that a lister reads at a time
 constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // else all have enough
 
-extern __shared__ __align__(1024) char shared[];  // the stages; at the end, sums of Y
+extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
 
 struct List {
   int group, steps;
@@ -75,6 +76,7 @@ struct Shared {
   alignas(16) u16 gates[2][GROUP][ROWS + 8];
   int counts[2][THREADS / 32], next;
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
+  u64 x_full, x_empty;
 };
 
 // ---- PTX ----
@@ -201,49 +203,52 @@ __device__ __forceinline__ uint2 who(const Layer& layer, int group, int tokens, 
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
                                          const Team& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
-  int found = 0, turn = 0;
-  uint2 ahead = team.thread < pieces ? who(layer, group, tokens, team.thread) : uint2{};
-  for (int at = 0; at < pieces; at += team.threads, turn++) {
-    const int piece = at + team.thread, next = piece + team.threads;
-    const uint2 masks = ahead;
-    ahead = next < pieces ? who(layer, group, tokens, next) : uint2{};
+  int found = 0;
+  for (int at = 0, turn = 0; at < pieces; at += PIECES * team.threads, turn++) {
+    const int first = at + PIECES * team.thread;
+    u32 masks[2 * PIECES];
+    #pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      const uint2 v = first + i < pieces ? who(layer, group, tokens, first + i) : uint2{};
+      masks[2 * i] = v.x, masks[2 * i + 1] = v.y;
+    }
     int own = 0, all;
     #pragma unroll
-    for (int j = 0; j < 8; j++) own += ((j < 4 ? masks.x : masks.y) >> 8 * (j % 4) & 0xff) != 0;
+    for (int j = 0; j < 8 * PIECES; j++) own += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
     int to = found + sum_before(own, team, turn, s, all);
     #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const u32 mask = (j < 4 ? masks.x : masks.y) >> 8 * (j % 4) & 0xff;
-      if (mask && to < MOST_ROWS) list.rows[to] = (u32)(8 * piece + j) << 8 | mask;
+    for (int j = 0; j < 8 * PIECES; j++) {
+      const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
+      if (mask && to < MOST_ROWS) list.rows[to] = (u32)(8 * first + j) << 8 | mask;
       to += mask != 0;
     }
     found += all;
   }
-  const int listed = min(found, MOST_ROWS), steps = (listed + ROWS - 1) / ROWS;
-  const int filled = steps < FEWEST_STEPS ? FEWEST_STEPS : steps;
-  for (int row = listed + team.thread; row < filled * ROWS; row += team.threads) list.rows[row] = 0;
-  if (team.thread == 0) list.group = group, list.steps = filled;
-  in_step(team.barrier, team.threads);
+  const int listed = min(found, MOST_ROWS), steps = listed ? (listed + ROWS - 1) / ROWS : 1;
+  for (int row = listed + team.thread; row < steps * ROWS; row += team.threads) list.rows[row] = 0;
+  if (team.thread == 0) list.group = group, list.steps = steps;
   return found;
 }
 
-// List the next group that is not left to a dense product, or the end, from `group` on.
+// List the next group that is not left to a dense product, or the end, from `group` on. The group
+// to take after that is then in s.next: asked for ahead, the counter has answered by then.
 __device__ __forceinline__ void list_next(List& list, const Layer& layer, int group, Place place,
                                           const Team& team, Shared& s) {
   while (group < layer.groups()) {
+    int after = layer.groups();  // a cluster has one
+    if (SPLIT == 1 && team.thread == 0) after = place.ctas + atomicAdd(layer.left + 2, 1);
     if (GATED) {  // X will be read when the list is
       const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
       for (int at = 128 * team.thread; at < layer.tokens(group) * 2 * K; at += 128 * team.threads)
         prefetch(x + at);
     }
-    if (list_rows(list, layer, group, team, s) <= layer.limit) return;
-    const bool first = place.cta % SPLIT == 0;
-    if (team.thread == 0 && first) layer.heavy[atomicAdd(layer.left, 1)] = group;
-    if (SPLIT > 1) break;  // a cluster has one
-    if (team.thread == 0) s.next = place.ctas + atomicAdd(layer.left + 2, 1);
+    const int found = list_rows(list, layer, group, team, s);
+    if (team.thread == 0) s.next = after;
     in_step(team.barrier, team.threads);
+    if (found <= layer.limit) return;
+    if (team.thread == 0 && place.cta % SPLIT == 0)
+      layer.heavy[atomicAdd(layer.left, 1)] = group;
     group = s.next;
-    in_step(team.barrier, team.threads);
   }
   if (team.thread == 0) list.group = END;
   in_step(team.barrier, team.threads);
@@ -252,18 +257,13 @@ __device__ __forceinline__ void list_next(List& list, const Layer& layer, int gr
 // One group after the other, ahead of the products; the first is there.
 __device__ __forceinline__ void list_groups(const Layer& layer, Place place, const Team& team,
                                             Shared& s) {
-  int group = 0;
-  for (int i = 0; group != END; i++) {
+  for (int i = 0;; i++) {
     if (i) {
       if (i >= LISTS) wait(address_of(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
-      in_step(team.barrier, team.threads);
-      group = SPLIT > 1 ? layer.groups() : s.next;
-      list_next(s.lists[i % LISTS], layer, group, place, team, s);
+      list_next(s.lists[i % LISTS], layer, s.next, place, team, s);
     }
-    group = s.lists[i % LISTS].group;
-    if (team.thread) continue;
-    arrive(address_of(&s.listed[i % LISTS]));
-    if (group != END) s.next = place.ctas + atomicAdd(layer.left + 2, 1);
+    if (team.thread == 0) arrive(address_of(&s.listed[i % LISTS]));
+    if (s.lists[i % LISTS].group == END) return;
   }
 }
 
@@ -283,7 +283,7 @@ struct Ring {
   int slot;
   u32 parity;
   __device__ __forceinline__ Ring(Shared& s, u32 parity)
-      : stages(address_of(shared)), full(address_of(s.full)), empty(address_of(s.empty)), slot(0),
+      : stages(address_of(shared) + GROUP * X_PITCH), full(address_of(s.full)), empty(address_of(s.empty)), slot(0),
         parity(parity) {}
   __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
   __device__ __forceinline__ void wait_filled() const { wait(full + 8 * slot, parity, "a stage"); }
@@ -294,21 +294,22 @@ struct Ring {
 };
 
 // 16 bytes, swizzled: eight rows that are read at once are in different banks.
-__device__ __forceinline__ int place_of(int row, int piece) {
-  return row * PITCH + ((piece ^ row % 8) << 4);
+__device__ __forceinline__ int place_of(int row, int piece, int pitch = PITCH) {
+  return row * pitch + ((piece ^ row % 8) << 4);
 }
 
 // Copy rows of a step, this thread's pieces: every 32nd, of some rows.
 __device__ __forceinline__ void load_step(Ring& ring, const char* w, const u32* rows, int loader) {
   const int lane = loader % 32;
   #pragma unroll
-  for (int half = 0; half < HALVES; half++) {
+  for (int part = 0; part < 2 * HALVES; part++) {
+    const int half = part / 2;
     ring.wait_freed();
     const u32 tile = ring.tile();
     #pragma unroll
-    for (int i = 0; i < ROWS / (LOADERS / 32); i++) {
+    for (int i = 0; i < 8 / (LOADERS / 32); i++) {
       const int number = loader / 32 + i * (LOADERS / 32);
-      const u32 row = rows[number];
+      const u32 row = rows[part % 2 * 8 + number];
       const char* from = w + (u64)(row >> 8) * (2 * K) + PITCH * half + 16 * lane;
       const u32 to = tile + place_of(number, lane);
       #pragma unroll
@@ -318,6 +319,21 @@ __device__ __forceinline__ void load_step(Ring& ring, const char* w, const u32* 
     }
     arrive_after_copies(ring.full + 8 * ring.slot);
     ring.advance();
+  }
+}
+
+// Copy X of a group, zero beyond K and where it has no more tokens.
+__device__ __forceinline__ void load_x(const Layer& layer, int group, int loader) {
+  const int lane = loader % 32, tokens = layer.tokens(group);
+  #pragma unroll
+  for (int i = 0; i < GROUP / (LOADERS / 32); i++) {
+    const int token = loader / 32 + i * (LOADERS / 32);
+    const char* from = (const char*)(layer.x + (u64)(group * GROUP + token) * K) + 16 * lane;
+    const u32 to = address_of(shared) + place_of(token, lane, X_PITCH);
+    #pragma unroll
+    for (int j = 0; j < HALVES * WARPS; j++)
+      copy_16(to + 512 * j, from + 512 * j,
+              token < tokens && (HALVES * HALF == K || 256 * j + 8 * lane < K));
   }
 }
 
@@ -331,6 +347,11 @@ __device__ __forceinline__ void load_groups(const Layer& layer, Place place, int
     wait(address_of(&s.listed[i % LISTS]), i / LISTS % 2, "a list");
     if (list.group == END) return;
     const Steps steps(list, place);
+    if (GATED) {
+      wait(address_of(&s.x_empty), 1 - i % 2, "a place for X");
+      load_x(layer, list.group, loader);
+      arrive_after_copies(address_of(&s.x_full));
+    }
     for (int step = steps.first; step <= steps.end; step++) {
       const u32* rows = list.rows + ROWS * step;
       if (GATED && step < steps.end) load_step(ring, layer.wu, rows, loader);
@@ -351,18 +372,19 @@ __device__ __forceinline__ int column_of(int half) {
 // X of a group as B: [half][k / 8], of which a lane has words of token lane / 4.
 using Tokens = u32[HALVES][32];
 
-__device__ __forceinline__ void read_x(Tokens& x, const Layer& layer, int group) {
-  const int lane = threadIdx.x % 32, token = lane / 4, tokens = layer.tokens(group);
-  const uint4* from = (const uint4*)(layer.x + (u64)(group * GROUP + token) * K);
+__device__ __forceinline__ void read_x(Tokens& x, int number, Shared& s) {
+  const int lane = threadIdx.x % 32;
+  wait(address_of(&s.x_full), number % 2, "X");
   #pragma unroll
   for (int i = 0; i < 8 * HALVES; i++) {
-    const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane % 4;
-    const uint4 v = token < tokens && piece < K / 8 ? __ldcs(from + piece) : uint4{};
-    u32 words[4] = {v.x, v.y, v.z, v.w};
-    exchange(words);
+    const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane / 8;
+    u32 four[4];
+    matrices(four, address_of(shared) + place_of(lane % 8, piece, X_PITCH));
     #pragma unroll
-    for (int j = 0; j < 4; j++) x[i / 8][i % 8 * 4 + j] = words[j];
+    for (int j = 0; j < 4; j++) x[i / 8][i % 8 * 4 + j] = four[j];
   }
+  __syncwarp();
+  if (lane == 0) arrive(address_of(&s.x_empty));
 }
 
 // Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
@@ -376,10 +398,9 @@ struct Warp {
   u16 gate;  // thread t has row t / 8 of token t % 8; zero where the unit is off, and nowhere else
   int turn;  // of steps: U and gates have two places
 
-  __device__ __forceinline__ void read_gate(const Layer& layer, const List& list, int step,
-                                            int end) {
+  __device__ __forceinline__ void read_gate(const Layer& layer, const List& list, int step) {
     gate = 0;
-    if (threadIdx.x >= ROWS * GROUP || step >= end) return;
+    if (threadIdx.x >= ROWS * GROUP) return;
     const u32 row = list.rows[step * ROWS + threadIdx.x / GROUP];
     const u32 token = threadIdx.x % GROUP;
     if (row >> token & 1)
@@ -389,26 +410,36 @@ struct Warp {
     if (threadIdx.x < ROWS * GROUP)
       s.gates[turn % 2][threadIdx.x % GROUP][threadIdx.x / GROUP] = gate;
   }
-  __device__ __forceinline__ void free_stage() {
+  // Wait for 16 rows; returns where the lane's one of them starts, this warp's columns.
+  __device__ __forceinline__ u32 rows_of(int row) {
+    ring.wait_filled();
+    const u32 upper = ring.tile();
+    ring.advance();
+    ring.wait_filled();
+    return (row < 8 ? upper : ring.tile()) + threadIdx.x / 32 * 512;
+  }
+  __device__ __forceinline__ void free_rows() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * ring.slot);
+    if (threadIdx.x % 32 == 0) {
+      arrive(ring.empty + 8 * (ring.slot ? ring.slot - 1 : STAGES - 1));
+      arrive(ring.empty + 8 * ring.slot);
+    }
     ring.advance();
   }
   // U of 16 rows, this warp's columns alone.
   __device__ __forceinline__ void put_up(Shared& s) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, row = lane % 16;
     float u[2][4] = {};
     #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-      ring.wait_filled();
-      const u32 tile = ring.tile() + threadIdx.x / 32 * 512;
+      const u32 tile = rows_of(row);
       #pragma unroll
       for (int i = 0; i < 16; i++) {
         u32 a[4];
-        matrices(a, tile + place_of(lane % 16, i % 4 * 2 + lane / 16) + i / 4 * 128);
+        matrices(a, tile + place_of(row % 8, i % 4 * 2 + lane / 16) + i / 4 * 128);
         multiply(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
       }
-      free_stage();
+      free_rows();
     }
     float (&part)[GROUP][ROWS + 4] = s.parts[turn % 2][threadIdx.x / 32];
     #pragma unroll
@@ -437,31 +468,39 @@ struct Warp {
     return gate ? (SQUARED ? z * z : z) * u : 0.f;
   }
   __device__ __forceinline__ void add_down() {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8;
     #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-      ring.wait_filled();
-      const u32 tile = ring.tile() + threadIdx.x / 32 * 512;
+      const u32 tile = rows_of(row);
       #pragma unroll
       for (int i = 0; i < 16; i++) {
         u32 a[4];
-        matrices_by_columns(a, tile + place_of(lane % 8 + lane / 16 * 8, i % 4 * 2 + lane / 8 % 2) +
-                                   i / 4 * 128);
+        matrices_by_columns(a, tile + place_of(row % 8, i % 4 * 2 + lane / 8 % 2) + i / 4 * 128);
         multiply(y[half][i], a, h[0], h[1]);
       }
-      free_stage();
+      free_rows();
     }
   }
-  // This CTA's steps of a group: its sums.
-  __device__ __forceinline__ void walk(const Layer& layer, const List& list, Steps steps,
-                                       Shared& s) {
+  // The gates of the first step of a list, when there is one.
+  __device__ __forceinline__ void read_first_gate(const Layer& layer, int number, Place place,
+                                                  Shared& s) {
+    const List& list = s.lists[number % LISTS];
+    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+    if (list.group == END) return;
+    const Steps steps(list, place);
+    if (steps.first < steps.end) read_gate(layer, list, steps.first);
+  }
+  // This CTA's steps of a group: its sums. The gates of the first step have been read.
+  __device__ __forceinline__ void walk(const Layer& layer, int number, Place place, Shared& s) {
     #pragma unroll
     for (int i = 0; i < HALVES * 64; i++) y[i / 64][i / 4 % 16][i % 4] = 0;
-    if (GATED) read_x(x, layer, list.group);
-    read_gate(layer, list, steps.first, steps.end);
+    if (GATED) read_x(x, number, s);
+    const List& list = s.lists[number % LISTS];
+    const Steps steps(list, place);
     for (int step = steps.first; step < steps.end; step++, turn++) {
       put_gate(s);
-      read_gate(layer, list, step + 1, steps.end);
+      if (step + 1 < steps.end) read_gate(layer, list, step + 1);
+      else if (SPLIT == 1) read_first_gate(layer, number + 1, place, s);
       if (GATED) put_up(s);
       if (GATED && step > steps.first) add_down();
       in_step(2, PRODUCTS);  // by then the other place has been read
@@ -525,12 +564,10 @@ __device__ __forceinline__ void add_up(const Sums& y, u16* out, int tokens, int 
 
 __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place, Shared& s) {
   Warp warp{Ring(s, 0)};
-  for (int i = 0;; i++) {
-    const List& list = s.lists[i % LISTS];
-    wait(address_of(&s.listed[i % LISTS]), i / LISTS % 2, "a list");
-    const int group = list.group, tokens = layer.tokens(group);
-    if (group == END) return;
-    warp.walk(layer, list, Steps(list, place), s);
+  warp.read_first_gate(layer, 0, place, s);
+  for (int i = 0; s.lists[i % LISTS].group != END; i++) {
+    const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
+    warp.walk(layer, i, place, s);
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
     u16* y = layer.y + (u64)group * GROUP * K;
@@ -556,6 +593,8 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
       init(address_of(&s.full[i]), LOADERS);
       init(address_of(&s.empty[i]), WARPS);
     }
+    init(address_of(&s.x_full), LOADERS);
+    init(address_of(&s.x_empty), WARPS);
   }
   __syncthreads();
   list_next(s.lists[0], layer, place.cta / SPLIT, place, {(int)threadIdx.x, THREADS, 0}, s);

@@ -51,7 +51,6 @@ from sparsebench.results.record import Problem
 
 MOST_K, MOST_SPLIT = 4096, 8
 MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
-STAGES, ROWS = 3, 16
 SHARED_BYTES = 192 * 1024  # of 227 KB, of which 30 are the kernel's own
 L2_RATE, DENSE_RATE, FEW = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (kernels/NOTES.md)
 
@@ -96,8 +95,9 @@ def threads_of(k: int) -> tuple[int, int]:
 
 
 def shared_bytes(k: int, split: int) -> int:
-    """Return the shared memory of a CTA: stages of 16 rows, or its sums of eight tokens."""
-    return max(STAGES * ROWS * 16 * threads_of(k)[0], 4 * GROUP * k if split > 1 else 0)
+    """Return the shared memory of a CTA: X and stages, of eight rows; or its sums."""
+    row = 16 * threads_of(k)[0]
+    return max(6 * GROUP * row, 4 * GROUP * k if split > 1 else 0)
 
 
 def constants_of(
