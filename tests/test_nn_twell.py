@@ -408,16 +408,15 @@ def test_interpreted_index_lists_each_unit_twice(shape):
 
 @interpreted
 def test_interpreted_index_that_does_not_fit_writes_nothing():
-    g, asked = torch.ones(5, 40), torch.full((199,), 7, dtype=torch.int32)
-    active = _active_index.index_of(g, 199)
-    made = Active(active.offsets, asked.short(), asked.float(), active.unit_offsets, asked, asked)
-    words = _active_index.words_of(g)
-    _active_index.counting(g, words)()
-    counts = words.token_counts, words.unit_counts
-    ends = (t.view(-1).cumsum(0, dtype=torch.int32) for t in counts)
-    _active_index.filling(g, words, *ends, made)()
-    assert made.offsets[-1] == 200
-    for each in (made.columns, made.values, made.tokens, made.places):
+    g = torch.ones(5, 40)
+    programs, active = _active_index.listing(g, 199)
+    lists = active.columns, active.values, active.tokens, active.places
+    for each in lists:
+        each.fill_(7)
+    for program in programs:
+        program()
+    assert active.offsets[-1] == active.unit_offsets[-1] == 200
+    for each in lists:
         assert each.eq(7).all()
 
 
@@ -471,16 +470,15 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Program]:
     norms = norms.float()
     offsets, columns, values, u, unit_offsets, tokens, places = module._packed_like(x, n, 88)
     active = Active(offsets, columns, values, unit_offsets, tokens, places)
-    words = _active_index.words_of(g)
-    yield _active_index.counting(g, words)
-    ends = words.token_counts.view(-1), words.unit_counts.view(-1)
-    yield _active_index.filling(g, words, *ends, active)
+    yield from _active_index.listing(g, active.capacity)[0]
     for squared in (False, True):
         yield _active_products.up(x, w, active, squared=squared)[0]
         yield _active_products.slopes(x, w, active, u, norms, squared=squared)[0]
-        yield from _active_dense.forward(x, w, w, g, x, norms, active, squared=squared)
+        yield from _active_dense.forward(x, w, w, g, x, norms, active, squared=squared, device=CPU)
         out = x, w, w, w
-        yield from _active_dense.backward(x, x, (w, w, w), norms, out, active, squared=squared)
+        yield from _active_dense.backward(
+            x, x, (w, w, w), norms, out, active, squared=squared, device=CPU
+        )
     h, by_unit = places.float(), (unit_offsets, tokens)
     summed = _active_products.summed
     yield summed("norms", (offsets, columns), (h,), (w,), (x, norms))
