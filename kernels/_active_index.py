@@ -40,11 +40,11 @@ from sparsebench.kernels._triton import Program
 
 WORD = 32  # bits
 LANE_BYTES = 16  # of a token, one lane's in one load
-ROWS = 16  # tokens of those, that are loaded at a time
+ROWS = 16  # tokens that are loaded at a time
 BEFORE_PIECES, BEFORE_UNITS = 128, 32  # words of units that are counted at a time,
 BEFORE_TOKENS, BEFORE_WORDS = 32, 64  # and of tokens
-OFFSETS = 8192  # summed at a time
-LANES = 512  # words a program lists
+OFFSETS = 8192  # counts that are summed at a time
+LANES = 128  # words that a warp lists
 SIZES = "m", "eights", "words", "pieces", "capacity"  # compiled once for any
 MOST_UNITS = 2**16  # for columns of 16 bits
 ELEMENTS = 2**31 - 2**9  # for offsets of 32 bits, and the entries that a loop looks ahead
@@ -112,7 +112,7 @@ def listing(g: Tensor, capacity: int) -> tuple[list[Program], Active]:
         program(_count, -(-n // units) * pieces, g, *bits, *sizes, **rows),
         program(_before, groups, *bits, *before, *counts, *sizes, **by_unit, **by_token),
         program(_offset, 2, *counts, *offsets, m, n // 8, EACH=OFFSETS, num_warps=8),
-        program(_fill, -(-m * words // LANES), g, *bits, *before, *filled, **each),
+        program(_fill, -(-m * words // LANES), g, *bits, *before, *filled, **each, num_warps=1),
     ], Active(offsets[0], columns, values, offsets[1], tokens, places)
 
 
@@ -242,12 +242,12 @@ def _fill(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    n, at = eights * 8, tl.program_id(0) * LANES + tl.arange(0, LANES)
+    there = at < m * words
+    token, first = at // words, at % words * WORD
+    left = tl.load(of_tokens + at, there, 0).to(tl.uint32, bitcast=True)
+    entry = tl.load(offsets + token, there, 0) + tl.load(before_in_token + at, there, 0)
     if tl.load(offsets + m) <= capacity:
-        n, at = eights * 8, tl.program_id(0) * LANES + tl.arange(0, LANES)
-        there = at < m * words
-        left = tl.load(of_tokens + at, there, 0).to(tl.uint32, bitcast=True)
-        token, first = at // words, at % words * WORD
-        entry = tl.load(offsets + token, there, 0) + tl.load(before_in_token + at, there, 0)
         ones = tl.full((LANES,), 1, tl.uint32)
         before = (ones << (token % WORD).to(tl.uint32)) - 1
         while tl.max(left, 0) > 0:

@@ -635,6 +635,32 @@ def test_a_gpu_repeats_a_backward_pass_on_a_stream_of_its_own(slots) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("slots", [60, 1])
+def test_a_gpu_takes_operands_at_any_address(slots) -> None:
+    mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
+    expected = step(mlp, x)
+    for _ in range(2):  # a plan's first call gives Triton tensors, later ones addresses
+        given = torch.empty(x.numel() + 1, dtype=x.dtype, device=GPU)[1:].view_as(x)
+        given.copy_(x).requires_grad_()
+        poison()
+        y, l1 = mlp(given, l1=True)
+        dy = torch.empty(x.numel() + 3, dtype=x.dtype, device=GPU)[3:].view_as(x)
+        dy.copy_(gradient_of(y))
+        leaves = [given, *mlp.parameters()]
+        found = torch.autograd.grad([y, l1], leaves, [dy, l1.new_tensor(0.5)])
+        assert all(map(torch.equal, (y, l1, *found), expected))
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_plans_of_sizes_apart() -> None:
+    mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
+    expected = {m: step(mlp, x[:m]) for m in (300, 33, 1)}
+    for m in (33, 300, 1, 33):
+        poison()
+        assert all(map(torch.equal, step(mlp, x[:m]), expected[m]))
+
+
+@pytest.mark.gpu
 def test_a_gpu_takes_both_ways_at_the_last_slot() -> None:
     made: dict[str, Any] = {"dtype": torch.float16, "device": GPU}
     gate, w = torch.randn(300, 1024, **made) - 1.5, torch.randn(1024, 512, **made)
