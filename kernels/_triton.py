@@ -7,7 +7,6 @@ masks (any shape, any alignment). The choice is made in `prepare` and recorded.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of a
 SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
-ADDRESSES = 256  # of a matrix for which a template keeps the box
+ADDRESSES = 64  # of a program's matrices for which a template keeps the boxes
 SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
 
 
@@ -103,16 +102,13 @@ class _Launch:
         self._program, self._args = program, [*program.args]
         self._run: Callable[..., None] | None = None
         self._rest: list[Any] = []
-        self._plain: list[tuple[int, int]] = []
-        self._boxed: list[tuple[int, int, Callable[[int], TensorDescriptor]]] = []
-        for at, arg in enumerate(program.args):
-            if (i := place.get(id(tensor_of(arg)))) is None:
-                continue
-            if isinstance(arg, TensorDescriptor):
-                # The allocator hands out the same addresses again.
-                self._boxed.append((at, i, lru_cache(ADDRESSES)(partial(_box_at, arg))))
-            else:
-                self._plain.append((at, i))
+        found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
+        holes = [
+            (at, i, isinstance(arg, TensorDescriptor)) for at, i, arg in found if i is not None
+        ]
+        self._plain = [(at, i) for at, i, boxed in holes if not boxed]
+        self._boxed = [(at, i) for at, i, boxed in holes if boxed]
+        self._boxes: dict[tuple[int, ...], list[tuple[int, TensorDescriptor]]] = {}
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
         """Enqueue the kernel; from the second call on by addresses alone."""
@@ -120,19 +116,32 @@ class _Launch:
         if self._run:
             for at, i in self._plain:
                 args[at] = addresses[i]
-            for at, i, box_at in self._boxed:
-                args[at] = box_at(addresses[i])
+            if self._boxed:
+                for at, box in self._boxes_at(tuple([addresses[i] for _, i in self._boxed])):
+                    args[at] = box
             self._run(*args, *self._rest)
             return
         for at, i in self._plain:
             args[at] = tensors[i]
-        for at, i, _ in self._boxed:
+        for at, i in self._boxed:
             args[at] = _box_of(args[at], tensors[i])
         kernel, grid, constants = self._program.kernel, self._program.grid, self._program.constants
         compiled = kernel[grid](*args, **constants)
         if compiled:  # the interpreter never gives a compiled kernel
             self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             self._run = compiled[(*grid, 1, 1)[:3]]
+
+    def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
+        """Return boxes of matrices at addresses, mostly the same: the allocator repeats itself."""
+        if (boxes := self._boxes.get(addresses)) is None:
+            if len(self._boxes) == ADDRESSES:
+                self._boxes.clear()
+            given = [(at, self._args[at]) for at, _ in self._boxed]
+            boxes = self._boxes[addresses] = [
+                (at, _box_of(box, _Place(address, box.base.dtype)))
+                for (at, box), address in zip(given, addresses, strict=True)
+            ]
+        return boxes
 
 
 class _Place(NamedTuple):
@@ -143,10 +152,6 @@ class _Place(NamedTuple):
 
     def data_ptr(self) -> int:
         return self.address
-
-
-def _box_at(box: TensorDescriptor, address: int) -> TensorDescriptor:
-    return _box_of(box, _Place(address, box.base.dtype))
 
 
 def _box_of(box: TensorDescriptor, base: Tensor | _Place) -> TensorDescriptor:
