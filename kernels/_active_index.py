@@ -40,7 +40,7 @@ from sparsebench.kernels._triton import Program
 
 WORD = 32  # bits
 LANE_BYTES = 16  # of a token, one lane's in one load
-ROWS = 16  # tokens that are loaded at a time
+ROWS, STAGES = 8, 4  # tokens that are copied at a time, and copies under way
 BEFORE_PIECES, BEFORE_UNITS = 128, 32  # words of units that are counted at a time,
 BEFORE_TOKENS, BEFORE_WORDS = 32, 64  # and of tokens
 OFFSETS = 8192  # counts that are summed at a time
@@ -103,7 +103,7 @@ def listing(g: Tensor, capacity: int) -> tuple[list[Program], Active]:
         return Program(kernel, (programs,), args, sides | {"num_warps": num_warps}, of_units)
 
     units = 32 * LANE_BYTES // g.element_size()
-    rows = {"WORD": WORD, "UNITS": units, "ROWS": ROWS, "num_warps": 1}
+    rows = {"WORD": WORD, "UNITS": units, "ROWS": ROWS, "STAGES": STAGES, "num_warps": 1}
     by_unit = {"PIECES": BEFORE_PIECES, "UNITS": BEFORE_UNITS}
     by_token = {"TOKENS": BEFORE_TOKENS, "WORDS": BEFORE_WORDS}
     groups = -(-n // BEFORE_UNITS) + -(-m // BEFORE_TOKENS)
@@ -137,6 +137,7 @@ def _count(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr,
     UNITS: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n = eights * 8
     parts: tl.constexpr = UNITS // WORD
@@ -144,7 +145,7 @@ def _count(  # type: ignore[no-untyped-def]
     piece, part = tl.program_id(0) // across, tl.program_id(0) % across
     units, word = part * UNITS + tl.arange(0, UNITS), part * parts + tl.arange(0, parts)
     unit_bits, of_unit = 1 << (tl.arange(0, UNITS) % WORD), tl.zeros((UNITS,), tl.int32)
-    for first in tl.static_range(0, WORD, ROWS):
+    for first in tl.range(0, WORD, ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         tokens = piece * WORD + rows
         there = (tokens < m)[:, None] & (units < n)[None, :]
