@@ -53,10 +53,11 @@ def forward(
     active: Active,
     *,
     squared: bool,
+    device: torch.device,
 ) -> list[Program]:
     """Return the programs of Y [m, k] and norms [m], over gates g [m, n]; wu and wd_t [n, k]."""
-    product = partial(_product, active, squared)
-    (m, n), programs = g.shape, 4 * multiprocessors(g.device)
+    product = partial(_product, active, squared, device)
+    (m, n), programs = g.shape, 4 * multiprocessors(device)
     args = g, norms, active.offsets, m, n, active.capacity
     constants = {"WIDTH": WIDTH, "num_warps": 4}
     return [
@@ -75,14 +76,15 @@ def backward(
     active: Active,
     *,
     squared: bool,
+    device: torch.device,
 ) -> list[Program]:
     """Return the programs of dX [m, k] and dWg, dWu, dWd.T [n, k], in `out`.
 
     weights are Wg, Wu and Wd.T. Takes room for two [m, n].
     """
-    product = partial(_product, active, squared)
+    product = partial(_product, active, squared, device)
     (wg, wu, wd_t), (dx, dwg, dwu, dwd_t) = weights, out
-    g, u = x.new_empty(2, len(x), len(wg)).unbind()
+    g, u = (x.new_empty(len(x), len(wg)) for _ in range(2))
     both = True, True
     return [
         product("plain", x, wg, g),
@@ -98,6 +100,7 @@ def backward(
 def _product(
     active: Active,
     squared: bool,
+    device: torch.device,
     kind: Kind,
     a: Tensor,
     b: Tensor,
@@ -111,7 +114,7 @@ def _product(
 ) -> Program:
     """Return the program of a product; `transposed` are A and B that are stored so."""
     depth = DEPTH_BYTES // a.element_size()
-    rows, columns, warps = tile_of(a, kind)
+    rows, columns, warps = tile_of(device, a.element_size(), kind)
     a_box, b_box = (
         (depth, side) if across else (side, depth)
         for side, across in zip((rows, columns), transposed, strict=True)
@@ -124,13 +127,13 @@ def _product(
     flags = {"KIND": kind, "A_T": transposed[0], "B_T": transposed[1], "SQUARED": squared}
     sides = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND, "STAGES": STAGES}
     constants = {**sides, **flags, **options(warps, "pointers")}
-    grid = (2 * multiprocessors(a.device),)  # one stores while the other multiplies
+    grid = (2 * multiprocessors(device),)  # one stores while the other multiplies
     return Program(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
 
 
-def tile_of(a: Tensor, kind: Kind) -> tuple[int, int, int]:
+def tile_of(device: torch.device, itemsize: int, kind: Kind) -> tuple[int, int, int]:
     """Return rows, columns and warps of a tile, for which the registers suffice."""
-    if before_hopper(a.device) or a.element_size() == 4:
+    if before_hopper(device) or itemsize == 4:
         return 64, 64, 8
     return (128, 64, 8) if kind == "slopes" else (128, 128, 8)
 

@@ -36,7 +36,9 @@ from sparsebench.kernels._triton import Program, whole_tile
 
 SAMPLED_ROWS, SAMPLED, PARTS = 8, 64, 4  # entries a step, programs a group of rows
 DEPTH, SAMPLED_STAGES = 64, 4  # columns a stage
-SUMMED_ROWS, SUMMED, WIDTH_BYTES, SUMMED_STAGES = 16, 32, 512, 4  # entries a stage, of a row
+SUMMED_ROWS, SUMMED_STAGES = 16, 4
+SUMMED, WIDTH_BYTES = 32, 512  # entries a stage, and of a row, of sums over a token's units
+UNIT_SUMMED, UNIT_WIDTH_BYTES = 32, 512  # and over a unit's tokens
 
 Kind = Literal["norms", "one", "matrices", "sums"]
 """Of a sum: Y, and the sum of a row's |values|; Y alone; two matrices into Y; two Y of a matrix."""
@@ -78,10 +80,12 @@ def summed(
     out [rows, k], of `norms` the second one fp32 [rows].
     """
     (rows, k), size = out[0].shape, out[0].element_size()
-    width = min(WIDTH_BYTES // size, whole_tile(k))
+    by_unit = kind in ("one", "sums")
+    entries, width = (UNIT_SUMMED, UNIT_WIDTH_BYTES) if by_unit else (SUMMED, WIDTH_BYTES)
+    width = min(width // size, whole_tile(k))
     grid = -(-rows // SUMMED_ROWS), -(-k // width)
     args = *lists, values[0], values[-1], matrices[0], matrices[-1], out[0], out[-1]
-    constants = {"ROWS": SUMMED_ROWS, "ENTRIES": SUMMED, "WIDTH": width, "STAGES": SUMMED_STAGES}
+    constants = {"ROWS": SUMMED_ROWS, "ENTRIES": entries, "WIDTH": width, "STAGES": SUMMED_STAGES}
     constants |= {"num_warps": 4 if size == 2 else 8}
     sizes = rows, k // 8, len(lists[1])
     return Program(_sum, grid, (*args, *sizes), {**constants, "KIND": kind}, out[0])

@@ -5,9 +5,9 @@ masks (any shape, any alignment). The choice is made in `prepare` and recorded.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of a
 SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
+ADDRESSES = 64  # of a program's matrices for which a template keeps the boxes
 SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
 
 
@@ -61,54 +62,104 @@ class Program:
 
 
 class Template:
-    """A program of tensors without data, device meta: call it with two operands to run it on them.
+    """Programs of tensors without data, device meta: call it with operands to run them on those.
 
-    They take the place of its first two arguments, or of its `before`'s, and must have their
-    shapes, strides and dtype, at multiples of 16 bytes. What else has no data is made anew at each
-    call. So Triton binds the other arguments once, and compiles or looks up the kernel once.
+    Operands take the places of those given here, and must have their shapes, strides and dtypes, at
+    multiples of 16 bytes. What else has no data is made anew at each call. So Triton binds and
+    compiles once; later launches are given addresses.
     """
 
-    def __init__(self, program: Program) -> None:
-        """Find the arguments without data."""
-        self._programs = [program.before, program] if program.before else [program]
-        self._compiled: list[Any] = [None] * len(self._programs)
-        a, b = (_tensor(arg) for arg in self._programs[0].args[:2])
-        bases = [_tensor(arg) for each in self._programs for arg in each.args] + [program.out]
-        meta = {id(t): t for t in bases if t is not None and t.is_meta}
-        self._made = [(t.shape, t.dtype) for t in meta.values() if t is not a and t is not b]
-        rest = (at for at in meta if at not in (id(a), id(b)))
-        place = {at: i for i, at in enumerate((id(a), id(b), *rest))}
-        self._out = place[id(program.out)]
-        self._holes = [
-            [
-                (at, place[id(t)])
-                for at, arg in enumerate(each.args)
-                if id(t := _tensor(arg)) in place
-            ]
-            for each in self._programs
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        operands: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> None:
+        """Find the arguments without data; a call returns `results` as they are then."""
+        flat = [one for each in programs for one in (each.before, each) if one]
+        bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]
+        given = {id(t): t for t in operands}
+        rest = {id(t): t for t in bases if t is not None and t.is_meta and id(t) not in given}
+        place = {at: i for i, at in enumerate((*given, *rest))}
+        self._made = [(t.shape, t.dtype) for t in rest.values()]
+        self._results = [place[id(t)] for t in results]
+        self._launches = [_Launch(each, place) for each in flat]
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        """Enqueue the kernels on the current stream; return the results."""
+        new_empty = operands[0].new_empty
+        tensors = [*operands, *[new_empty(shape, dtype=dtype) for shape, dtype in self._made]]
+        addresses = [t.data_ptr() for t in tensors]
+        for launch in self._launches:
+            launch(tensors, addresses)
+        return [tensors[i] for i in self._results]
+
+
+class _Launch:
+    """A program of a template; `place` says which tensor is which, by id."""
+
+    def __init__(self, program: Program, place: Mapping[int, int]) -> None:
+        self._program, self._args = program, [*program.args]
+        self._run: Callable[..., None] | None = None
+        self._rest: list[Any] = []
+        found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
+        holes = [
+            (at, i, isinstance(arg, TensorDescriptor)) for at, i, arg in found if i is not None
         ]
+        self._plain = [(at, i) for at, i, boxed in holes if not boxed]
+        self._boxed = [(at, i) for at, i, boxed in holes if boxed]
+        self._boxes: dict[tuple[int, ...], list[tuple[int, TensorDescriptor]]] = {}
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Enqueue the kernels on the current stream; return what they compute."""
-        tensors = [a, b, *[a.new_empty(shape, dtype=dtype) for shape, dtype in self._made]]
-        for i, (program, holes) in enumerate(zip(self._programs, self._holes, strict=True)):
-            args = [*program.args]
-            for at, place in holes:
-                old, new = args[at], tensors[place]
-                boxed = isinstance(old, TensorDescriptor)
-                args[at] = (
-                    TensorDescriptor(new, old.shape, old.strides, old.block_shape) if boxed else new
-                )
-            if compiled := self._compiled[i]:
-                names = program.kernel.arg_names[len(args) :]
-                compiled[(*program.grid, 1, 1)[:3]](*args, *[program.constants[n] for n in names])
-            else:  # the interpreter never gives a compiled kernel
-                self._compiled[i] = program.kernel[program.grid](*args, **program.constants)
-        return tensors[self._out]
+    def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
+        """Enqueue the kernel; from the second call on by addresses alone."""
+        args = self._args.copy()
+        if self._run:
+            for at, i in self._plain:
+                args[at] = addresses[i]
+            if self._boxed:
+                for at, box in self._boxes_at(tuple([addresses[i] for _, i in self._boxed])):
+                    args[at] = box
+            self._run(*args, *self._rest)
+            return
+        for at, i in self._plain:
+            args[at] = tensors[i]
+        for at, i in self._boxed:
+            args[at] = _box_of(args[at], tensors[i])
+        kernel, grid, constants = self._program.kernel, self._program.grid, self._program.constants
+        compiled = kernel[grid](*args, **constants)
+        if compiled:  # the interpreter never gives a compiled kernel
+            self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+            self._run = compiled[(*grid, 1, 1)[:3]]
+
+    def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
+        """Return boxes of matrices at addresses, mostly the same: the allocator repeats itself."""
+        if (boxes := self._boxes.get(addresses)) is None:
+            if len(self._boxes) == ADDRESSES:
+                self._boxes.clear()
+            given = [(at, self._args[at]) for at, _ in self._boxed]
+            boxes = self._boxes[addresses] = [
+                (at, _box_of(box, _Place(address, box.base.dtype)))
+                for (at, box), address in zip(given, addresses, strict=True)
+            ]
+        return boxes
 
 
-def _tensor(arg: Any) -> Tensor | None:
-    """Return the tensor of a kernel's argument, if it has one."""
+class _Place(NamedTuple):
+    """Where a matrix starts: what a descriptor needs of a tensor, without the memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _box_of(box: TensorDescriptor, base: Tensor | _Place) -> TensorDescriptor:
+    return TensorDescriptor(base, box.shape, box.strides, box.block_shape)
+
+
+def tensor_of(arg: Any) -> Tensor | None:
+    """Return the tensor of a kernel's argument, None if it is something else."""
     arg = arg.base if isinstance(arg, TensorDescriptor) else arg
     return arg if isinstance(arg, Tensor) else None
 

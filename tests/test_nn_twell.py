@@ -408,16 +408,15 @@ def test_interpreted_index_lists_each_unit_twice(shape):
 
 @interpreted
 def test_interpreted_index_that_does_not_fit_writes_nothing():
-    g, asked = torch.ones(5, 40), torch.full((199,), 7, dtype=torch.int32)
-    active = _active_index.index_of(g, 199)
-    made = Active(active.offsets, asked.short(), asked.float(), active.unit_offsets, asked, asked)
-    words = _active_index.words_of(g)
-    _active_index.counting(g, words)()
-    counts = words.token_counts, words.unit_counts
-    ends = (t.view(-1).cumsum(0, dtype=torch.int32) for t in counts)
-    _active_index.filling(g, words, *ends, made)()
-    assert made.offsets[-1] == 200
-    for each in (made.columns, made.values, made.tokens, made.places):
+    g = torch.ones(5, 40)
+    programs, active = _active_index.listing(g, 199)
+    lists = active.columns, active.values, active.tokens, active.places
+    for each in lists:
+        each.fill_(7)
+    for program in programs:
+        program()
+    assert active.offsets[-1] == active.unit_offsets[-1] == 200
+    for each in lists:
         assert each.eq(7).all()
 
 
@@ -471,16 +470,15 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Program]:
     norms = norms.float()
     offsets, columns, values, u, unit_offsets, tokens, places = module._packed_like(x, n, 88)
     active = Active(offsets, columns, values, unit_offsets, tokens, places)
-    words = _active_index.words_of(g)
-    yield _active_index.counting(g, words)
-    ends = words.token_counts.view(-1), words.unit_counts.view(-1)
-    yield _active_index.filling(g, words, *ends, active)
+    yield from _active_index.listing(g, active.capacity)[0]
     for squared in (False, True):
         yield _active_products.up(x, w, active, squared=squared)[0]
         yield _active_products.slopes(x, w, active, u, norms, squared=squared)[0]
-        yield from _active_dense.forward(x, w, w, g, x, norms, active, squared=squared)
+        yield from _active_dense.forward(x, w, w, g, x, norms, active, squared=squared, device=CPU)
         out = x, w, w, w
-        yield from _active_dense.backward(x, x, (w, w, w), norms, out, active, squared=squared)
+        yield from _active_dense.backward(
+            x, x, (w, w, w), norms, out, active, squared=squared, device=CPU
+        )
     h, by_unit = places.float(), (unit_offsets, tokens)
     summed = _active_products.summed
     yield summed("norms", (offsets, columns), (h,), (w,), (x, norms))
@@ -634,6 +632,32 @@ def test_a_gpu_repeats_a_backward_pass_on_a_stream_of_its_own(slots) -> None:
     stream.synchronize()
     assert all(map(torch.equal, first, expected))
     assert all(map(torch.equal, second, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [60, 1])
+def test_a_gpu_takes_operands_at_any_address(slots) -> None:
+    mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
+    expected = step(mlp, x)
+    for _ in range(2):  # a plan's first call gives Triton tensors, later ones addresses
+        given = torch.empty(x.numel() + 1, dtype=x.dtype, device=GPU)[1:].view_as(x)
+        given.copy_(x).requires_grad_()
+        poison()
+        y, l1 = mlp(given, l1=True)
+        dy = torch.empty(x.numel() + 3, dtype=x.dtype, device=GPU)[3:].view_as(x)
+        dy.copy_(gradient_of(y))
+        leaves = [given, *mlp.parameters()]
+        found = torch.autograd.grad([y, l1], leaves, [dy, l1.new_tensor(0.5)])
+        assert all(map(torch.equal, (y, l1, *found), expected))
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_plans_of_sizes_apart() -> None:
+    mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
+    expected = {m: step(mlp, x[:m]) for m in (300, 33, 1)}
+    for m in (33, 300, 1, 33):
+        poison()
+        assert all(map(torch.equal, step(mlp, x[:m]), expected[m]))
 
 
 @pytest.mark.gpu

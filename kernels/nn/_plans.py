@@ -35,7 +35,7 @@ from sparsebench.kernels import (
 )
 from sparsebench.kernels._cuda import HOPPER, supports_hopper
 from sparsebench.kernels._kernel import Unsupported
-from sparsebench.kernels._triton import Program, Template, choose_path, supports
+from sparsebench.kernels._triton import Program, Template, choose_path, supports, tensor_of
 from sparsebench.kernels._tuned import blocked, lookup, multiprocessors
 from sparsebench.kernels._wgmma import SIDE, checked
 from sparsebench.results.record import Problem
@@ -204,12 +204,12 @@ def _templates(program: Callable[[Tensor, Tensor], Program]) -> Multiply:
 
     @lru_cache(8)
     def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
-        return Template(
-            program(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
-        )
+        made = program(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
+        operands = (tensor_of(arg) for arg in (made.before or made).args[:2])
+        return Template([made], [t for t in operands if t is not None], [made.out])
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)
+        return template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
 
     return multiply
 

@@ -25,6 +25,7 @@ The L1 term is that of Cetin et al., arXiv 2603.23198, as their code has it: wit
 the number of units. Their published coefficient, 2e-5, belongs to a mean of it over layers.
 """
 
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -33,14 +34,15 @@ from torch.nn.functional import relu
 from triton import knobs
 
 from sparsebench.formats._format import require
-from sparsebench.kernels import _active_dense, _active_products
-from sparsebench.kernels._active_index import Active, index_of, require_room
+from sparsebench.kernels import _active_dense, _active_index, _active_products
+from sparsebench.kernels._active_index import Active, require_room
 from sparsebench.kernels._kernel import Unsupported
-from sparsebench.kernels._triton import TMA_ALIGNMENT, supports
+from sparsebench.kernels._triton import TMA_ALIGNMENT, Template, supports
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
 SHARE = 64  # of the units, one is given a slot: more on would cost what dense products do
+PLANS = 64  # kept, of different sizes: of a call's programs, bound without their tensors
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Offsets, columns, g, u, unit offsets, tokens, places: an Active, and u beside g."""
@@ -137,29 +139,21 @@ def _forward(
     X [m, k], Wg, Wu and Wd.T [n, k]; relu squared, or relu.
     """
     _require_one_kind(x, wg, wu, wd_t)
-    sizes = [[*w.shape] for w in (wg, wu, wd_t)]
-    if sizes != [[len(wg), x.shape[1]]] * 3:
+    if not wg.shape == wu.shape == wd_t.shape == (len(wg), x.shape[1]):
+        sizes = [[*w.shape] for w in (wg, wu, wd_t)]
         raise Unsupported(f"expected three weights [n, {x.shape[1]}], found {sizes}")
-    x, wg, wu, wd_t = (_plain(t) for t in (x, wg, wu, wd_t))
-    m, n = len(x), len(wg)
-    y, norms = torch.empty_like(x), x.new_empty(m, dtype=torch.float32)
-    if not _on_kernels(x, n):
+    (m, k), n = x.shape, wg.shape[0]
+    if not _on_kernels(x):
         with torch.autocast(x.device.type, enabled=False):
             h = _act(x @ wg.t(), squared) * (x @ wu.t())
             y, norms = h @ wd_t, h.float().abs().sum(1)
         packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
         return y, norms, *packed  # type: ignore[return-value]  # seven
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        g = x @ wg.t()
-        active = index_of(g, m * slots)
-        up, u, h = _active_products.up(x, wu, active, squared=squared)
-        up()
-        lists = active.offsets, active.columns
-        _active_products.summed("norms", lists, (h,), (wd_t,), (y, norms))()
-        for program in _active_dense.forward(x, wu, wd_t, g, y, norms, active, squared=squared):
-            program()
-    by_unit = active.unit_offsets, active.tokens, active.places
-    return y, norms, *lists, active.values, u, *by_unit
+    x, wg, wu, wd_t = _plain(x), _plain(wg), _plain(wu), _plain(wd_t)
+    plan, g = _forward_plan(m, n, k, x.dtype, x.device, squared, slots), x.new_empty(m, n)
+    with torch.cuda.device_of(x):
+        torch.mm(x, wg.t(), out=g)  # out= is what autocast leaves alone
+        return tuple(plan(x, wu, wd_t, g))  # type: ignore[return-value]  # nine
 
 
 def _backward(
@@ -174,29 +168,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dX [m, k], dWg, dWu and dWd.T [n, k]. Raises Unsupported."""
     _require_one_kind(dy, x, wg, wu, wd_t)
-    dy, x, wg, wu, wd_t = (_plain(t) for t in (dy, x, wg, wu, wd_t))
-    if not _on_kernels(x, len(wg)):
+    if not _on_kernels(x):
         with torch.autocast(x.device.type, enabled=False):
             return _dense_backward(dy, dnorms, x, (wg, wu, wd_t), squared)
-    offsets, columns, values, u, unit_offsets, tokens, places = packed
-    active = Active(offsets, columns, values, unit_offsets, tokens, places)
-    dnorms = dnorms.contiguous()
-    dx, dwg, dwu, dwd_t = (torch.empty_like(t) for t in (x, wg, wu, wd_t))
-    out = dx, dwg, dwu, dwd_t
+    (m, k), n, capacity = x.shape, wg.shape[0], packed[1].shape[0]
+    sparse, dense = _backward_plan(m, n, k, x.dtype, x.device, squared, capacity)
+    given = [_plain(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
     with torch.cuda.device_of(x):
-        program, by_token, (dg, du, h) = _active_products.slopes(
-            dy, wd_t, active, u, dnorms, squared=squared
-        )
-        program()
-        summed = _active_products.summed
-        summed("matrices", (offsets, columns), by_token, (wg, wu), (dx,))()
-        summed("sums", (unit_offsets, tokens), (dg, du), (x,), (dwg, dwu))()
-        summed("one", (unit_offsets, tokens), (h,), (dy,), (dwd_t,))()
-        del by_token, dg, du, h, program
-        weights = wg, wu, wd_t
-        for program in _active_dense.backward(x, dy, weights, dnorms, out, active, squared=squared):
-            program()
-    return out
+        out = sparse(*given)
+        dense(*given, *out)
+    return tuple(out)  # type: ignore[return-value]  # four
 
 
 gated_mlp = torch.library.custom_op("sparsebench::sparse_gated_mlp", _forward, mutates_args=())
@@ -246,6 +227,75 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
 gated_mlp.register_autograd(_gradients, setup_context=_save)
 
 
+# ---- plans ----
+
+
+@lru_cache(PLANS)
+def _forward_plan(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, squared: bool, slots: int
+) -> Template:
+    """Return what makes the nine of _forward of X, Wu, Wd.T and G. Raises Unsupported."""
+    _require_kernels(m, n, k, dtype, device)
+    x, y, wu, wd_t, g = _shaped(dtype, (m, k), (m, k), (n, k), (n, k), (m, n))
+    (norms,) = _shaped(torch.float32, (m,))
+    listing, active = _active_index.listing(g, m * slots)
+    up, u, h = _active_products.up(x, wu, active, squared=squared)
+    lists = active.offsets, active.columns
+    down = _active_products.summed("norms", lists, (h,), (wd_t,), (y, norms))
+    dense = _active_dense.forward(x, wu, wd_t, g, y, norms, active, squared=squared, device=device)
+    by_unit = active.unit_offsets, active.tokens, active.places
+    results = y, norms, *lists, active.values, u, *by_unit
+    return Template([*listing, up, down, *dense], (x, wu, wd_t, g), results)
+
+
+@lru_cache(PLANS)
+def _backward_plan(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, squared: bool, capacity: int
+) -> tuple[Template, Template]:
+    """Return what makes dX, dWg, dWu and dWd.T, and what makes them where too many units are on.
+
+    The first is of dY, dnorms, X, Wg, Wu, Wd.T and Packed; the second is of these and of the four.
+    By then the first one's memory is free: the second takes more. Raises Unsupported.
+    """
+    _require_kernels(m, n, k, dtype, device)
+    dy, x, dx = _shaped(dtype, *[(m, k)] * 3)
+    wg, wu, wd_t, dwg, dwu, dwd_t = _shaped(dtype, *[(n, k)] * 6)
+    (dnorms,) = _shaped(torch.float32, (m,))
+    packed = _packed_like(x, n, capacity // m)
+    offsets, columns, values, u, unit_offsets, tokens, places = packed
+    active = Active(offsets, columns, values, unit_offsets, tokens, places)
+    slopes, by_token, (dg, du, h) = _active_products.slopes(
+        dy, wd_t, active, u, dnorms, squared=squared
+    )
+    out, summed, by_unit = (dx, dwg, dwu, dwd_t), _active_products.summed, (unit_offsets, tokens)
+    sums = [
+        summed("matrices", (offsets, columns), by_token, (wg, wu), (dx,)),
+        summed("sums", by_unit, (dg, du), (x,), (dwg, dwu)),
+        summed("one", by_unit, (h,), (dy,), (dwd_t,)),
+    ]
+    dense = _active_dense.backward(
+        x, dy, (wg, wu, wd_t), dnorms, out, active, squared=squared, device=device
+    )
+    given = dy, dnorms, x, wg, wu, wd_t, *packed
+    return Template([slopes, *sums], given, out), Template(dense, (*given, *out), ())
+
+
+def _shaped(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return tensors without data."""
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+def _require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise Unsupported where the kernels cannot compute the call."""
+    if dtype not in NAMES:
+        raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {dtype}")
+    if reason := supports(Problem("ffn", {"dtype": NAMES[dtype]}), device):
+        raise Unsupported(reason)
+    if n % 8 or k % 8:
+        raise Unsupported(f"expected sizes of multiples of 8, found {n} hidden and {k} in features")
+    require_room(m, n, k)
+
+
 # ---- operands ----
 
 
@@ -266,6 +316,9 @@ def _packed_like(x: Tensor, n: int, slots: int) -> Packed:
 
 def _require_one_kind(*tensors: Tensor) -> None:
     """Raise Unsupported unless all have one dtype and one device."""
+    first = tensors[0]
+    if all(t.dtype == first.dtype and t.device == first.device for t in tensors):
+        return
     for what in ("dtype", "device"):
         found = sorted({str(getattr(t, what)) for t in tensors})
         if len(found) > 1:
@@ -275,23 +328,13 @@ def _require_one_kind(*tensors: Tensor) -> None:
 def _plain(t: Tensor) -> Tensor:
     """Return the tensor contiguous and aligned for the copy engine; no copy of one that is."""
     if t.is_contiguous() and not t.data_ptr() % TMA_ALIGNMENT:
-        return t.view(-1).view(t.shape)  # a single row may come with any stride
+        return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def _on_kernels(x: Tensor, n: int) -> bool:
-    """Say whether Triton computes this call, or torch's reference. Raises Unsupported."""
-    m, k = x.shape
-    if not m or (x.device.type == "cpu" and not knobs.runtime.interpret):
-        return False
-    if x.dtype not in NAMES:
-        raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {x.dtype}")
-    if reason := supports(Problem("ffn", {"dtype": NAMES[x.dtype]}), x.device):
-        raise Unsupported(reason)
-    if n % 8 or k % 8:
-        raise Unsupported(f"expected sizes of multiples of 8, found {n} hidden and {k} in features")
-    require_room(m, n, k)
-    return True
+def _on_kernels(x: Tensor) -> bool:
+    """Say whether Triton computes this call, or torch's reference."""
+    return bool(len(x)) and (x.device.type != "cpu" or knobs.runtime.interpret)
 
 
 # ---- the reference ----
