@@ -1,0 +1,81 @@
+"""Gated feed-forward layer for up to 64 tokens, few units on: one launch of ffn_few.cu.
+
+    G = X @ Wg.T        Y = (act(G) * (X @ Wu.T)) @ Wd.T        act is relu or relu2
+
+Wg is read whole; of Wu and Wd the rows of units that are on for any token, each once. So few units
+on take little more than Wg's bytes, and all units what a dense layer takes.
+
+    m, tokens    CTAs of a cluster, which share K     why
+    1 to 16              1  (2 where k > 2048)        X's part is in registers; three tiles of 16
+    to 32                2                            rows fit into shared memory
+    to 64                4
+
+A cluster of four has an SM each of one GPC, which has 16 or 18 of them on an H200: 32 clusters.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, load
+from sparsebench.kernels._tuned import multiprocessors
+
+MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
+MOST_K, MOST_N = 4096, 32768  # registers for X; shared memory for lists
+PART, X_TOKENS = 2048, 16  # of K and of tokens, for each CTA of a cluster
+GPC = 16  # SMs that can be in clusters of four
+WARPS, SHARED_BYTES = 11, 226 * 1024
+
+# x, wg, wu, wd transposed, y, h, flags, readers; m
+ARGUMENTS = Layout(*"PPPPPPPPi")
+
+
+def supports(m: int, n: int, k: int) -> str | None:
+    """Say why the kernel cannot run m tokens through weights [n, k], or None."""
+    if not 1 <= m <= MOST_TOKENS:
+        return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
+    if n % 8 or k % 8 or not n or not k:
+        return f"expected n and k to be multiples of 8, found n {n} and k {k}"
+    if k > MOST_K or n > MOST_N:
+        return f"expected k up to {MOST_K} and n up to {MOST_N}, found k {k} and n {n}"
+    return None
+
+
+def shape_of(m: int, k: int, processors: int) -> tuple[int, int, int]:
+    """Return the tokens that are multiplied, the CTAs of a cluster, and the clusters."""
+    tokens = FEWEST_TOKENS
+    while tokens < m:
+        tokens *= 2
+    ctas = max(tokens // X_TOKENS, -(-k // PART))
+    clusters = processors // ctas if ctas < 4 else processors // GPC * (GPC // ctas)
+    return tokens, ctas, clusters
+
+
+def constants_of(
+    n: int, k: int, shape: tuple[int, int, int], squared: bool, gated: bool, dtype: torch.dtype
+) -> Constants:
+    """Return what the kernel is compiled for; the shape is `shape_of`'s."""
+    sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
+    flags = {"SQUARED": squared, "GATED": gated, "FP16": dtype == torch.float16}
+    return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
+
+
+def launch(
+    x: Tensor, wg: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, *, squared: bool
+) -> Program:
+    """Return the program that writes Y.
+
+    x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16, of a shape
+    that `supports` has. Without wu, Y = act(X @ Wg.T) @ Wd.T. H and the flags are the program's
+    own: it may not run in two streams at a time.
+    """
+    (m, k), n, device = x.shape, len(wg), x.device
+    shape = tokens, ctas, clusters = shape_of(m, k, multiprocessors(device))
+    constants = constants_of(n, k, shape, squared, wu is not None, x.dtype)
+    kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
+    loaded = Loaded(
+        kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
+    )
+    h, flags = x.new_empty(n, tokens), x.new_zeros(n, dtype=torch.uint8)
+    readers = x.new_zeros(1, dtype=torch.int32)  # the kernel leaves both as they are
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, flags, readers
+    return Program(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)

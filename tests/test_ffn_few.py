@@ -1,0 +1,189 @@
+"""The layer for few tokens in one launch: its code, its threads on a CPU, and on a GPU."""
+
+import ctypes
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_on_cpu import built
+from on_hopper import KERNELS, assert_compiles_cleanly, hopper
+from torch import Tensor
+
+from sparsebench.harness.check import Expected, check
+from sparsebench.kernels import _few
+from sparsebench.kernels._cuda import Constants
+from sparsebench.kernels._kernel import DTYPES
+
+GPU = torch.device("cuda", 0)
+Operands = tuple[Tensor, Tensor, Tensor | None, Tensor]
+Run = Callable[[Tensor], Tensor]
+
+
+def drawn(
+    m: int, n: int, k: int, part: float, kind: torch.dtype, gated: bool, device: str = "cpu"
+) -> Operands:
+    """Return x, wg, wu and wd transposed, a part of whose gates are on; sums of about 1."""
+    x, wg, wu, wd_t = (torch.randn(size, k, device=device) for size in (m, n, n, n))
+    x[:, 0] = 1
+    wg *= k**-0.5
+    wg[:, 0] = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(part))
+    x, wg, wu, wd_t = (t.to(kind) for t in (x, wg, wu * k**-0.5, wd_t))
+    return x, wg, wu if gated else None, wd_t
+
+
+def assert_right(y: Tensor, operands: Operands, squared: bool, tokens: Tensor | None = None) -> None:
+    """Hold Y against the definition in fp64, of these tokens."""
+    x, wg, wu, wd_t = (t if t is None else t.double() for t in operands)
+    gate = (x @ wg.T).to(y.dtype).double().relu()
+    h = (gate.square() if squared else gate) * (1 if wu is None else x @ wu.T)
+    right, spread = h @ wd_t, (h.square() @ wd_t.square()).sqrt()
+    # A gate that fp32 rounds to the other side differs by half a last place.
+    spread = 2 * spread + 1e-30
+    if tokens is not None:
+        y, right, spread = y[tokens], right[tokens], spread[tokens]
+    reason = check(y, Expected(right, spread, y.dtype, len(wd_t))).reason
+    assert reason is None, reason
+
+
+# ---- on paper ----
+
+
+def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
+    found = {m: _few.shape_of(m, 2048, 132) for m in (1, 8, 9, 16, 17, 32, 33, 64)}
+    assert found == {
+        **dict.fromkeys((1, 8), (8, 1, 132)),
+        **dict.fromkeys((9, 16), (16, 1, 132)),
+        **dict.fromkeys((17, 32), (32, 2, 66)),
+        **dict.fromkeys((33, 64), (64, 4, 32)),
+    }
+    assert _few.shape_of(1, 4096, 132) == (8, 2, 66)
+    assert _few.shape_of(64, 4096, 132) == (64, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((65, 64, 64), "expected 1 to 64 tokens, found 65"),
+        ((4, 60, 64), "expected n and k to be multiples of 8, found n 60 and k 64"),
+        ((4, 64, 8192), "expected k up to 4096 and n up to 32768, found k 8192 and n 64"),
+        ((64, 14336, 4096), None),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(
+    sizes: tuple[int, int, int], reason: str | None
+) -> None:
+    assert _few.supports(*sizes) == reason
+
+
+# ---- its code ----
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("n", "k"), [(5632, 2048), (14336, 4096), (1000, 200), (8, 8), (32768, 4096), (32768, 2056)]
+)
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
+def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> None:
+    shape = _few.shape_of(m, k, 132)
+    ways = ((False, True, torch.bfloat16), (True, False, torch.float16))
+    for squared, gated, dtype in ways[: 2 if k == 2048 else 1]:
+        constants = _few.constants_of(n, k, shape, squared, gated, dtype)
+        assert_compiles_cleanly("ffn_few", constants, tmp_path)
+
+
+# ---- its threads ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+@cache
+def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
+    """Build the kernel's own source for this machine; PTX is grid_on_cpu.h's."""
+    source = (KERNELS / "ffn_few.cu").read_text()
+    head, _, rest = source.partition("// ---- PTX ----")
+    source = head + rest[rest.index("// ---- whose units") :]
+    source = source.replace('#include "hopper.cuh"', '#include "grid_on_cpu.h"')
+    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source += """
+      static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* flags; int* readers; } p;
+      static int tokens;
+      static void run() {
+        multiply_few(p.x, p.wg, p.wu, p.wd, p.y, p.h, p.flags, p.readers, tokens);
+      }
+      extern "C" void call(void** pointers, int m, size_t bytes) {
+        memcpy(&p, pointers, sizeof p), tokens = m;
+        if (bytes != SHARED_BYTES) abort();
+        launch(CTAS * CLUSTERS, THREADS, CTAS, bytes, run, true);
+      }
+    """
+    name = "_".join(str(value) for _, value in constants) + f"_{late}"
+    return built(source, (*constants, ("LATE", int(late))), folder, name)
+
+
+# m, n, k, part of the units that is on, clusters: a last tile of eight rows; rings that go round,
+# with slots of all and of some columns; clusters without a unit; ranks without a column; nothing
+# on; all on; several steps of the list.
+CASES = [
+    (1, 48, 72, 0.2, 3),
+    (3, 104, 2056, 0.3, 9),
+    (8, 840, 136, 0.02, 2),
+    (16, 248, 1288, 0.3, 6),
+    (11, 16, 520, 0.5, 4),
+    (17, 432, 264, 0.02, 2),
+    (32, 96, 2056, 1.0, 9),
+    (40, 64, 200, 0.0, 2),
+    (64, 680, 72, 0.01, 2),
+    (64, 56, 520, 0.3, 3),
+]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "squared", "gated", "late"),
+    [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)],
+)
+def test_its_threads_give_the_product_on_a_cpu(
+    case: tuple[int, int, int, float, int],
+    dtype: str,
+    squared: bool,
+    gated: bool,
+    late: bool,
+    folder: Path,
+) -> None:
+    m, n, k, part, clusters = case
+    torch.manual_seed(0)
+    operands = drawn(m, n, k, part, DTYPES[dtype], gated)
+    if part == 1:
+        operands[1][:, 0] = 100
+    x, wg, wu, wd_t = operands
+    tokens, ctas, _ = _few.shape_of(m, k, 132)
+    shape = tokens, ctas, clusters
+    y, h = torch.empty_like(x), torch.full((n, tokens), float("nan")).to(x)
+    flags, readers = torch.zeros(n, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, flags, readers
+    kernel = on_cpu(_few.constants_of(n, k, shape, squared, gated, x.dtype), late, folder)
+    seen = []
+    for token, column in ((None, 0), (None, 0), (m // 2, 3)):
+        if token is not None:
+            x[token, column] = float("nan")
+        y.fill_(float("nan"))
+        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
+        kernel.call(pointers, m, ctypes.c_size_t(_few.SHARED_BYTES))
+        assert not flags.any()
+        assert not readers.any()
+        seen.append(y.clone())
+    assert torch.equal(seen[0], seen[1])
+    others = torch.arange(m) != m // 2
+    assert seen[2][m // 2].isnan().all()
+    x[m // 2, 3] = 0
+    assert_right(seen[2], operands, squared, others)
+    assert_right(seen[0], operands, squared, others)
