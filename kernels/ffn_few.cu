@@ -203,6 +203,8 @@ __device__ __forceinline__ u32 who_is_on(int tile) {
 
 // ---- copies ----
 
+constexpr int FIRST = smaller(2, SLOTS);  // slots filled while the other warps start
+
 struct Producer {
   const Work& work;
   Barriers bars;
@@ -602,7 +604,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   if (warp == PRODUCER) {  // at once: nobody else writes what is copied
     if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done();
     __syncwarp();
-    producer.bring_gates(0, min(SLOTS, work.tiles), wg);
+    producer.bring_gates(0, min(FIRST, work.tiles), wg);
   }
   zero_what_is_not_copied(work);
   if (CTAS > 1) cluster_in_step();
@@ -614,7 +616,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   } else if (warp < PRODUCER) {
     Adder{work, bars, h, (u8*)flags, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
   } else {
-    producer.bring_gates(SLOTS, work.tiles, wg);
+    producer.bring_gates(FIRST, work.tiles, wg);
     producer.bring_rest(wu, wd);
   }
   __syncthreads();  // the ring is free
