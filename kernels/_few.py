@@ -25,7 +25,7 @@ PART, X_TOKENS = 2048, 16  # of K and of tokens, for each CTA of a cluster
 GPC = 16  # SMs that can be in clusters of four
 WARPS, SHARED_BYTES = 11, 226 * 1024
 
-# x, wg, wu, wd transposed, y, h, flags, readers; m
+# x, wg, wu, wd transposed, y, h, words, readers; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
@@ -59,13 +59,19 @@ def constants_of(
     return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
 
 
+def words_of(n: int, ctas: int, clusters: int) -> int:
+    """Return the words that say who is on: of a cluster one a CTA, or one for 48 units."""
+    eights = -(-(n // 8) // clusters)  # of units, at most
+    return clusters * max(ctas, -(-eights // 6))
+
+
 def launch(
     x: Tensor, wg: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, *, squared: bool
 ) -> Program:
     """Return the program that writes Y.
 
     x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16, of a shape
-    that `supports` has. Without wu, Y = act(X @ Wg.T) @ Wd.T. H and the flags are the program's
+    that `supports` has. Without wu, Y = act(X @ Wg.T) @ Wd.T. H and the words are the program's
     own: it may not run in two streams at a time.
     """
     (m, k), n, device = x.shape, len(wg), x.device
@@ -75,7 +81,7 @@ def launch(
     loaded = Loaded(
         kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
     )
-    h, flags = x.new_empty(n, tokens), x.new_zeros(n, dtype=torch.uint8)
+    h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, ctas, clusters), dtype=torch.int64)
     readers = x.new_zeros(1, dtype=torch.int32)  # the kernel leaves both as they are
-    kept = x, wg, wg if wu is None else wu, wd_t, y, h, flags, readers
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, readers
     return Program(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)

@@ -1,53 +1,51 @@
-// Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T for up to 64 tokens, few units of act on: one launch.
+// Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T: up to 64 tokens, few units of act on, one launch.
 //
-// With so few tokens it is the weights' way from memory that counts. Wg is read whole; of Wu and Wd
-// the rows of units that are on for any token, each once. All units on is a good dense layer.
+// With so few tokens the weights' way from memory is what counts. Wg is read whole; of Wu and Wd
+// the rows of units that are on for any token, each once. With all units on it is a dense layer.
 //
-//   a cluster: CTAS CTAs, an equal share of the units       a CTA: a part of K, X's part in registers
+//   a cluster: an equal share of the units          a CTA (a rank): PART of K, and that of X
 //
-//              rank 0   rank 1  ..                  a tile: 16 rows        tokens
-//            +--------+--------+--               +----+----+----+--      +--------+
-//     units  |        |        |         16 rows |warp|warp|warp|    x   |   X    |  -->  partial sums
-//     of Wg  |  PART  |  PART  |                 | 0  | 1  | 2  |        |        |
-//     and Wu |        |        |                 +----+----+----+--      +--------+
-//            +--------+--------+--
+//               rank 0   rank 1 ..                 PART: warps 0 to 7          tokens
+//             +--------+--------+--              +----+----+----+----+        +------+
+//     units   |        |        |       a tile:  |    |    |    |    |   x    |  X   |   partial
+//     of Wg   |  PART  |  PART  |       16 rows  |    |    |    |    |        |      |   sums
+//     and Wu  |        |        |                +----+----+----+----+        +------+
+//             +--------+--------+--                in shared memory         in registers
 //
-//   warps      what they do                                    wait for
-//   0 to 7     products of a tile, each of its columns of K    a full slot of the ring
-//   8, 9       sums over warps and ranks; who is on; H         partial sums
-//   10         copies: all tiles of Wg, then of Wu the rows    a free slot; flags of the tile
-//              that are on, each in its place in its tile;
-//              and sends the same rows of Wd into L2
+//   warps     what they do                                      wait for
+//   0 to 7    products of a tile, each of its columns of K      a full slot of the ring
+//   8, 9      sums over warps and ranks; who is on; H           partial sums
+//   10        copies: all tiles of Wg; then the rows of Wu      a free slot; a tile's flags
+//             that are on, close together, and the same
+//             rows of Wd into L2
 //
-//     ring of slots    | Wg 0 | Wg 1 | Wg 2 | Wu 0: 1 of 16 rows | Wu 1: 2 rows | ...
+//     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   then, all warps: a cluster has WIDTH columns of Y, a CTA of it a segment of the units that are on
+//   then all warps: a cluster has WIDTH columns of Y, a rank a segment of the units that are on
 //
-//                    WIDTH                          tokens
-//                  +-------+                      +--------+
-//     rows of      |       |                      |        |  16 units a product, read by columns;
-//     Wd.T that    |       |  transposed,  x      |   H    |  sums over warps, then over ranks
-//     are on       |       |                      |        |
-//                  +-------+                      +--------+
+//                     WIDTH                        tokens
+//                   +-------+                     +------+
+//     rows of Wd.T  |       |                     |      |    16 units a product, both read by
+//     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then ranks
+//                   +-------+                     +------+
 //
-// A unit's flag is 0 (not known yet), OFF or ON. In shared memory it says which rows of Wu to copy,
-// and in global memory that H of the unit is there: every CTA waits for the flags of all units, and
-// lists those that are on. So there is no counter between the two halves, which would cost another
-// way to L2 and back. The last CTA to have read the flags makes them 0 again. All CTAs must run at
-// the same time: the launch is cooperative.
+// Who is on goes through shared memory, a byte for a unit and rank: 0 until it is known. When a CTA
+// has written its part of H it publishes a word of the cluster's units, 48 bits and a mark. Who has
+// seen the words of all CTAs knows all units that are on, and that H is there: a counter between
+// the two halves would cost another way to L2 and back. The last CTA to have read the words makes
+// them 0 again. All CTAs must run at the same time: the launch is cooperative.
 //
 // G is rounded as that of a dense layer is; a unit of a token is on unless G <= 0: NaN is on. U is
 // kept in fp32, H rounded once. All sums have a fixed order: the bits are the same at every call.
 //
 // With GATED = 0, Y = act(X @ Wg.T) @ Wd.T: there is no Wu.
 //
-// Compiled with -DN, -DK, -DTOKENS=8|16|32|64, -DCTAS=1|2|4 (of a cluster), -DCLUSTERS (of the grid),
-// -DSQUARED=0|1 (relu, relu2), -DGATED=0|1 and what hopper.cuh asks for. N and K are multiples of 8.
+// Compiled with -DN, -DK, -DTOKENS=8|16|32|64, -DCTAS=1|2|4 of a cluster, -DCLUSTERS of the grid,
+// -DSQUARED=0|1 (relu, relu2), -DGATED=0|1 and what hopper.cuh asks for. N and K: multiples of 8.
 
 #include "hopper.cuh"
 
 using u16 = unsigned short;
-using u8 = unsigned char;
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int rounded_up(int a, int to) { return (a + to - 1) / to * to; }
@@ -57,23 +55,25 @@ constexpr int TOKEN_WARPS = TOKENS == 64 ? 2 : 1, K_WARPS = WARPS / TOKEN_WARPS;
 constexpr int PART = rounded_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // of K, a CTA's
 constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // a warp's; in products
 constexpr int ROWS = 16, TILES = ((N / 8 + CLUSTERS - 1) / CLUSTERS + 1) / 2;  // most of a cluster
-constexpr int SHARE = ROWS / CTAS, QUADS = TOKENS / 4;  // units of a tile a rank adds up; of a unit
-static_assert(SHARE * QUADS <= 32 * ADDERS, "a thread has one quad of a share");
-enum { OFF = 1, ON = 3 };
+constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // of a unit's tokens; a rank's
+constexpr int SHARE = ROWS * OWN_QUADS;  // of a tile, a rank's: a quad a thread
+static_assert(QUADS % CTAS == 0 && SHARE <= 32 * ADDERS, "a thread has one quad");
+enum : u32 { OFF = 1, ON = 3, EVERY_RANK = 0x01010101u >> 8 * (4 - CTAS) };
 
 // ---- shared memory ----
-// Rows of a slot are 64 bytes more than a multiple of 128: eight lanes that read two rows read all
-// banks. Rows of partial sums are padded likewise.
+// Rows of a slot are 16 bytes more than a multiple of 128, those of partial sums 32: so that eight
+// and four of them, which are read and written at once, are in different banks.
 
-constexpr int STRIDE = 2 * PART + 64, SLOT_BYTES = ROWS * STRIDE;
+constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int SUMS = TOKENS == 8 ? 8 : TOKENS + 8;  // floats of a row of partial sums
 constexpr int PARTIAL = K_WARPS * ROWS * SUMS;
 constexpr int LAG = CTAS / 2, DEPTH = 2 * LAG + 2;  // tiles; see Adder
 constexpr int SHARED_BYTES = 226 * 1024, MOST_SLOTS = 16;
 constexpr int AT_PARTS = 2 * 4 * PARTIAL;
 constexpr int AT_GATES = AT_PARTS + (CTAS == 1 ? 0 : DEPTH * 4 * ROWS * TOKENS);
-constexpr int AT_FLAGS = AT_GATES + TILES * 2 * SHARE * TOKENS;
-constexpr int AT_BARRIERS = AT_FLAGS + TILES * ROWS;
+constexpr int AT_UNITS = AT_GATES + TILES * 8 * SHARE;
+constexpr int AT_FLAGS = AT_UNITS + TILES * 2 * ROWS;
+constexpr int AT_BARRIERS = AT_FLAGS + TILES * ROWS * CTAS;
 constexpr int AT_COUNTS = AT_BARRIERS + 8 * (2 * MOST_SLOTS + 4 + DEPTH);
 constexpr int AT_RING = rounded_up(AT_COUNTS + 64, 128);
 constexpr int RING_BYTES = SHARED_BYTES - AT_RING;
@@ -98,6 +98,18 @@ struct Barriers {
 
 // ---- PTX ----
 
+#if CTAS == 1
+#define BITS 8
+#elif CTAS == 2
+#define BITS 16
+#else
+#define BITS 32
+#endif
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {  // without an arrival
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void inits_are_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -108,8 +120,13 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Four matrices of 8 rows x 16 bytes, each transposed; lane l gives the address of row l % 8 of
-// matrix l / 8, and gets the column l / 4 of rows 2 (l % 4) and the next, of each.
+// Four matrices of 8 rows x 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and
+// gets word l % 4 of row l / 4 of each.
+__device__ __forceinline__ void matrices(u32 (&v)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
+}
+// Each transposed: column l / 4 of rows 2 (l % 4) and the next.
 __device__ __forceinline__ void columns(u32 (&v)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
@@ -151,21 +168,19 @@ __device__ __forceinline__ void tell(u32 to, u32 flag, int cta) {
                "st.relaxed.cluster.shared::cluster.u8 [there], %1;\n}"
                :: "r"(to), "r"(flag), "r"(cta) : "memory");
 }
-__device__ __forceinline__ u32 told(u32 at) {
-  u32 flag;
-  asm volatile("ld.relaxed.cluster.shared::cta.u8 %0, [%1];" : "=r"(flag) : "r"(at) : "memory");
-  return flag;
+__device__ __forceinline__ u32 told(u32 at) {  // a byte of each rank
+  u32 flags;
+  asm volatile("ld.relaxed.cluster.shared::cta.u" TEXT(BITS) " %0, [%1];"
+               : "=r"(flags) : "r"(at) : "memory");
+  return flags;
 }
-// What the warp wrote before it was last in step is there for whoever sees the flag.
-__device__ __forceinline__ void publish(u8* to, u32 flag) {
-  asm volatile("st.release.gpu.global.u8 [%0], %1;" :: "l"(to), "r"(flag) : "memory");
+// What the CTA wrote before it was last in step is there for whoever sees the word.
+__device__ __forceinline__ void publish(u64* to, u64 word) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
 }
-__device__ __forceinline__ void publish_alone(u8* to, u32 flag) {
-  asm volatile("st.relaxed.gpu.global.u8 [%0], %1;" :: "l"(to), "r"(flag) : "memory");
-}
-__device__ __forceinline__ u64 seen(const u64* eight_flags) {
+__device__ __forceinline__ u64 seen(const u64* word) {
   u64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(eight_flags) : "memory");
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
   return v;
 }
 __device__ __forceinline__ float4 floats_of(const float* own, int cta) {  // of the cluster
@@ -179,12 +194,15 @@ __device__ __forceinline__ float4 floats_of(const float* own, int cta) {  // of 
 
 // ---- whose units ----
 
+__device__ __forceinline__ int first_unit(int cluster) {
+  return 8 * (int)((u64)(N / 8) * cluster / CLUSTERS);
+}
+
 struct Work {
   int cluster, rank, first, count, tiles;  // units from `first` on
   __device__ __forceinline__ Work()
       : cluster(blockIdx.x / CTAS), rank(blockIdx.x % CTAS),
-        first(8 * (int)((u64)(N / 8) * cluster / CLUSTERS)),
-        count(8 * (int)((u64)(N / 8) * (cluster + 1) / CLUSTERS) - first),
+        first(first_unit(cluster)), count(first_unit(cluster + 1) - first),
         tiles((count + ROWS - 1) / ROWS) {}
   __device__ __forceinline__ int rows(int tile) const { return min(ROWS, count - ROWS * tile); }
   __device__ __forceinline__ int bytes() const {  // of this rank's part of a row
@@ -192,14 +210,20 @@ struct Work {
   }
 };
 
-// A bit for each unit of a tile that is on, once all are known. For a whole warp.
+// A bit for each unit of a tile that is on, once all ranks have told. For a whole warp.
 __device__ __forceinline__ u32 who_is_on(int tile) {
-  const u32 at = address_of(shared) + AT_FLAGS + ROWS * tile + threadIdx.x % ROWS;
-  u32 flag;
-  do flag = told(at);
-  while (!flag);
-  return __ballot_sync(~0u, flag == ON) & 0xffff;
+  const u32 at = address_of(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
+  u32 flags;
+  do flags = told(at);
+  while (~flags & EVERY_RANK);
+  return __ballot_sync(~0u, flags & EVERY_RANK << 1) & 0xffff;
 }
+__device__ __forceinline__ int count_on(int tiles) {
+  int found = 0;
+  for (int tile = 0; tile < tiles; tile++) found += __popc(who_is_on(tile));
+  return found;
+}
+__device__ __forceinline__ u16* units_on() { return (u16*)(shared + AT_UNITS); }  // of the cluster
 
 // ---- copies ----
 
@@ -209,34 +233,57 @@ struct Producer {
   const Work& work;
   Barriers bars;
   u32 ring;
-  __device__ __forceinline__ void bring_rows(int step, int tile, u32 mask, const char* w) const {
-    const int slot = step % SLOTS, lane = threadIdx.x % 32, bytes = work.bytes();
-    wait(bars.empty(slot), step / SLOTS & 1 ^ 1, "a free slot");
-    if (lane == 0) arrive_expecting(bars.full(slot), __popc(mask) * bytes);
-    __syncwarp();
-    if (bytes && mask >> lane & 1)
-      bring(ring + slot * SLOT_BYTES + lane * STRIDE, w + own(tile, lane), bytes, bars.full(slot));
+  __device__ __forceinline__ u64 own(int unit) const {  // bytes from the weights' start
+    return 2 * ((u64)(work.first + unit) * K + work.rank * PART);
   }
-  __device__ __forceinline__ u64 own(int tile, int row) const {  // bytes from the weights' start
-    return 2 * ((u64)(work.first + ROWS * tile + row) * K + work.rank * PART);
+  __device__ __forceinline__ void wait_free(int step) const {
+    wait(bars.empty(step % SLOTS), step / SLOTS & 1 ^ 1, "a free slot");
   }
-  __device__ __forceinline__ void bring_gates(int step, int end, const char* wg) const {
-    for (; step < end; step++) bring_rows(step, step, (1u << work.rows(step)) - 1, wg);
+  __device__ __forceinline__ void bring_row(int step, int row, const char* from) const {
+    const int slot = step % SLOTS, bytes = work.bytes();
+    if (bytes) bring(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
   }
-  __device__ __forceinline__ void bring_rest(const char* wu, const char* wd) const {
-    const int lane = threadIdx.x % 32, bytes = work.bytes();
+  __device__ __forceinline__ void bring_gates(int tile, int end, const char* wg) const {
+    const int lane = threadIdx.x % 32;
+    for (; tile < end; tile++) {
+      const int rows = work.rows(tile);
+      wait_free(tile);
+      if (lane == 0) arrive_expecting(bars.full(tile % SLOTS), rows * work.bytes());
+      __syncwarp();
+      if (lane < rows) bring_row(tile, lane, wg + own(ROWS * tile + lane));
+    }
+  }
+  // Units that are on, in ascending order, are rows of the steps after the gates'. A step is open
+  // until it has 16 rows, or there are no more: then its slot's barrier has its one arrival.
+  __device__ __forceinline__ void bring_ups(const char* wu, const char* wd) const {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
     for (int tile = 0; tile < work.tiles; tile++) {
       const u32 mask = who_is_on(tile);
-      if (GATED) bring_rows(work.tiles + tile, tile, mask, wu);
-      if (bytes && mask >> lane & 1) send_to_l2(wd + own(tile, lane), bytes);
+      const bool is_on = mask >> lane & 1;
+      const int unit = ROWS * tile + lane, row = before + __popc(mask & ((1u << lane) - 1));
+      const int found = before + __popc(mask);
+      if (is_on) units_on()[row] = unit;
+      for (int up = before / ROWS; GATED && up * ROWS < found; up++) {
+        const int step = work.tiles + up, first = max(before, up * ROWS);
+        const u32 full = bars.full(step % SLOTS);
+        if (first % ROWS == 0) wait_free(step);
+        if (lane == 0) expect(full, (min(found, up * ROWS + ROWS) - first) * work.bytes());
+        __syncwarp();
+        if (is_on && row / ROWS == up) bring_row(step, row % ROWS, wu + own(unit));
+        if (lane == 0 && found >= up * ROWS + ROWS) arrive(full);
+      }
+      if (is_on && work.bytes()) send_to_l2(wd + own(unit), work.bytes());
+      before = found;
     }
+    if (GATED && before % ROWS && lane == 0)
+      arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
   }
 };
 
 // ---- products of 16 units ----
-// A lane has 8 columns of each 32, in A and B alike: a sum may be taken in any order.
 
-using X = uint4[COLUMNS / 32][WIDE];
+using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
 
 __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -247,28 +294,32 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
       const bool there = token + 8 * j < m && column + 32 * i < K;
-      x[i][j] = there ? __ldg(from + ((token + 8 * j) * K + column + 32 * i) / 8) : uint4{};
+      const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
+      *(uint4*)x[i][j] = there ? __ldg(from + at) : uint4{};
     }
+  #pragma unroll
+  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
 }
 
 // Two sums for every eight tokens where there are few: a product waits for the one before.
 constexpr int CHAINS = WIDE < 4 ? 2 : 1;
 
-__device__ __forceinline__ void multiply_tile(const X& x, const char* slot, float* partial) {
+__device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* partial) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k_warp = warp % K_WARPS;
-  const char* upper = slot + lane / 4 * STRIDE + 2 * (k_warp * COLUMNS + lane % 4 * 8);
+  const u32 own = slot + lane % 16 * STRIDE + 2 * (k_warp * COLUMNS + lane / 16 * 8);
   float d[CHAINS][WIDE][4] = {};
   #pragma unroll
-  for (int i = 0; i < COLUMNS / 32; i++) {
-    const uint4 a = *(const uint4*)(upper + 64 * i);
-    const uint4 b = *(const uint4*)(upper + 64 * i + 8 * STRIDE);
+  for (int i = 0; i < COLUMNS / 16; i++) {
+    u32 a[4];
+    matrices(a, own + 32 * i);
     #pragma unroll
-    for (int j = 0; j < WIDE; j++) multiply(d[0][j], a.x, b.x, a.y, b.y, x[i][j].x, x[i][j].y);
-    #pragma unroll
-    for (int j = 0; j < WIDE; j++)
-      multiply(d[CHAINS - 1][j], a.z, b.z, a.w, b.w, x[i][j].z, x[i][j].w);
+    for (int j = 0; j < WIDE; j++) {
+      const u32* b = x[i / 2][j] + i % 2 * 2;
+      multiply(d[i % CHAINS][j], a[0], a[1], a[2], a[3], b[0], b[1]);
+    }
   }
-  float* to = partial + (k_warp * ROWS + lane / 4) * SUMS + warp / K_WARPS * WIDE * 8 + lane % 4 * 2;
+  const int token = warp / K_WARPS * WIDE * 8 + lane % 4 * 2;
+  float* to = partial + (k_warp * ROWS + lane / 4) * SUMS + token;
   #pragma unroll
   for (int j = 0; j < WIDE; j++) {
     #pragma unroll
@@ -280,36 +331,29 @@ __device__ __forceinline__ void multiply_tile(const X& x, const char* slot, floa
 }
 
 __device__ __forceinline__ void multiply_tiles(const X& x, const Work& work, Barriers bars) {
-  const bool leader = threadIdx.x % 32 == 0;
-  int done = 0;  // tiles with sums
-  for (int step = 0; step < (GATED ? 2 : 1) * work.tiles; step++) {
-    const int slot = step % SLOTS, buffer = done % 2;
+  int steps = work.tiles;
+  for (int step = 0; step < steps; step++) {
+    const int slot = step % SLOTS, buffer = step % 2;
     wait(bars.full(slot), step / SLOTS & 1, "a full slot");
-    const bool any = step < work.tiles || who_is_on(step - work.tiles);
-    if (any) {
-      wait(bars.added(buffer), done / 2 & 1 ^ 1, "room for sums");
-      multiply_tile(x, shared + AT_RING + slot * SLOT_BYTES, (float*)shared + buffer * PARTIAL);
-      done++;
-    }
+    wait(bars.added(buffer), step / 2 & 1 ^ 1, "room for sums");
+    multiply_tile(x, address_of(shared) + AT_RING + slot * SLOT_BYTES,
+                  (float*)shared + buffer * PARTIAL);
     __syncwarp();
-    if (leader) {
-      arrive(bars.empty(slot));
-      if (any) arrive(bars.summed(buffer));
-    }
+    if (threadIdx.x % 32 == 0) arrive(bars.empty(slot)), arrive(bars.summed(buffer));
+    if (GATED && step == work.tiles - 1) steps += (count_on(work.tiles) + ROWS - 1) / ROWS;
   }
 }
 
 // ---- sums, who is on, H ----
-// Each rank sums over its warps, sends a share of the units to each rank, and adds up its own share:
-// a thread has four tokens of a unit. Shares are taken LAG tiles after they are sent, so that ranks
-// do not wait for each other. When a rank sends tile i it has taken i - LAG - 1, so that all have
+// Each rank sums over its warps, sends each rank the sums of its tokens, and adds up its own: a
+// thread has four tokens (a quad) of a unit. Sums are taken LAG tiles after they are sent, so that
+// ranks do not wait for each other. When a rank sends tile i it has taken i - LAG - 1; so all have
 // sent that one, and have taken i - 2 LAG - 2: a place is free again after DEPTH tiles.
 
 struct Adder {
   const Work& work;
   Barriers bars;
   u16* h;
-  u8* flags;
   int thread, sent, taken;
 
   __device__ __forceinline__ float4 over_warps(int buffer, int quad) const {
@@ -329,21 +373,22 @@ struct Adder {
   __device__ __forceinline__ void send() {
     const int buffer = sent % 2, place = sent % DEPTH;
     wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
-    const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE * QUADS;
+    const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
     #pragma unroll
-    for (int quad = thread; quad < ROWS * QUADS; quad += 32 * ADDERS)
-      push(to + 16 * (quad % (SHARE * QUADS)), over_warps(buffer, quad), bars.parts(place),
-           quad / (SHARE * QUADS));
+    for (int i = thread; i < ROWS * QUADS; i += 32 * ADDERS) {
+      const int row = i / QUADS, quad = i % QUADS;
+      push(to + 16 * (row * OWN_QUADS + quad % OWN_QUADS), over_warps(buffer, i),
+           bars.parts(place), quad / OWN_QUADS);
+    }
     have_added(buffer);
     sent++;
   }
   // Four tokens' sums of a unit; nothing from threads beyond the share.
   __device__ __forceinline__ float4 take() {
     float4 sum{};
-    const bool mine = thread < SHARE * QUADS;
     if (CTAS == 1) {
       wait(bars.summed(taken % 2), taken / 2 & 1, "sums of warps");
-      if (mine) sum = over_warps(taken % 2, thread);
+      if (thread < SHARE) sum = over_warps(taken % 2, thread);
       have_added(taken % 2);
     } else {
       const int place = taken % DEPTH;
@@ -352,8 +397,8 @@ struct Adder {
       const float* own = (float*)(shared + AT_PARTS) + 4 * (place * ROWS * QUADS + thread);
       #pragma unroll
       for (int rank = 0; rank < CTAS; rank++)
-        if (mine) {
-          const float4 v = *(const float4*)(own + 4 * rank * SHARE * QUADS);
+        if (thread < SHARE) {
+          const float4 v = *(const float4*)(own + 4 * rank * SHARE);
           sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
       __syncwarp();
@@ -362,65 +407,74 @@ struct Adder {
     return sum;
   }
 
-  __device__ __forceinline__ int unit() const { return work.rank * SHARE + thread / QUADS; }
-  __device__ __forceinline__ bool there(int tile) const {
-    return thread < SHARE * QUADS && unit() < work.rows(tile);
-  }
-  __device__ __forceinline__ uint2* gates(int tile) const {
-    return (uint2*)(shared + AT_GATES) + tile * SHARE * QUADS + thread;
+  __device__ __forceinline__ uint2* gates(int unit) const {
+    return (uint2*)(shared + AT_GATES) + unit * OWN_QUADS + thread % OWN_QUADS;
   }
   __device__ __forceinline__ static u32 hidden(u32 gates, float u0, float u1) {  // of two tokens
     const float a = wide(gates & 0xffff), b = wide(gates >> 16);
     return pair_of(gates & 0xffff ? (SQUARED ? a * a : a) * u0 : 0.f,
                    gates >> 16 ? (SQUARED ? b * b : b) * u1 : 0.f);
   }
-  __device__ __forceinline__ void put(int tile, bool is_on, uint2 gates, float4 u) const {
-    const int unit_of_all = work.first + ROWS * tile + unit();
-    if (is_on)
-      *(uint2*)(h + unit_of_all * TOKENS + thread % QUADS * 4) =
-          uint2{hidden(gates.x, u.x, u.y), hidden(gates.y, u.z, u.w)};
-    __syncwarp();
-    if (is_on && thread % QUADS == 0) publish(flags + unit_of_all, ON);
+  __device__ __forceinline__ void put(int unit, uint2 gates, float4 u) const {
+    const int token = 4 * (work.rank * OWN_QUADS + thread % OWN_QUADS);
+    *(uint2*)(h + (work.first + unit) * TOKENS + token) =
+        uint2{hidden(gates.x, u.x, u.y), hidden(gates.y, u.z, u.w)};
   }
   __device__ __forceinline__ void find(int tile) {
     const float4 g = take();
+    const int row = thread / OWN_QUADS, unit = ROWS * tile + row;
+    const bool there = thread < SHARE && row < work.rows(tile);
     const uint2 v{pair_of(g.x, g.y), pair_of(g.z, g.w)}, masks{on(v.x), on(v.y)};
-    const u32 lanes = (QUADS == 32 ? ~0u : (1u << QUADS) - 1) << (thread % 32 & ~(QUADS - 1));
-    const bool some = there(tile) && (masks.x | masks.y);
-    const bool is_on = __ballot_sync(~0u, some) & lanes;
     const uint2 own{v.x & masks.x, v.y & masks.y};
-    if (thread % QUADS == 0 && thread < SHARE * QUADS) {
-      const u32 at = address_of(shared) + AT_FLAGS + ROWS * tile + unit();
-      #pragma unroll
-      for (int cta = 0; cta < CTAS; cta++) tell(at, is_on ? ON : OFF, cta);
-      if (there(tile) && !is_on)
-        publish_alone(flags + work.first + ROWS * tile + unit(), OFF);
-    }
-    if (GATED && thread < SHARE * QUADS) *gates(tile) = own;
-    if (!GATED) put(tile, is_on, own, float4{1, 1, 1, 1});
+    if (GATED && there) *gates(unit) = own;
+    if (!GATED && there) put(unit, own, float4{1, 1, 1, 1});
+    const u32 all = __ballot_sync(~0u, there && (masks.x | masks.y));
+    const u32 lanes = (1u << OWN_QUADS) - 1 << (thread % 32 / OWN_QUADS * OWN_QUADS);
+    if (thread < SHARE && thread % OWN_QUADS == 0)
+      for (int cta = 0; cta < CTAS; cta++)
+        tell(address_of(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF, cta);
   }
-  __device__ __forceinline__ void finish(int tile) {
-    const u32 mask = who_is_on(tile);
-    if (!mask) return;
+  __device__ __forceinline__ void finish(int up, int found) {
     const float4 u = take();
-    const bool mine = thread < SHARE * QUADS;
-    put(tile, mine && mask >> unit() & 1, mine ? *gates(tile) : uint2{}, u);
+    const int row = ROWS * up + thread / OWN_QUADS;
+    if (thread >= SHARE || row >= found) return;
+    const int unit = units_on()[row];
+    put(unit, *gates(unit), u);
   }
   __device__ __forceinline__ void run() {
     for (int i = 0; i < work.tiles + LAG; i++) {
       if (CTAS > 1 && i < work.tiles) send();
       if (i >= LAG) find(i - LAG);
     }
-    for (int i = 0; GATED && i < work.tiles + LAG; i++) {
-      if (CTAS > 1 && i < work.tiles && who_is_on(i)) send();
-      if (i >= LAG) finish(i - LAG);
+    if (!GATED) return;
+    const int found = count_on(work.tiles), ups = (found + ROWS - 1) / ROWS;
+    for (int i = 0; i < ups + LAG; i++) {
+      if (CTAS > 1 && i < ups) send();
+      if (i >= LAG) finish(i - LAG, found);
+      __syncwarp();
     }
   }
 };
 
 // ---- the list of units that are on ----
 
+constexpr int TILES_OF_WORD = 3, WORDS_NEEDED = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD;
+constexpr int WORDS = WORDS_NEEDED < CTAS ? CTAS : WORDS_NEEDED;  // of a cluster
 constexpr int LIST_BYTES = rounded_up(2 * N, 128);
+constexpr u64 THERE = 1ull << 63;
+
+// Publish this CTA's words: all of H that it writes is written.
+__device__ __forceinline__ void publish_words(u64* words, const Work& work) {
+  const int warp = threadIdx.x / 32;
+  for (int i = work.rank + CTAS * warp; i < WORDS; i += CTAS * (PRODUCER + 1)) {
+    u64 bits = THERE;
+    for (int j = 0; j < TILES_OF_WORD; j++) {
+      const int tile = TILES_OF_WORD * i + j;
+      if (tile < work.tiles) bits |= (u64)who_is_on(tile) << ROWS * j;
+    }
+    if (threadIdx.x % 32 == 0) publish(words + WORDS * work.cluster + i, bits);
+  }
+}
 
 __device__ __forceinline__ int sum_before(int own, int& all) {  // over the CTA
   int* counts = (int*)(shared + AT_COUNTS);
@@ -445,29 +499,29 @@ __device__ __forceinline__ int sum_before(int own, int& all) {  // over the CTA
 }
 
 // List the units that are on, in ascending order; returns their number.
-__device__ __forceinline__ int list_units(u16* list, const u64* flags) {
+__device__ __forceinline__ int list_units(u16* list, const u64* words) {
   int found = 0;
-  for (int at = 0; at < N / 8; at += THREADS) {
-    const int eight = at + threadIdx.x;
-    u64 v = 0;
-    if (eight < N / 8) do v = seen(flags + eight);
-      while (~v & 0x0101010101010101ull);
-    int all, to = found + sum_before(__popcll(v & 0x0202020202020202ull), all);
-    #pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (v >> (8 * i + 1) & 1) list[to++] = 8 * eight + i;
+  for (int first = 0; first < WORDS * CLUSTERS; first += THREADS) {
+    const int at = first + threadIdx.x, cluster = at / WORDS;
+    u64 bits = THERE;
+    if (at < WORDS * CLUSTERS) do bits = seen(words + at);
+      while (!(bits & THERE));
+    bits &= ~THERE;
+    int all, to = found + sum_before(__popcll(bits), all);
+    const int unit = first_unit(cluster) + TILES_OF_WORD * ROWS * (at % WORDS);
+    for (; bits; bits &= bits - 1) list[to++] = unit + __ffsll(bits) - 1;
     found += all;
   }
   return found;
 }
 
-// The last CTA that has read the flags resets them. For one warp.
-__device__ __forceinline__ void reset(u64* flags, int* readers) {
+// The last CTA that has read the words resets them. For one warp.
+__device__ __forceinline__ void reset(u64* words, int* readers) {
   const int lane = threadIdx.x % 32;
   int before = 0;
   if (lane == 0) before = atomicAdd(readers, 1);
   if (__shfl_sync(~0u, before, 0) != CTAS * CLUSTERS - 1) return;
-  for (int i = lane; i < N / 8; i += 32) flags[i] = 0;
+  for (int i = lane; i < WORDS * CLUSTERS; i += 32) words[i] = 0;
   if (lane == 0) *readers = 0;
 }
 
@@ -511,7 +565,8 @@ __device__ __forceinline__ void add_step(Sums& d, u32 stage) {
   constexpr int UNITS = STEP / UNIT_WARPS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int unit = warp / COLUMN_WARPS * UNITS, column = warp % COLUMN_WARPS * 16 * TALL;
-  const u32 w = stage + (unit + lane % 8 + lane / 16 * 8) * W_STRIDE + 2 * (column + lane / 8 % 2 * 8);
+  const u32 w = stage + (unit + lane % 8 + lane / 16 * 8) * W_STRIDE +
+                2 * (column + lane / 8 % 2 * 8);
   const u32 h = stage + STEP * W_STRIDE + (unit + lane % 16) * H_STRIDE +
                 (TOKENS > 8 ? lane / 16 * 16 : 0);
   #pragma unroll
@@ -584,7 +639,8 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int r
 // ---- the kernel ----
 
 __device__ __forceinline__ void zero_what_is_not_copied(const Work& work) {
-  for (int i = threadIdx.x; i < TILES * ROWS; i += THREADS) shared[AT_FLAGS + i] = 0;
+  for (int i = threadIdx.x; i < TILES * ROWS * CTAS; i += THREADS)
+    shared[AT_FLAGS + i] = 0;
   if (K == CTAS * PART) return;
   const int first = work.bytes() / 16, pieces = PART / 8 - first;
   for (int i = threadIdx.x; i < SLOTS * ROWS * pieces; i += THREADS)
@@ -596,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CTAS)
 #endif
 multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16* y, u16* h,
-             u64* flags, int* readers, int m) {
+             u64* words, int* readers, int m) {
   const Work work;
   const Barriers bars{address_of(shared) + AT_BARRIERS};
   const int warp = threadIdx.x / 32;
@@ -614,17 +670,18 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     load_x(own, (const uint4*)x, work.rank, m);
     multiply_tiles(own, work, bars);
   } else if (warp < PRODUCER) {
-    Adder{work, bars, h, (u8*)flags, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
+    Adder{work, bars, h, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
   } else {
     producer.bring_gates(FIRST, work.tiles, wg);
-    producer.bring_rest(wu, wd);
+    producer.bring_ups(wu, wd);
   }
-  __syncthreads();  // the ring is free
+  __syncthreads();  // H is written, and the ring is free
+  publish_words(words, work);
 
   u16* list = (u16*)(shared + AT_RING);
-  const int found = list_units(list, flags), column = work.cluster * WIDTH;
+  const int found = list_units(list, words), column = work.cluster * WIDTH;
   __syncthreads();
-  if (warp == PRODUCER) reset(flags, readers);
+  if (warp == PRODUCER) reset(words, readers);
   const int first = (u64)found * work.rank / CTAS, end = (u64)found * (work.rank + 1) / CTAS;
   Sums sums = {};
   add_units(sums, address_of(shared) + AT_RING + LIST_BYTES, list + first, end - first, column, wd,

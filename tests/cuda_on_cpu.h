@@ -1,6 +1,6 @@
-// Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster, or of a grid that is there
-// together, is a fiber; they take turns, in another order each round, and change at whatever threads
-// of a GPU wait for each other.
+// Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster, or of a grid that runs
+// together, is a fiber; they take turns, in another order each round, and change at whatever
+// threads of a GPU wait for each other.
 
 #include <ucontext.h>
 

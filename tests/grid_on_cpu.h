@@ -9,6 +9,7 @@ using std::max;
 
 static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __popcll(u64 v) { return __builtin_popcountll(v); }
+static int __ffsll(u64 v) { return __builtin_ffsll(v); }
 static u32 __ballot_sync(u32, bool own) {
   warp()[lane()][0] = own;
   warp_in_step();
@@ -46,6 +47,7 @@ static void arrive_expecting(u32 barrier, int bytes) {
   b.bytes += bytes, b.missing--;
   proceed(b);
 }
+static void expect(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
 static void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
 static void land(Cta& cta, Barrier& b, const Copy& c) {
   if (c.to + c.bytes.size() > cta.dynamic.size()) std::abort();
@@ -75,20 +77,28 @@ static void wait(u32 barrier, u32 parity, const char*) {
   }
 }
 
-// ---- flags ----
+// ---- flags and words ----
 
 static void tell(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag; }
 static u32 told(u32 at) {
   others_first();
-  return (unsigned char)dynamic_shared()[at];
+  u32 flags = 0;
+  std::memcpy(&flags, dynamic_shared() + at, cluster_size);
+  return flags;
 }
-static void publish(unsigned char* to, u32 flag) { *to = flag; }
-static void publish_alone(unsigned char* to, u32 flag) { *to = flag; }
-static u64 seen(const u64* flags) {
+static void publish(u64* to, u64 word) { *to = word; }
+static u64 seen(const u64* word) {
   others_first();
-  return *flags;
+  return *word;
 }
 
+// In four neighbouring lanes, word t of lane q goes to word q of lane t.
+static void exchange(u32 (&words)[4]) {
+  std::memcpy(warp()[lane()], words, sizeof words);
+  warp_in_step();
+  for (int t = 0; t < 4; t++) words[t] = warp()[lane() / 4 * 4 + t][lane() % 4];
+  warp_in_step();
+}
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();
 }

@@ -35,7 +35,15 @@ def drawn(
     return x, wg, wu if gated else None, wd_t
 
 
-def assert_right(y: Tensor, operands: Operands, squared: bool, tokens: Tensor | None = None) -> None:
+def redraw(operands: Operands, others: Operands) -> None:
+    for old, new in zip(operands, others, strict=True):
+        if old is not None:
+            old.copy_(new)
+
+
+def assert_right(
+    y: Tensor, operands: Operands, squared: bool, tokens: Tensor | None = None
+) -> None:
     """Hold Y against the definition in fp64, of these tokens."""
     x, wg, wu, wd_t = (t if t is None else t.double() for t in operands)
     gate = (x @ wg.T).to(y.dtype).double().relu()
@@ -82,9 +90,7 @@ def test_what_the_kernel_cannot_do_is_refused(
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize(
-    ("n", "k"), [(5632, 2048), (14336, 4096), (1000, 200), (8, 8), (32768, 4096), (32768, 2056)]
-)
+@pytest.mark.parametrize(("n", "k"), [(5632, 2048), (14336, 4096), (1000, 200), (32768, 4096)])
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
 def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> None:
     shape = _few.shape_of(m, k, 132)
@@ -111,10 +117,10 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
     source = source.replace('#include "hopper.cuh"', '#include "grid_on_cpu.h"')
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source += """
-      static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* flags; int* readers; } p;
+      static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* words; int* readers; } p;
       static int tokens;
       static void run() {
-        multiply_few(p.x, p.wg, p.wu, p.wd, p.y, p.h, p.flags, p.readers, tokens);
+        multiply_few(p.x, p.wg, p.wu, p.wd, p.y, p.h, p.words, p.readers, tokens);
       }
       extern "C" void call(void** pointers, int m, size_t bytes) {
         memcpy(&p, pointers, sizeof p), tokens = m;
@@ -143,29 +149,26 @@ CASES = [
 ]
 
 
+WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)]
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "squared", "gated", "late"),
-    [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)],
+    ("case", "way"), [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
 )
 def test_its_threads_give_the_product_on_a_cpu(
-    case: tuple[int, int, int, float, int],
-    dtype: str,
-    squared: bool,
-    gated: bool,
-    late: bool,
-    folder: Path,
+    case: tuple[int, int, int, float, int], way: tuple[str, bool, bool, bool], folder: Path
 ) -> None:
-    m, n, k, part, clusters = case
+    (m, n, k, part, clusters), (dtype, squared, gated, late) = case, way
     torch.manual_seed(0)
     operands = drawn(m, n, k, part, DTYPES[dtype], gated)
     x, wg, wu, wd_t = operands
     tokens, ctas, _ = _few.shape_of(m, k, 132)
     shape = tokens, ctas, clusters
     y, h = torch.empty_like(x), torch.full((n, tokens), float("nan")).to(x)
-    flags, readers = torch.zeros(n, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    kept = x, wg, wg if wu is None else wu, wd_t, y, h, flags, readers
+    words = torch.zeros(_few.words_of(n, ctas, clusters), dtype=torch.int64)
+    readers = torch.zeros(1, dtype=torch.int32)
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, readers
     kernel = on_cpu(_few.constants_of(n, k, shape, squared, gated, x.dtype), late, folder)
     seen = []
     for token, column in ((None, 0), (None, 0), (m // 2, 3)):
@@ -174,7 +177,7 @@ def test_its_threads_give_the_product_on_a_cpu(
         y.fill_(float("nan"))
         pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
         kernel.call(pointers, m, ctypes.c_size_t(_few.SHARED_BYTES))
-        assert not flags.any()
+        assert not words.any()
         assert not readers.any()
         seen.append(y.clone())
     assert torch.equal(seen[0], seen[1])
@@ -209,9 +212,7 @@ def test_any_number_of_units_is_right_on_a_gpu(shape, dtype, squared, gated):
     operands = drawn(m, n, k, 0.5, DTYPES[dtype], gated, "cuda")
     program = launched(operands, squared)
     for part in (0.0, 2 / n, 0.01, 0.1, 1.0):
-        for old, new in zip(operands, drawn(m, n, k, part, DTYPES[dtype], gated, "cuda")):
-            if old is not None:
-                old.copy_(new)
+        redraw(operands, drawn(m, n, k, part, DTYPES[dtype], gated, "cuda"))
         program.out.fill_(float("nan"))
         first = program().clone()
         assert_right(first, operands, squared)
@@ -265,8 +266,7 @@ def test_a_graph_replays_it_on_a_gpu(m: int) -> None:
     with torch.cuda.graph(graph):
         y = program()
     for part in (0.02, 0.3):
-        for old, new in zip(operands, drawn(m, 5632, 2048, part, torch.bfloat16, True, "cuda")):
-            old.copy_(new)
+        redraw(operands, drawn(m, 5632, 2048, part, torch.bfloat16, True, "cuda"))
         y.fill_(float("nan"))
         for _ in range(50):
             graph.replay()
