@@ -47,8 +47,8 @@
 
 using u16 = unsigned short;
 
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int rounded_up(int a, int to) { return (a + to - 1) / to * to; }
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int rounded_up(int a, int to) { return (a + to - 1) / to * to; }
 
 constexpr int WARPS = 8, ADDERS = 2, PRODUCER = WARPS + ADDERS, THREADS = 32 * (PRODUCER + 1);
 constexpr int TOKEN_WARPS = TOKENS == 64 ? 2 : 1, K_WARPS = WARPS / TOKEN_WARPS;
@@ -150,6 +150,9 @@ __device__ __forceinline__ void end_of_copies() {  // of a group
 }
 template <int LEFT> __device__ __forceinline__ void copies_left() {  // groups
   asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void adders_in_step() {
+  asm volatile("bar.sync 1, %0;" :: "n"(32 * ADDERS) : "memory");
 }
 __device__ __forceinline__ void send_to_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
@@ -420,8 +423,7 @@ struct Adder {
     *(uint2*)(h + (work.first + unit) * TOKENS + token) =
         uint2{hidden(gates.x, u.x, u.y), hidden(gates.y, u.z, u.w)};
   }
-  __device__ __forceinline__ void find(int tile) {
-    const float4 g = take();
+  __device__ __forceinline__ void find(int tile, float4 g) const {
     const int row = thread / OWN_QUADS, unit = ROWS * tile + row;
     const bool there = thread < SHARE && row < work.rows(tile);
     const uint2 v{pair_of(g.x, g.y), pair_of(g.z, g.w)}, masks{on(v.x), on(v.y)};
@@ -434,24 +436,28 @@ struct Adder {
       for (int cta = 0; cta < CTAS; cta++)
         tell(address_of(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF, cta);
   }
-  __device__ __forceinline__ void finish(int up, int found) {
-    const float4 u = take();
-    const int row = ROWS * up + thread / OWN_QUADS;
-    if (thread >= SHARE || row >= found) return;
+  __device__ __forceinline__ void finish(int row, float4 u) const {
     const int unit = units_on()[row];
     put(unit, *gates(unit), u);
   }
   __device__ __forceinline__ void run() {
-    for (int i = 0; i < work.tiles + LAG; i++) {
-      if (CTAS > 1 && i < work.tiles) send();
-      if (i >= LAG) find(i - LAG);
-    }
-    if (!GATED) return;
-    const int found = count_on(work.tiles), ups = (found + ROWS - 1) / ROWS;
-    for (int i = 0; i < ups + LAG; i++) {
-      if (CTAS > 1 && i < ups) send();
-      if (i >= LAG) finish(i - LAG, found);
-      __syncwarp();
+    int tiles = work.tiles, found = 0;
+    #pragma unroll 1
+    for (int up = 0; up <= GATED; up++) {
+      #pragma unroll 1
+      for (int i = 0; i < tiles + LAG; i++) {
+        if (CTAS > 1 && i < tiles) send();
+        if (i < LAG) continue;
+        const float4 sum = take();
+        const int row = ROWS * (i - LAG) + thread / OWN_QUADS;
+        if (!up) find(i - LAG, sum);
+        else if (thread < SHARE && row < found) finish(row, sum);
+        __syncwarp();
+      }
+      if (GATED && !up) {
+        adders_in_step();  // who finishes a unit may not be who found it
+        found = count_on(work.tiles), tiles = (found + ROWS - 1) / ROWS;
+      }
     }
   }
 };
@@ -527,13 +533,14 @@ __device__ __forceinline__ void reset(u64* words, int* readers) {
 
 // ---- Y ----
 
-constexpr int width_of_slice(int width) {
+__device__ constexpr int width_of_slice(int width) {
   return width * CLUSTERS >= K ? width : width_of_slice(2 * width);
 }
 constexpr int WIDTH = width_of_slice(16);
 constexpr int COLUMN_WARPS = smaller(WARPS, WIDTH / 16), UNIT_WARPS = WARPS / COLUMN_WARPS;
 constexpr int TALL = WIDTH / 16 / COLUMN_WARPS;  // products of a warp
-constexpr int STEP = WIDTH + TOKENS <= 48 ? 256 : 128;  // units: some 16 KB
+constexpr int STEP = WIDTH + TOKENS <= 48 ? 256 : WIDTH + TOKENS <= 128 ? 128 : 64;  // units
+static_assert(STEP % (16 * UNIT_WARPS) == 0, "a warp has whole products");
 constexpr int W_STRIDE = 2 * WIDTH + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
 constexpr int STAGE_BYTES = STEP * (W_STRIDE + H_STRIDE), OUT_STRIDE = WIDTH + 4;
 constexpr int STAGES = smaller(8, (RING_BYTES - LIST_BYTES) / STAGE_BYTES);
