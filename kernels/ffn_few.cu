@@ -336,13 +336,13 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
 __device__ __forceinline__ void multiply_tiles(const X& x, const Work& work, Barriers bars) {
   int steps = work.tiles;
   for (int step = 0; step < steps; step++) {
-    const int slot = step % SLOTS, buffer = step % 2;
-    wait(bars.full(slot), step / SLOTS & 1, "a full slot");
-    wait(bars.added(buffer), step / 2 & 1 ^ 1, "room for sums");
-    multiply_tile(x, address_of(shared) + AT_RING + slot * SLOT_BYTES,
-                  (float*)shared + buffer * PARTIAL);
+    wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
+    wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
+    multiply_tile(x, address_of(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
+                  (float*)shared + step % 2 * PARTIAL);
+    asm volatile("" : "+r"(step));  // addresses are computed again: kept, they would be spilled
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(bars.empty(slot)), arrive(bars.summed(buffer));
+    if (threadIdx.x % 32 == 0) arrive(bars.empty(step % SLOTS)), arrive(bars.summed(step % 2));
     if (GATED && step == work.tiles - 1) steps += (count_on(work.tiles) + ROWS - 1) / ROWS;
   }
 }

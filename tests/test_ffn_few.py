@@ -132,9 +132,9 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
     return built(source, (*constants, ("LATE", int(late))), folder, name)
 
 
-# m, n, k, part of the units that is on, clusters: a last tile of eight rows; rings that go round,
-# with slots of all and of some columns; clusters without a unit; ranks without a column; nothing
-# on; all on; several steps of the list.
+# m, n, k, part of the units that is on for a token, clusters: a last tile of eight rows; rings that
+# go round, in the gates and after them; slots of all and of some columns; clusters without a unit;
+# ranks without a column; nothing on; all on; several steps of the list.
 CASES = [
     (1, 48, 72, 0.2, 3),
     (3, 104, 2056, 0.3, 9),
@@ -145,7 +145,10 @@ CASES = [
     (32, 96, 2056, 1.0, 9),
     (40, 64, 200, 0.0, 2),
     (64, 680, 72, 0.01, 2),
-    (64, 56, 520, 0.3, 5),
+    (64, 56, 264, 0.3, 2),
+    (5, 400, 72, 1.0, 1),
+    (20, 320, 136, 0.9, 1),
+    (33, 304, 200, 0.6, 1),
 ]
 
 
