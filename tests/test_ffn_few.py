@@ -206,8 +206,7 @@ def launched(operands: Operands, squared: bool) -> _few.Program:
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(
-    ("dtype", "squared", "gated"),
-    [("bf16", False, True), ("fp16", True, True), ("bf16", True, False), ("fp16", False, False)],
+    ("dtype", "squared", "gated"), [("bf16", False, True), ("fp16", True, False)]
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_number_of_units_is_right_on_a_gpu(shape, dtype, squared, gated):
