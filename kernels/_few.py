@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, load
+from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._tuned import multiprocessors
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
@@ -70,11 +71,13 @@ def launch(
 ) -> Program:
     """Return the program that writes Y.
 
-    x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16, of a shape
-    that `supports` has. Without wu, Y = act(X @ Wg.T) @ Wd.T. H and the words are the program's
-    own: it may not run in two streams at a time.
+    x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
+    Y = act(X @ Wg.T) @ Wd.T. H and the words are the program's own: it may not run in two streams
+    at a time. Raises Unsupported.
     """
     (m, k), n, device = x.shape, len(wg), x.device
+    if reason := supports(m, n, k):
+        raise Unsupported(reason)
     shape = tokens, ctas, clusters = shape_of(m, k, multiprocessors(device))
     constants = constants_of(n, k, shape, squared, wu is not None, x.dtype)
     kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
@@ -82,6 +85,6 @@ def launch(
         kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
     )
     h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, ctas, clusters), dtype=torch.int64)
-    readers = x.new_zeros(1, dtype=torch.int32)  # the kernel leaves both as they are
+    readers = x.new_zeros(1, dtype=torch.int32)  # the kernel leaves them so
     kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, readers
     return Program(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)

@@ -665,7 +665,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   const int warp = threadIdx.x / 32;
   const Producer producer{work, bars, address_of(shared) + AT_RING};
   if (warp == PRODUCER) {  // at once: nobody else writes what is copied
-    if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done();
+    if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
     __syncwarp();
     producer.bring_gates(0, min(FIRST, work.tiles), wg);
   }
