@@ -36,6 +36,7 @@ TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEn
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 ADDRESSES = 256  # of operands for which a plan keeps the arguments, each about a kilobyte
 
 Constants = tuple[tuple[str, int], ...]
@@ -193,6 +194,40 @@ def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> byte
     finally:
         nvrtc.destroyProgram(program)
     return code
+
+
+@cache
+def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
+    """Return how many clusters of such CTAs the device runs at one time (clusters.cu)."""
+    kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
+    of_cluster = ClusterAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
+    shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
+    config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
+    found = ctypes.c_int()
+    pointer, reference = ctypes.c_void_p(kernel.ptr), ctypes.byref(config)
+    result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, reference)
+    require_success(result, f"clusters of {ctas} CTAs of {threads}")
+    return found.value
+
+
+class ClusterAttribute(ctypes.Structure):
+    """CUlaunchAttribute, of a cluster's dimensions: 64 bytes follow its number."""
+
+    _fields_ = [
+        *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
+        *(("dimensions", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: grid, block, shared memory, stream and attributes."""
+
+    _fields_ = [
+        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *(("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(ClusterAttribute)), ("number", ctypes.c_uint)),
+    ]
 
 
 @lru_cache(4096)  # the allocator hands out the same addresses again

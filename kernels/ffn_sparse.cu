@@ -42,7 +42,7 @@
 // With PACKED, the gate's product has written who is on (spense_wgmma.cu, "who is on"): a byte for a
 // unit and eight tokens, which are a group. Of G nothing but what is on is read.
 //
-// Compiled with -DK, -DSPLIT=1|2|4|8, -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DPACKED=0|1 and
+// Compiled with -DK, -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DPACKED=0|1 and
 // what hopper.cuh asks for. K is a multiple of 8, at most 4096.
 
 #include "hopper.cuh"

@@ -17,9 +17,10 @@ how many rows cost what dense products do:
 
     library   all of G is written by a library's product, and read to find who is on
     packed    of G only a bitmap and what is on are written, and nothing else is read
+    few       up to 64 tokens: one launch, which reads units that are on for any (_few.py)
     dense     cublas_ffn or ffn_dense_triton, where so many units are on that they win
 
-Where few groups would leave SMs idle, 2, 4 or 8 CTAs (a cluster) share the units of a group.
+Where few groups would leave SMs idle, up to 8 CTAs (a cluster) share the units of a group.
 
 n and k are multiples of 8, and k is at most 4096. Where X is not finite, a unit that is off counts
 as zero; dense products make it NaN.
@@ -27,6 +28,7 @@ as zero; dense products make it NaN.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -35,12 +37,13 @@ from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels import _ffn_rest, _gate, cublas, cublas_ffn, ffn_dense_triton
+from sparsebench.kernels import _few, _ffn_rest, _gate, cublas, cublas_ffn, ffn_dense_triton
 from sparsebench.kernels._cuda import (
     Constants,
     Layout,
     Loaded,
     Program,
+    clusters_at_once,
     load,
     supports_hopper,
 )
@@ -54,7 +57,7 @@ MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
 SHARED_BYTES = 192 * 1024  # of 227 KB, of which 30 are the kernel's own
 L2_RATE, DENSE_RATE, FEW = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (kernels/NOTES.md)
 
-Way = Literal["best", "sparse", "library", "packed"]
+Way = Literal["best", "sparse", "library", "packed", "few"]
 """Of those above: the fastest of all, the fastest but for dense, or one."""
 
 # x, g, wu, wd transposed, y, left, heavy; m, n, limit; bits
@@ -73,12 +76,10 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     return supports_hopper(problem, device)
 
 
-def split_of(m: int, processors: int) -> int:
-    """Return how many CTAs share the units of a group."""
-    split, groups = MOST_SPLIT, -(-m // GROUP)
-    while split > 1 and groups * split > processors:
-        split //= 2
-    return split
+def split_of(m: int, at_once: Callable[[int], int]) -> int:
+    """Return how many CTAs share a group: so many clusters of them run `at_once`."""
+    groups = -(-m // GROUP)
+    return next((s for s in range(MOST_SPLIT, 1, -1) if groups <= at_once(s)), 1)
 
 
 def limit_of(m: int, n: int) -> int:
@@ -98,6 +99,11 @@ def shared_bytes(k: int, split: int) -> int:
     """Return the shared memory of a CTA: X and stages, of eight rows; or its sums."""
     row = 16 * threads_of(k)[0]
     return max(6 * GROUP * row, 4 * GROUP * k if split > 1 else 0)
+
+
+def clusters(split: int, k: int, device: torch.device) -> int:
+    """Return how many clusters of CTAs run at one time."""
+    return clusters_at_once(split, threads_of(k)[1], SHARED_BYTES, device)
 
 
 def constants_of(
@@ -159,7 +165,7 @@ def prepared(
     m, wd, wu = len(x), values["wd"], values[up] if up else None
     n, squared = wd.shape[1], operands.problem["activation"] == "relu2"
     processors = multiprocessors(x.device)
-    split, limit = split_of(m, processors), limit_of(m, n)
+    split, limit = split_of(m, partial(clusters, k=x.shape[1], device=x.device)), limit_of(m, n)
     y, wd_t = torch.empty_like(x), wd.t().contiguous()
     settled = dict(operands.settled or {})
 
@@ -179,11 +185,18 @@ def prepared(
         choice = {"way": name, "gate": gates.choice, "split": split, "limit": limit}
         return Launch(run, choice, sparse.code)
 
-    wanted = {"best": ("library", "packed", "dense"), "sparse": ("library", "packed")}
+    unfit = _few.supports(m, n, x.shape[1])
+    sparse_ways = ("library", "packed") if unfit else ("few",)
+    wanted = {"best": (*sparse_ways, "dense"), "sparse": sparse_ways}
     names = [settled["way"]] if settled else wanted.get(way, (way,))
     ways = []
     for name in names:
-        if name == "library":
+        if name == "few":
+            if unfit:
+                raise Unsupported(f"option way: few: {unfit}")
+            program = _few.launch(x, values[gate], wu, wd_t, y, squared=squared)
+            ways.append(Launch(program, {"way": name}, program.code))
+        elif name == "library":
             g = x.new_empty(m, n)
             ways.append(layer(name, gates_into(g, operands, gate, settled.get("gate")), g, None))
         elif name == "packed" and up:

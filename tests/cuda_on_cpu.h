@@ -1,5 +1,6 @@
-// Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster is a fiber; they take
-// turns, in another order each round, and change at whatever threads of a GPU wait for each other.
+// Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster, or of a grid that runs
+// together, is a fiber; they take turns, in another order each round, and change at whatever
+// threads of a GPU wait for each other.
 
 #include <ucontext.h>
 
@@ -45,19 +46,20 @@ struct Cta {
 struct Fiber { ucontext_t context; std::vector<char> stack; int cta, thread; bool done; };
 static std::vector<Cta> ctas;
 static std::vector<Fiber> fibers;
-static Meeting cluster;
+static std::vector<Meeting> clusters;
 static Fiber* now;
 static ucontext_t home;
-static int first, threads;
+static int first, threads, cluster_size;
 static void (*body)();
 
+static void others_first() {
+  Fiber* me = now;
+  swapcontext(&me->context, &home);
+}
 static void meet(Meeting& m, int count) {
   const int round = m.round;
   if (++m.arrived == count) m.arrived = 0, m.round++;
-  while (m.round == round) {
-    Fiber* me = now;
-    swapcontext(&me->context, &home);
-  }
+  while (m.round == round) others_first();
 }
 static Cta& mine() { return ctas[now->cta]; }
 static int lane() { return now->thread % 32; }
@@ -66,7 +68,9 @@ static void warp_in_step() { meet(mine().warps[now->thread / 32], 32); }
 static void __syncwarp() { warp_in_step(); }
 static void __syncthreads() { meet(mine().all, threads); }
 static void in_step(int barrier, int count) { meet(mine().named[barrier], count); }
-static void cluster_in_step() { meet(cluster, (int)fibers.size()); }
+static int cluster_number() { return now->cta / cluster_size; }
+static Cta& of_cluster(int cta) { return ctas[cluster_number() * cluster_size + cta]; }
+static void cluster_in_step() { meet(clusters[cluster_number()], cluster_size * threads); }
 static int cta_number() { return first + now->cta; }
 static int thread_number() { return now->thread; }
 static char* dynamic_shared() { return mine().dynamic.data(); }
@@ -77,8 +81,8 @@ static void enter() {
   now->done = true;
   swapcontext(&now->context, &home);
 }
-static void run_cluster(int size, size_t bytes) {
-  ctas.assign(size, Cta{});
+static void run_ctas(int size, size_t bytes) {
+  ctas.assign(size, Cta{}), clusters.assign(size / cluster_size, Meeting{});
   for (Cta& c : ctas) c.dynamic.assign(bytes, 0x7f), c.fixed.assign(1 << 15, 0x7f);  // NaN
   fibers = std::vector<Fiber>((size_t)size * threads);
   for (size_t i = 0; i < fibers.size(); i++) {
@@ -100,9 +104,11 @@ static void run_cluster(int size, size_t bytes) {
   }
 }
 static int ctas_of_grid;
-static void launch(int grid, int threads_of_cta, int cluster_size, size_t bytes, void (*kernel)()) {
-  body = kernel, threads = threads_of_cta, ctas_of_grid = grid;
-  for (first = 0; first < grid; first += cluster_size) run_cluster(cluster_size, bytes);
+static void launch(int grid, int threads_of_cta, int cluster, size_t bytes, void (*kernel)(),
+                   bool together = false) {
+  body = kernel, threads = threads_of_cta, cluster_size = cluster, ctas_of_grid = grid;
+  const int size = together ? grid : cluster;
+  for (first = 0; first < grid; first += size) run_ctas(size, bytes);
 }
 
 // ---- instructions ----
@@ -168,8 +174,8 @@ template <class T> static T at_same_place(const void* own, int cta) {
   const char *p = (const char*)own, *base = dynamic_shared();
   const bool dynamic = p >= base && p < base + mine().dynamic.size();
   T value;
-  std::memcpy(&value, dynamic ? ctas[cta].dynamic.data() + (p - base)
-                              : ctas[cta].fixed.data() + (p - fixed_shared()), sizeof value);
+  std::memcpy(&value, dynamic ? of_cluster(cta).dynamic.data() + (p - base)
+                              : of_cluster(cta).fixed.data() + (p - fixed_shared()), sizeof value);
   return value;
 }
 static int int_of(const int* own, int cta) { return at_same_place<int>(own, cta); }

@@ -73,8 +73,9 @@ def assert_right(y: Tensor, these: Operands) -> None:
 
 
 def test_groups_fill_the_processors() -> None:
-    found = {m: ffn_sparse.split_of(m, 132) for m in (1, 64, 128, 132, 256, 512, 1024, 4096)}
-    assert found == {1: 8, 64: 8, 128: 8, 132: 4, 256: 4, 512: 2, 1024: 1, 4096: 1}
+    at_once = {8: 15, 7: 17, 6: 20, 5: 25, 4: 30, 3: 42, 2: 66}.__getitem__  # as an H200
+    found = {m: ffn_sparse.split_of(m, at_once) for m in (65, 120, 128, 256, 512, 528, 1024, 4096)}
+    assert found == {65: 8, 120: 8, 128: 7, 256: 3, 512: 2, 528: 2, 1024: 1, 4096: 1}
 
 
 def test_a_limit_is_a_share_of_the_units_that_many_tokens_make_constant() -> None:
@@ -385,12 +386,18 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
     for active in (8, 600):
         these = gpu_case(active=active)
         for way in get_args(ffn_sparse.Way):
+            if way == "few":
+                continue
             launch = ffn_sparse.prepare(these, way=way)
             again = ffn_sparse.prepare(replace(these, settled=launch.choice))
             assert again.choice == launch.choice
             assert way in ("best", "sparse", launch.choice["way"])
             redraw(these.problem, OP, these.activations, 1)
             assert_right(again(), these)
+    these = gpu_case(64)
+    launch = ffn_sparse.prepare(these, way="sparse")
+    assert launch.choice == ffn_sparse.prepare(these, way="few").choice == {"way": "few"}
+    assert_right(ffn_sparse.prepare(replace(these, settled=launch.choice))(), these)
     asked = problem(300, 1024, 512, op="mlp", active=8)
     launch = mlp_sparse.prepare(given(asked, GPU))
     again = mlp_sparse.prepare(replace(given(asked, GPU), settled=launch.choice))
@@ -400,10 +407,10 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
 @pytest.mark.gpu
 @hopper
 def test_no_other_way_is_known() -> None:
-    with pytest.raises(
-        Unsupported, match="expected one of best, sparse, library, packed, found 'd"
-    ):
+    with pytest.raises(Unsupported, match="expected one of best, sparse, .*, found 'd"):
         ffn_sparse.prepare(gpu_case(), way="dense")
+    with pytest.raises(Unsupported, match="few: expected 1 to 64 tokens, found 300"):
+        ffn_sparse.prepare(gpu_case(), way="few")
     with pytest.raises(Unsupported, match="a packed product needs a layer with a gate"):
         mlp_sparse.prepare(given(problem(9, 64, 64, op="mlp", active=8), GPU), way="packed")
 

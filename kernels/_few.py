@@ -1,0 +1,95 @@
+"""Gated feed-forward layer for up to 64 tokens, few units on: one launch of ffn_few.cu.
+
+    G = X @ Wg.T        Y = (act(G) * (X @ Wu.T)) @ Wd.T        act is relu or relu2
+
+Wg is read whole; of Wu and Wd the rows of units that are on for any token, each once. So few units
+on take little more than Wg's bytes, and all units what a dense layer takes.
+
+    m, tokens    CTAs of a cluster, which share K     why
+    1 to 16              1  (2 where k > 2048)        X's part is in registers; three tiles of 16
+    to 32                2                            rows fit into shared memory
+    to 64                4
+
+A cluster of four has an SM each of one GPC: an H200 runs 30 such clusters at one time.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, clusters_at_once, load
+from sparsebench.kernels._kernel import Unsupported
+
+MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
+MOST_K, MOST_N = 4096, 32768  # registers for X; shared memory for lists
+PART, X_TOKENS = 2048, 16  # of K and of tokens, for each CTA of a cluster
+WARPS, SHARED_BYTES = 11, 226 * 1024
+
+# x, wg, wu, wd transposed, y, h, words, readers; m
+ARGUMENTS = Layout(*"PPPPPPPPi")
+
+
+def supports(m: int, n: int, k: int) -> str | None:
+    """Say why the kernel cannot run m tokens through weights [n, k], or None."""
+    if not 1 <= m <= MOST_TOKENS:
+        return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
+    if n % 8 or k % 8 or not n or not k:
+        return f"expected n and k to be multiples of 8, found n {n} and k {k}"
+    if k > MOST_K or n > MOST_N:
+        return f"expected k up to {MOST_K} and n up to {MOST_N}, found k {k} and n {n}"
+    return None
+
+
+def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, int]:
+    """Return the tokens that are multiplied, the CTAs of a cluster, and the clusters `at_once`."""
+    tokens = FEWEST_TOKENS
+    while tokens < m:
+        tokens *= 2
+    ctas = max(tokens // X_TOKENS, -(-k // PART))
+    return tokens, ctas, at_once(ctas)
+
+
+def clusters_of(ctas: int, device: torch.device) -> int:
+    """Return how many clusters of the kernel's CTAs run at one time."""
+    return clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
+
+
+def constants_of(
+    n: int, k: int, shape: tuple[int, int, int], squared: bool, gated: bool, dtype: torch.dtype
+) -> Constants:
+    """Return what the kernel is compiled for; the shape is `shape_of`'s."""
+    sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
+    flags = {"SQUARED": squared, "GATED": gated, "FP16": dtype == torch.float16}
+    return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
+
+
+def words_of(n: int, ctas: int, clusters: int) -> int:
+    """Return the words that say who is on: of a cluster one a CTA, or one for 48 units."""
+    eights = -(-(n // 8) // clusters)  # of units, at most
+    return clusters * max(ctas, -(-eights // 6))
+
+
+def launch(
+    x: Tensor, wg: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, *, squared: bool
+) -> Program:
+    """Return the program that writes Y.
+
+    x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
+    Y = act(X @ Wg.T) @ Wd.T. H and the words are the program's own: it may not run in two streams
+    at a time. Raises Unsupported.
+    """
+    (m, k), n, device = x.shape, len(wg), x.device
+    if reason := supports(m, n, k):
+        raise Unsupported(reason)
+    shape = tokens, ctas, clusters = shape_of(m, k, partial(clusters_of, device=device))
+    constants = constants_of(n, k, shape, squared, wu is not None, x.dtype)
+    kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
+    loaded = Loaded(
+        kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
+    )
+    h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, ctas, clusters), dtype=torch.int64)
+    readers = x.new_zeros(1, dtype=torch.int32)  # the kernel leaves them so
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, readers
+    return Program(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)
