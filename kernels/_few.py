@@ -23,7 +23,7 @@ from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, cluste
 from sparsebench.kernels._kernel import Unsupported
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
-MOST_K, MOST_N = 4096, 32768  # registers for X; shared memory for lists
+MOST_K, MOST_N = 4096, 28672  # registers for X; shared memory for lists
 PART, X_TOKENS = 2048, 16  # of K and of tokens, for each CTA of a cluster
 WARPS, SHARED_BYTES = 11, 226 * 1024
 

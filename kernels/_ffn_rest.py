@@ -151,8 +151,8 @@ def _multiply(  # type: ignore[no-untyped-def]
             there = ((place < count) & (rows < m))[:, None]
             rows = rows.to(tl.int64)[:, None]
 
-            # What is made of X on the way stands second: as a first operand, from registers, Triton 3.6
-            # overwrites it before the tensor cores have read it, wherever loads are pipelined.
+            # What is made of X on the way stands second: as a first operand, from registers,
+            # Triton 3.6 overwrites it before it has been read, wherever loads are pipelined.
             if KIND == "activated":
                 total = tl.zeros((FEATURES, TOKENS), tl.float32)
             else:

@@ -49,7 +49,8 @@ def assert_right(
     gate = (x @ wg.T).to(y.dtype).double().relu()
     h = (gate.square() if squared else gate) * (1 if wu is None else x @ wu.T)
     right, spread = h @ wd_t, (h.square() @ wd_t.square()).sqrt()
-    spread = 2 * spread + 1e-30  # gates and H are rounded
+    # Gates and H are rounded; in fp16 H may be less than its least number, 6e-8.
+    spread = 2 * spread + (1e-3 if y.dtype == torch.float16 else 1e-30)
     if tokens is not None:
         y, right, spread = y[tokens], right[tokens], spread[tokens]
     reason = check(y, Expected(right, spread, y.dtype, len(wd_t))).reason
@@ -78,7 +79,7 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
     [
         ((65, 64, 64), "expected 1 to 64 tokens, found 65"),
         ((4, 60, 64), "expected n and k to be multiples of 8, found n 60 and k 64"),
-        ((4, 64, 8192), "expected k up to 4096 and n up to 32768, found k 8192 and n 64"),
+        ((4, 64, 8192), "expected k up to 4096 and n up to 28672, found k 8192 and n 64"),
         ((64, 14336, 4096), None),
     ],
 )
@@ -92,7 +93,7 @@ def test_what_the_kernel_cannot_do_is_refused(
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize(("n", "k"), [(5632, 2048), (14336, 4096), (1000, 200), (32768, 4096)])
+@pytest.mark.parametrize(("n", "k"), [(5632, 2048), (14336, 4096), (1000, 200), (28672, 4096)])
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
 def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> None:
     shape = _few.shape_of(m, k, AT_ONCE)
@@ -198,7 +199,7 @@ def test_its_threads_give_the_product_on_a_cpu(
 SHAPES = [(1, 512, 256), (3, 1000, 200), (17, 1000, 200), (64, 1000, 200), (1, 5632, 2048)]
 SHAPES += [(8, 5632, 2048), (16, 5632, 2048), (32, 5632, 2048), (64, 5632, 2048), (5, 8, 8)]
 SHAPES += [(1, 14336, 4096), (16, 14336, 4096), (27, 14336, 4096), (64, 14336, 4096)]
-SHAPES += [(9, 520, 3848), (50, 2056, 3080), (64, 32768, 1024), (2, 32768, 4096)]
+SHAPES += [(9, 520, 3848), (50, 2056, 3080), (64, 28672, 1024), (2, 28672, 4096)]
 
 
 def launched(operands: Operands, squared: bool) -> _few.Program:

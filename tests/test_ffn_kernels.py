@@ -16,7 +16,6 @@ import torch
 import triton
 from cuda_on_cpu import built
 from on_hopper import KERNELS, assert_compiles_cleanly, hopper
-from test_spense_wgmma import CUOBJDUMP
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -150,8 +149,8 @@ def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:
     return g.where(on, float("nan")), bits.to(torch.uint8)
 
 
-# m, n, k, part of the units that is on, split, limit: a last group with few tokens, fewer units than
-# threads, steps that are full and not, groups of one step, k below, at and beyond a warp's columns.
+# m, n, k, part of the units that is on, split, limit: a last group with few tokens, fewer units
+# than threads, steps that are full and not, groups of one step, k below, at and beyond 1024 and 2048.
 CASES = [
     (11, 48, 72, 0.2, 1, 48),
     (5, 200, 264, 0.3, 2, 200),
@@ -407,7 +406,7 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
 @pytest.mark.gpu
 @hopper
 def test_no_other_way_is_known() -> None:
-    with pytest.raises(Unsupported, match="expected one of best, sparse, .*, found 'd"):
+    with pytest.raises(Unsupported, match=r"expected one of best, sparse, .*, found 'd"):
         ffn_sparse.prepare(gpu_case(), way="dense")
     with pytest.raises(Unsupported, match="few: expected 1 to 64 tokens, found 300"):
         ffn_sparse.prepare(gpu_case(), way="few")
