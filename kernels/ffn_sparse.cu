@@ -61,7 +61,8 @@ constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is made
 constexpr int END = -1;  // no group
 // A whole CTA has 64 K. Others keep to 40 where products take the most.
 constexpr int MANY = HALVES == 1 ? 160 : 232, FEW = HALVES == 1 ? 96 : 40;
-constexpr int PIECES = HALVES == 1 ? 2 : 1;  // that a lister reads at a time
+// That a lister reads at a time, of eight units: beside the rows' copies a load takes 2 to 3 us.
+constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
 constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // else all have enough
 
 extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
@@ -203,26 +204,31 @@ __device__ __forceinline__ uint2 who(const Layer& layer, int group, int tokens, 
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
                                          const Team& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
-  int found = 0;
-  for (int at = 0, turn = 0; at < pieces; at += PIECES * team.threads, turn++) {
-    const int first = at + PIECES * team.thread;
-    u32 masks[2 * PIECES];
+  int found = 0, turn = 0;
+  for (int at = team.thread; at - team.thread < pieces; at += PIECES * team.threads) {
+    uint2 masks[PIECES];
     #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const uint2 v = first + i < pieces ? who(layer, group, tokens, first + i) : uint2{};
-      masks[2 * i] = v.x, masks[2 * i + 1] = v.y;
+      const int piece = at + i * team.threads;
+      masks[i] = piece < pieces ? who(layer, group, tokens, piece) : uint2{};
     }
-    int own = 0, all;
     #pragma unroll
-    for (int j = 0; j < 8 * PIECES; j++) own += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
-    int to = found + sum_before(own, team, turn, s, all);
-    #pragma unroll
-    for (int j = 0; j < 8 * PIECES; j++) {
-      const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
-      if (mask && to < MOST_ROWS) list.rows[to] = (u32)(8 * first + j) << 8 | mask;
-      to += mask != 0;
+    for (int i = 0; i < PIECES; i++, turn++) {
+      const int unit = 8 * (at + i * team.threads);
+      if (unit - 8 * team.thread >= layer.n) break;
+      int own = 0, all;
+      #pragma unroll
+      for (int j = 0; j < 8; j++)
+        own += ((j < 4 ? masks[i].x : masks[i].y) >> 8 * (j % 4) & 0xff) != 0;
+      int to = found + sum_before(own, team, turn, s, all);
+      #pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const u32 mask = (j < 4 ? masks[i].x : masks[i].y) >> 8 * (j % 4) & 0xff;
+        if (mask && to < MOST_ROWS) list.rows[to] = (u32)(unit + j) << 8 | mask;
+        to += mask != 0;
+      }
+      found += all;
     }
-    found += all;
   }
   const int listed = min(found, MOST_ROWS), steps = listed ? (listed + ROWS - 1) / ROWS : 1;
   for (int row = listed + team.thread; row < steps * ROWS; row += team.threads) list.rows[row] = 0;
