@@ -75,7 +75,7 @@ struct Shared {
   List lists[LISTS];
   float parts[2][WARPS][GROUP][ROWS + 4];  // of U, of two steps
   alignas(16) u16 gates[2][GROUP][ROWS + 8];
-  int counts[2][THREADS / 32], next;
+  int counts[2][THREADS / 32], next, after;  // groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
   u64 x_full, x_empty;
 };
@@ -172,14 +172,9 @@ __device__ __forceinline__ int sum_before(int own, const Team& team, int turn, S
   }
   if (lane == 31) s.counts[turn % 2][warp] = up_to;
   in_step(team.barrier, team.threads);
-  int before = up_to - own;
-  all = 0;
-  for (int w = 0; w < team.threads / 32; w++) {
-    const int count = s.counts[turn % 2][w];
-    if (w < warp) before += count;
-    all += count;
-  }
-  return before;
+  const int count = lane < team.threads / 32 ? s.counts[turn % 2][lane] : 0;  // a warp's
+  all = __reduce_add_sync(~0u, count);
+  return up_to - own + __reduce_add_sync(~0u, lane < warp ? count : 0);
 }
 
 // Which of eight units are on, each for which of the group's tokens: a byte a unit.
@@ -236,25 +231,34 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   return found;
 }
 
-// List the next group that is not left to a dense product, or the end, from `group` on. The group
-// to take after that is then in s.next: asked for ahead, the counter has answered by then.
-__device__ __forceinline__ void list_next(List& list, const Layer& layer, int group, Place place,
+// Bring a group's G and X, 128 bytes each time, into L2: from memory they take 3 us and more.
+__device__ __forceinline__ void prefetch_group(const Layer& layer, int group, const Team& team) {
+  if (group >= layer.groups()) return;
+  const u64 first = (u64)group * GROUP, tokens = layer.tokens(group);
+  const char* g = PACKED ? (const char*)layer.bits + (u64)group * layer.n
+                         : (const char*)(layer.g + first * layer.n);
+  const char* x = (const char*)(layer.x + first * K);
+  const int g_bytes = PACKED ? layer.n : 2 * tokens * layer.n, x_bytes = GATED ? 2 * tokens * K : 0;
+  for (int at = 128 * team.thread; at < g_bytes; at += 128 * team.threads) prefetch(g + at);
+  for (int at = 128 * team.thread; at < x_bytes; at += 128 * team.threads) prefetch(x + at);
+}
+
+// List s.next, or the first group from there that is not left to a dense product, or the end. The
+// one after it is known by then, and is brought nearer; the counter is asked for a third.
+__device__ __forceinline__ void list_next(List& list, const Layer& layer, Place place,
                                           const Team& team, Shared& s) {
-  while (group < layer.groups()) {
-    int after = layer.groups();  // a cluster has one
-    if (SPLIT == 1 && team.thread == 0) after = place.ctas + atomicAdd(layer.left + 2, 1);
-    if (GATED) {  // X will be read when the list is
-      const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
-      for (int at = 128 * team.thread; at < layer.tokens(group) * 2 * K; at += 128 * team.threads)
-        prefetch(x + at);
-    }
+  for (;;) {
+    const int group = s.next, after = s.after;
+    if (group >= layer.groups()) break;
+    int third = layer.groups();  // a cluster has one
+    if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
+    prefetch_group(layer, after, team);
     const int found = list_rows(list, layer, group, team, s);
-    if (team.thread == 0) s.next = after;
+    if (team.thread == 0) s.next = after, s.after = third;
     in_step(team.barrier, team.threads);
     if (found <= layer.limit) return;
     if (team.thread == 0 && place.cta % SPLIT == 0)
       layer.heavy[atomicAdd(layer.left, 1)] = group;
-    group = s.next;
   }
   if (team.thread == 0) list.group = END;
   in_step(team.barrier, team.threads);
@@ -266,7 +270,7 @@ __device__ __forceinline__ void list_groups(const Layer& layer, Place place, con
   for (int i = 0;; i++) {
     if (i) {
       if (i >= LISTS) wait(address_of(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
-      list_next(s.lists[i % LISTS], layer, s.next, place, team, s);
+      list_next(s.lists[i % LISTS], layer, place, team, s);
     }
     if (team.thread == 0) arrive(address_of(&s.listed[i % LISTS]));
     if (s.lists[i % LISTS].group == END) return;
@@ -540,32 +544,33 @@ __device__ __forceinline__ uint4 rounded(float4 a, float4 b) {
   return uint4{pair_of(a.x, a.y), pair_of(a.z, a.w), pair_of(b.x, b.y), pair_of(b.z, b.w)};
 }
 
-// Sums of all CTAs of the cluster: each puts its own where the stages were, and adds up a share.
-__device__ __forceinline__ void add_up(const Sums& y, u16* out, int tokens, int rank) {
-  float* own = (float*)shared;
+// Sums of all CTAs of a cluster: each puts its own where the stages were, and adds up a share.
+constexpr int SUMS_PITCH = K + 4;  // floats: four tokens are in different banks
+
+__device__ __forceinline__ void put_sums(const Sums& y) {
   const int lane = threadIdx.x % 32;
   in_step(2, PRODUCTS);  // all have read the last stage
   #pragma unroll
   for (int i = 0; i < HALVES * 64; i++) {
     const int token = lane % 4 * 2 + i % 2;
     const int column = column_of(i / 64) + i / 4 % 16 * 16 + i / 2 % 2 * 8 + lane / 4;
-    if (column < K) own[token * K + column] = y[i / 64][i / 4 % 16][i % 4];
+    if (column < K) ((float*)shared)[token * SUMS_PITCH + column] = y[i / 64][i / 4 % 16][i % 4];
   }
-  __syncwarp();
-  cluster_in_step();
-  for (int piece = rank * PRODUCTS + threadIdx.x; piece < tokens * K / 8;
-       piece += SPLIT * PRODUCTS) {
+}
+__device__ __forceinline__ void add_up(const Layer& layer, int group, int rank) {
+  u16* y = layer.y + (u64)group * GROUP * K;
+  for (int i = rank * THREADS + threadIdx.x; i < layer.tokens(group) * (K / 8);
+       i += SPLIT * THREADS) {
+    const float* own = (float*)shared + i / (K / 8) * SUMS_PITCH + i % (K / 8) * 8;
     float4 a{}, b{};
     #pragma unroll
     for (int cta = 0; cta < SPLIT; cta++) {
-      const float4 c = floats_of(own + 8 * piece, cta), d = floats_of(own + 8 * piece + 4, cta);
+      const float4 c = floats_of(own, cta), d = floats_of(own + 4, cta);
       a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
       b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
     }
-    ((uint4*)out)[piece] = rounded(a, b);
+    ((uint4*)y)[i] = rounded(a, b);
   }
-  __syncwarp();
-  cluster_in_step();  // no CTA may end before all have read its sums
 }
 
 __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place, Shared& s) {
@@ -577,7 +582,7 @@ __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place,
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
     u16* y = layer.y + (u64)group * GROUP * K;
-    if (SPLIT > 1) return add_up(warp.y, y, tokens, place.cta % SPLIT);
+    if (SPLIT > 1) return put_sums(warp.y);
     warp.each_piece(tokens, [&](int token, int piece, uint4 v) {
       __stcs((uint4*)(y + (u64)token * K) + piece, v);
     });
@@ -602,18 +607,29 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     init(address_of(&s.x_full), LOADERS);
     init(address_of(&s.x_empty), WARPS);
   }
+  const Team all{(int)threadIdx.x, THREADS, 0};
+  if (threadIdx.x == 0) {
+    s.next = place.cta / SPLIT;
+    s.after = SPLIT == 1 ? place.ctas + place.cta : layer.groups();
+  }
+  prefetch_group(layer, place.cta / SPLIT, all);
   __syncthreads();
-  list_next(s.lists[0], layer, place.cta / SPLIT, place, {(int)threadIdx.x, THREADS, 0}, s);
-  if (s.lists[0].group == END) return;  // of a cluster, all
-  if (threadIdx.x < PRODUCTS) {
+  list_next(s.lists[0], layer, place, all, s);
+  const int group = s.lists[0].group;
+  if (group == END) return;  // of a cluster, all
+  const int other = threadIdx.x - PRODUCTS;
+  if (other < 0) {
     if (SHIFTED) take_registers<MANY>();
     multiply_groups(layer, place, s);
-    return;
+  } else {
+    if (SHIFTED) leave_registers<FEW>();
+    if (other < LISTERS) list_groups(layer, place, {other, LISTERS, 1}, s);
+    else load_groups(layer, place, other - LISTERS, s);
   }
-  if (SHIFTED) leave_registers<FEW>();
-  const int other = threadIdx.x - PRODUCTS;
-  if (other < LISTERS) list_groups(layer, place, {other, LISTERS, 1}, s);
-  else load_groups(layer, place, other - LISTERS, s);
+  if (SPLIT == 1) return;
   __syncwarp();
-  if (SPLIT > 1) cluster_in_step(), cluster_in_step();  // as add_up does
+  cluster_in_step();
+  add_up(layer, group, place.cta % SPLIT);
+  __syncwarp();
+  cluster_in_step();  // no CTA may end before all have read its sums
 }

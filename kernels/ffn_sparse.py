@@ -98,7 +98,7 @@ def threads_of(k: int) -> tuple[int, int]:
 def shared_bytes(k: int, split: int) -> int:
     """Return the shared memory of a CTA: X and stages, of eight rows; or its sums."""
     row = 16 * threads_of(k)[0]
-    return max(6 * GROUP * row, 4 * GROUP * k if split > 1 else 0)
+    return max(6 * GROUP * row, 4 * GROUP * (k + 4) if split > 1 else 0)
 
 
 def clusters(split: int, k: int, device: torch.device) -> int:

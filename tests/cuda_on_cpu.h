@@ -127,6 +127,14 @@ static u32 __shfl_xor_sync(u32, u32 value, int by) {
   warp_in_step();
   return got;
 }
+static int __reduce_add_sync(u32, int value) {
+  warp()[lane()][0] = value;
+  warp_in_step();
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += (int)warp()[i][0];
+  warp_in_step();
+  return sum;
+}
 static float wide(unsigned short bits) {
   float f;
 #if FP16
