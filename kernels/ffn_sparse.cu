@@ -60,9 +60,10 @@ constexpr int MOST_ROWS = 1536;  // of a list
 constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is made
 constexpr int END = -1;  // no group
 // A whole CTA has 64 K. Others keep to 40 where products take the most.
-constexpr int MANY = HALVES == 1 ? 160 : 232, FEW = HALVES == 1 ? 96 : 40;
+constexpr int MANY = HALVES == 1 ? 152 : 224, FEW = HALVES == 1 ? 104 : 56;
 // That a lister reads at a time, of eight units: beside the rows' copies a load takes 2 to 3 us.
 constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
+constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens, likewise
 constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // else all have enough
 
 extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
@@ -82,10 +83,38 @@ struct Shared {
 
 // ---- PTX ----
 
+// How long L2 is to keep what is copied: weights longer than what is read or written once.
+__device__ __forceinline__ u64 lasting() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ u64 passing() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 // Zeros where there is nothing to copy.
-__device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy_16(u32 to, const char* from, bool there, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               :: "r"(to), "l"(from), "r"(there ? 16 : 0), "l"(policy) : "memory");
+}
+// Volatile: all loads of a loop are asked for before the first is waited for.
+__device__ __forceinline__ uint4 read_once(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(passing()));
+  return v;
+}
+__device__ __forceinline__ uint2 read_once(const uint2* from) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(v.x), "=r"(v.y) : "l"(from), "l"(passing()));
+  return v;
+}
+__device__ __forceinline__ void write_once(uint4* to, uint4 v) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
+               :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(passing()) : "memory");
 }
 // Arrive when this thread's copies so far are there.
 __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
@@ -177,22 +206,51 @@ __device__ __forceinline__ int sum_before(int own, const Team& team, int turn, S
   return up_to - own + __reduce_add_sync(~0u, lane < warp ? count : 0);
 }
 
-// Which of eight units are on, each for which of the group's tokens: a byte a unit.
-__device__ __forceinline__ uint2 who(const Layer& layer, int group, int tokens, int piece) {
-  if (PACKED) return __ldg(layer.bits + (u64)group * (layer.n / 8) + piece);
-  const uint4* g = (const uint4*)(layer.g + (u64)group * GROUP * layer.n) + piece;
-  u32 masks[4] = {};  // of two units each, 16 bits apart
-  #pragma unroll
-  for (int i = 0; i < GROUP; i++)
-    if (i < tokens) {
-      const uint4 v = __ldcs(g + (u64)i * (layer.n / 8));
-      masks[0] |= on(v.x) & 0x10001u << i;
-      masks[1] |= on(v.y) & 0x10001u << i;
-      masks[2] |= on(v.z) & 0x10001u << i;
-      masks[3] |= on(v.w) & 0x10001u << i;
+// Who is on, of PIECES of eight units: a byte a unit, a bit a token.
+struct Who {
+  u32 masks[PIECES][2];
+
+  __device__ __forceinline__ void read(const Layer& layer, int group, int tokens, int piece,
+                                       int stride) {
+    const int pieces = layer.n / 8;  // beyond them, and beyond the tokens, it is another one
+    if (PACKED) {
+      uint2 v[PIECES];
+      #pragma unroll
+      for (int i = 0; i < PIECES; i++)
+        v[i] = read_once(layer.bits + (u64)group * pieces + min(piece + i * stride, pieces - 1));
+      #pragma unroll
+      for (int i = 0; i < PIECES; i++) masks[i][0] = v[i].x, masks[i][1] = v[i].y;
+      return;
     }
-  return uint2{__byte_perm(masks[0], masks[1], 0x6420), __byte_perm(masks[2], masks[3], 0x6420)};
-}
+    u32 pairs[PIECES][4] = {};  // of two units each, 16 bits apart
+    const uint4* g = (const uint4*)(layer.g + (u64)group * GROUP * layer.n);
+    #pragma unroll
+    for (int first = 0; first < GROUP; first += READ) {
+      uint4 v[PIECES][READ];
+      #pragma unroll
+      for (int i = 0; i < PIECES; i++)
+        #pragma unroll
+        for (int j = 0; j < READ; j++)
+          v[i][j] = read_once(g + min(first + j, tokens - 1) * pieces +
+                              min(piece + i * stride, pieces - 1));
+      #pragma unroll
+      for (int i = 0; i < PIECES; i++)
+        #pragma unroll
+        for (int j = 0; j < READ; j++) {
+          pairs[i][0] |= on(v[i][j].x) & 0x10001u << (first + j);
+          pairs[i][1] |= on(v[i][j].y) & 0x10001u << (first + j);
+          pairs[i][2] |= on(v[i][j].z) & 0x10001u << (first + j);
+          pairs[i][3] |= on(v[i][j].w) & 0x10001u << (first + j);
+        }
+    }
+    const u32 there = (0xffu >> (GROUP - tokens)) * 0x1010101u;
+    #pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      masks[i][0] = __byte_perm(pairs[i][0], pairs[i][1], 0x6420) & there;
+      masks[i][1] = __byte_perm(pairs[i][2], pairs[i][3], 0x6420) & there;
+    }
+  }
+};
 
 // List a group's units that are on for some token, in ascending order, and fill up the last step.
 // Returns their number, of which MOST_ROWS are listed at most.
@@ -201,24 +259,22 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
   int found = 0, turn = 0;
   for (int at = team.thread; at - team.thread < pieces; at += PIECES * team.threads) {
-    uint2 masks[PIECES];
-    #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-      const int piece = at + i * team.threads;
-      masks[i] = piece < pieces ? who(layer, group, tokens, piece) : uint2{};
-    }
+    Who who;
+    who.read(layer, group, tokens, at, team.threads);
     #pragma unroll
     for (int i = 0; i < PIECES; i++, turn++) {
       const int unit = 8 * (at + i * team.threads);
       if (unit - 8 * team.thread >= layer.n) break;
+      const u32 masks[2] = {unit < layer.n ? who.masks[i][0] : 0,
+                            unit < layer.n ? who.masks[i][1] : 0};
       int own = 0, all;
       #pragma unroll
       for (int j = 0; j < 8; j++)
-        own += ((j < 4 ? masks[i].x : masks[i].y) >> 8 * (j % 4) & 0xff) != 0;
+        own += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
       int to = found + sum_before(own, team, turn, s, all);
       #pragma unroll
       for (int j = 0; j < 8; j++) {
-        const u32 mask = (j < 4 ? masks[i].x : masks[i].y) >> 8 * (j % 4) & 0xff;
+        const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
         if (mask && to < MOST_ROWS) list.rows[to] = (u32)(unit + j) << 8 | mask;
         to += mask != 0;
       }
@@ -231,20 +287,17 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   return found;
 }
 
-// Bring a group's G and X, 128 bytes each time, into L2: from memory they take 3 us and more.
-__device__ __forceinline__ void prefetch_group(const Layer& layer, int group, const Team& team) {
-  if (group >= layer.groups()) return;
-  const u64 first = (u64)group * GROUP, tokens = layer.tokens(group);
-  const char* g = PACKED ? (const char*)layer.bits + (u64)group * layer.n
-                         : (const char*)(layer.g + first * layer.n);
-  const char* x = (const char*)(layer.x + first * K);
-  const int g_bytes = PACKED ? layer.n : 2 * tokens * layer.n, x_bytes = GATED ? 2 * tokens * K : 0;
-  for (int at = 128 * team.thread; at < g_bytes; at += 128 * team.threads) prefetch(g + at);
-  for (int at = 128 * team.thread; at < x_bytes; at += 128 * team.threads) prefetch(x + at);
+// Bring a group's X, 128 bytes each time, into L2: from memory it takes 3 us and more.
+__device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const Team& team) {
+  if (!GATED || group >= layer.groups()) return;
+  const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
+  #pragma unroll 1
+  for (int at = 128 * team.thread; at < 2 * layer.tokens(group) * K; at += 128 * team.threads)
+    prefetch(x + at);
 }
 
 // List s.next, or the first group from there that is not left to a dense product, or the end. The
-// one after it is known by then, and is brought nearer; the counter is asked for a third.
+// one after it is known by then, and its X brought nearer; the counter is asked for a third.
 __device__ __forceinline__ void list_next(List& list, const Layer& layer, Place place,
                                           const Team& team, Shared& s) {
   for (;;) {
@@ -252,7 +305,7 @@ __device__ __forceinline__ void list_next(List& list, const Layer& layer, Place 
     if (group >= layer.groups()) break;
     int third = layer.groups();  // a cluster has one
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
-    prefetch_group(layer, after, team);
+    prefetch_x(layer, after, team);
     const int found = list_rows(list, layer, group, team, s);
     if (team.thread == 0) s.next = after, s.after = third;
     in_step(team.barrier, team.threads);
@@ -325,7 +378,8 @@ __device__ __forceinline__ void load_step(Ring& ring, const char* w, const u32* 
       #pragma unroll
       for (int j = 0; j < WARPS; j++)
         copy_16(to + 512 * j, from + 512 * j,
-                (row & 0xff) && (HALVES * HALF == K || HALF * half + 256 * j + 8 * lane < K));
+                (row & 0xff) && (HALVES * HALF == K || HALF * half + 256 * j + 8 * lane < K),
+                lasting());
     }
     arrive_after_copies(ring.full + 8 * ring.slot);
     ring.advance();
@@ -343,7 +397,7 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
     #pragma unroll
     for (int j = 0; j < HALVES * WARPS; j++)
       copy_16(to + 512 * j, from + 512 * j,
-              token < tokens && (HALVES * HALF == K || 256 * j + 8 * lane < K));
+              token < tokens && (HALVES * HALF == K || 256 * j + 8 * lane < K), passing());
   }
 }
 
@@ -557,7 +611,8 @@ __device__ __forceinline__ void put_sums(const Sums& y) {
     if (column < K) ((float*)shared)[token * SUMS_PITCH + column] = y[i / 64][i / 4 % 16][i % 4];
   }
 }
-__device__ __forceinline__ void add_up(const Layer& layer, int group, int rank) {
+// A dry run adds up this CTA's own alone, and writes nothing.
+__device__ __forceinline__ void add_up(const Layer& layer, int group, int rank, bool dry) {
   u16* y = layer.y + (u64)group * GROUP * K;
   for (int i = rank * THREADS + threadIdx.x; i < layer.tokens(group) * (K / 8);
        i += SPLIT * THREADS) {
@@ -565,11 +620,11 @@ __device__ __forceinline__ void add_up(const Layer& layer, int group, int rank) 
     float4 a{}, b{};
     #pragma unroll
     for (int cta = 0; cta < SPLIT; cta++) {
-      const float4 c = floats_of(own, cta), d = floats_of(own + 4, cta);
+      const float4 c = floats_of(own, dry ? rank : cta), d = floats_of(own + 4, dry ? rank : cta);
       a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
       b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
     }
-    ((uint4*)y)[i] = rounded(a, b);
+    if (!dry) ((uint4*)y)[i] = rounded(a, b);
   }
 }
 
@@ -584,7 +639,7 @@ __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place,
     u16* y = layer.y + (u64)group * GROUP * K;
     if (SPLIT > 1) return put_sums(warp.y);
     warp.each_piece(tokens, [&](int token, int piece, uint4 v) {
-      __stcs((uint4*)(y + (u64)token * K) + piece, v);
+      write_once((uint4*)(y + (u64)token * K) + piece, v);
     });
   }
 }
@@ -612,7 +667,7 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     s.next = place.cta / SPLIT;
     s.after = SPLIT == 1 ? place.ctas + place.cta : layer.groups();
   }
-  prefetch_group(layer, place.cta / SPLIT, all);
+  prefetch_x(layer, place.cta / SPLIT, all);
   __syncthreads();
   list_next(s.lists[0], layer, place, all, s);
   const int group = s.lists[0].group;
@@ -627,9 +682,15 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     else load_groups(layer, place, other - LISTERS, s);
   }
   if (SPLIT == 1) return;
-  __syncwarp();
-  cluster_in_step();
-  add_up(layer, group, place.cta % SPLIT);
+  // Instructions come from memory the first time, 1 us for every few dozen of them: who is through
+  // early goes over these once in vain.
+  #pragma unroll 1
+  for (bool dry = other >= 0;; dry = false) {
+    __syncwarp();
+    if (!dry) cluster_in_step();
+    add_up(layer, group, place.cta % SPLIT, dry);
+    if (!dry) break;
+  }
   __syncwarp();
   cluster_in_step();  // no CTA may end before all have read its sums
 }

@@ -25,8 +25,6 @@ struct float4 { float x, y, z, w; };
 static struct { int x; } threadIdx;
 
 template <class T> T __ldg(const T* p) { return *p; }
-template <class T> T __ldcs(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T v) { *p = v; }
 static u32 __byte_perm(u32 a, u32 b, u32 how) {
   const u64 both = a | (u64)b << 32;
   u32 out = 0;

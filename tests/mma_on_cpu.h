@@ -41,6 +41,9 @@ static void copy(u32 to, const char* from, int bytes, bool there) {
   else land(c);
 }
 static void copy_16(u32 to, const char* from, bool there) { copy(to, from, 16, there); }
+static u64 lasting() { return 0; }
+static u64 passing() { return 0; }
+static void copy_16(u32 to, const char* from, bool there, u64) { copy(to, from, 16, there); }
 static void copy_8(u32 to, const char* from) { copy(to, from, 8, true); }
 static void end_of_copies() { copies[now].groups.emplace_back(); }
 template <int LEFT> void copies_left() {
@@ -73,6 +76,8 @@ static void arrive_after_copies(u32 address) {
   arrive(address);
 }
 static void prefetch(const void*) {}
+template <class T> T read_once(const T* from) { return *from; }
+static void write_once(uint4* to, uint4 v) { *to = v; }
 
 // ---- matrices of 8 x 8: lane 4 g + q has elements 2 q and 2 q + 1 of row g ----
 
