@@ -681,16 +681,17 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     if (other < LISTERS) list_groups(layer, place, {other, LISTERS, 1}, s);
     else load_groups(layer, place, other - LISTERS, s);
   }
-  if (SPLIT == 1) return;
   // Instructions come from memory the first time, 1 us for every few dozen of them: who is through
   // early goes over these once in vain.
-  #pragma unroll 1
-  for (bool dry = other >= 0;; dry = false) {
+  if (SPLIT > 1) {
+    #pragma unroll 1
+    for (bool dry = other >= 0;; dry = false) {
+      __syncwarp();
+      if (!dry) cluster_in_step();
+      add_up(layer, group, place.cta % SPLIT, dry);
+      if (!dry) break;
+    }
     __syncwarp();
-    if (!dry) cluster_in_step();
-    add_up(layer, group, place.cta % SPLIT, dry);
-    if (!dry) break;
+    cluster_in_step();  // no CTA may end before all have read its sums
   }
-  __syncwarp();
-  cluster_in_step();  // no CTA may end before all have read its sums
 }
