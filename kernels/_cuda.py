@@ -36,7 +36,6 @@ TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEn
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
-CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 ADDRESSES = 256  # of operands for which a plan keeps the arguments, each about a kilobyte
 
 Constants = tuple[tuple[str, int], ...]
@@ -61,11 +60,36 @@ class Layout:
         return self._pointers(*[base + start for start in self._starts]), memory
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: its number, and up to three words of 64 bytes."""
+
+    _fields_ = [
+        *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
+        *(("words", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: grid, block, shared memory, stream and attributes."""
+
+    _fields_ = [
+        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *(("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(LaunchAttribute)), ("number", ctypes.c_uint)),
+    ]
+
+
+EARLY = LaunchAttribute(6, 0, (1,))  # programmatic stream serialization is allowed
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A kernel that is ready on a device, and its grid; `code` is a digest of its machine code.
 
     All CTAs of a grid that is there `together` run at the same time, and may wait for one another.
+    One that comes `early` waits by itself for what is before it in the stream (hopper.cuh).
     """
 
     kernel: Any
@@ -75,6 +99,7 @@ class Loaded:
     threads: int
     shared_bytes: int
     together: bool = False
+    early: bool = False
 
     def enqueue(self, args: Arguments) -> None:
         """Enqueue the kernel on torch's current stream of the device. Raises RuntimeError.
@@ -86,6 +111,9 @@ class Loaded:
         shape = self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes
         if self.together:  # arguments are copied by the call, or by the capture of a graph
             result = _driver().cuLaunchCooperativeKernel(*shape, stream, args[0])
+        elif self.early:
+            config = LaunchConfig(*shape[1:], stream, ctypes.pointer(EARLY), 1)
+            result = _driver().cuLaunchKernelEx(ctypes.byref(config), shape[0], args[0], None)
         else:
             result = _driver().cuLaunchKernel(*shape, stream, args[0], None)
         if result:
@@ -200,7 +228,7 @@ def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> byte
 def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
     """Return how many clusters of such CTAs the device runs at one time (clusters.cu)."""
     kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
-    of_cluster = ClusterAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
+    of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
     shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
     config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
     found = ctypes.c_int()
@@ -208,26 +236,6 @@ def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.d
     result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, reference)
     require_success(result, f"clusters of {ctas} CTAs of {threads}")
     return found.value
-
-
-class ClusterAttribute(ctypes.Structure):
-    """CUlaunchAttribute, of a cluster's dimensions: 64 bytes follow its number."""
-
-    _fields_ = [
-        *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
-        *(("dimensions", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)),
-    ]
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig: grid, block, shared memory, stream and attributes."""
-
-    _fields_ = [
-        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
-        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
-        *(("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p)),
-        *(("attributes", ctypes.POINTER(ClusterAttribute)), ("number", ctypes.c_uint)),
-    ]
 
 
 @lru_cache(4096)  # the allocator hands out the same addresses again
@@ -278,6 +286,7 @@ def _set_device() -> Callable[[int], None]:
 def _driver() -> ctypes.CDLL:
     driver, (pointer, u32) = ctypes.CDLL("libcuda.so.1"), (ctypes.c_void_p, ctypes.c_uint32)
     driver.cuLaunchKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 3
+    driver.cuLaunchKernelEx.argtypes = pointer, pointer, pointer, pointer
     driver.cuLaunchCooperativeKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 2
     return driver
 

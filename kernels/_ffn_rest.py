@@ -12,7 +12,8 @@
 
 Tiles of X come through pointers, a row at a time, or, where all groups are left, as boxes (TMA). A
 program stays and takes one tile after the other; where no group is left, all end at once. That
-is what the host's not knowing costs: two launches of a program an SM. The sums of a row do not
+is what the host's not knowing costs: two launches of a program an SM, which start early (PTX,
+griddepcontrol). The sums of a row do not
 depend on the rows beside it, so that the order of `heavy` does not show. The last program of the
 last product sets all counts back to zero, for the next call. Without a gate of its own, H is
 act(G), and there is one product. Of packed gates (_gate.py) only what is on is read.
@@ -25,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsebench.kernels._triton import SMALLEST_TILE, Program, box, options
 
@@ -96,11 +98,13 @@ def _program(
         "STAGES": STAGES,
         "KIND": kind,
         "SQUARED": squared,
+        "EARLY": x.device.type != "cpu",
     }
     boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
     bits = rest.heavy if bits is None else bits  # which is not read
     args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k)
     compiled = constants | options(warps, "pointers")
+    compiled["launch_pdl"] = constants["EARLY"]
     return Program(_multiply, (rest.programs,), args, compiled, out)
 
 
@@ -130,7 +134,11 @@ def _multiply(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
     SQUARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:  # launched before the kernel ahead has ended
+        gdc_launch_dependents()
+        gdc_wait()
     count = tl.load(left)
     if count > 0:
         features = tl.arange(0, FEATURES)

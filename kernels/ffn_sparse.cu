@@ -667,6 +667,8 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     s.next = place.cta / SPLIT;
     s.after = SPLIT == 1 ? place.ctas + place.cta : layer.groups();
   }
+  let_next_start();
+  wait_for_stream();
   prefetch_x(layer, place.cta / SPLIT, all);
   __syncthreads();
   list_next(s.lists[0], layer, place, all, s);

@@ -138,7 +138,8 @@ def launch(
     kernel, code = load("ffn_sparse", "up_and_down", constants, SHARED_BYTES, device)
     groups, (_, threads) = len(rest.heavy), threads_of(k)
     grid = groups * split if split > 1 else min(groups, multiprocessors(device))
-    loaded = Loaded(kernel, code, device.index, grid, threads, shared_bytes(k, split))
+    shared = shared_bytes(k, split)
+    loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
     at = 0 if bits is None else bits.data_ptr()
     args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, at)

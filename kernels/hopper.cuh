@@ -107,6 +107,17 @@ __device__ __forceinline__ void show_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- kernels in step ----
+// A kernel that is launched early (Loaded.early) starts when that before it in the stream lets it, or
+// has ended, and may touch what others write after `wait_for_stream` alone.
+
+__device__ __forceinline__ void wait_for_stream() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- threads in step ----
 
 __device__ __forceinline__ void warpgroup_in_step(int barrier) {  // 1 to 15
