@@ -150,7 +150,7 @@ def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # m, n, k, part of the units that is on, split, limit: a last group with few tokens, fewer units
-# than threads, steps that are full and not, groups of one step, k below, at and beyond 1024 and 2048.
+# than threads, steps that are full and not, groups of one step, k up to 1024, 2048 and beyond.
 CASES = [
     (11, 48, 72, 0.2, 1, 48),
     (5, 200, 264, 0.3, 2, 200),
