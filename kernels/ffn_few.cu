@@ -288,7 +288,8 @@ struct Producer {
 
 using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
 
-__device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m) {
+// Asked for before any weight: behind 190 KB of those, X would come last.
+__device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
   const int column = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
@@ -300,8 +301,6 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
       *(uint4*)x[i][j] = there ? __ldg(from + at) : uint4{};
     }
-  #pragma unroll
-  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
 }
 
 // Two sums for every eight tokens where there are few: a product waits for the one before.
@@ -333,8 +332,10 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(const X& x, const Work& work, Barriers bars) {
+__device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers bars) {
   int steps = work.tiles;
+  #pragma unroll
+  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
   for (int step = 0; step < steps; step++) {
     wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
     wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
@@ -664,6 +665,8 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   const Barriers bars{address_of(shared) + AT_BARRIERS};
   const int warp = threadIdx.x / 32;
   const Producer producer{work, bars, address_of(shared) + AT_RING};
+  X own;
+  if (warp < WARPS) ask_for_x(own, (const uint4*)x, work.rank, m);
   if (warp == PRODUCER) {  // at once: nobody else writes what is copied
     if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
     __syncwarp();
@@ -673,8 +676,6 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   if (CTAS > 1) cluster_in_step();
   else __syncthreads();
   if (warp < WARPS) {
-    X own;
-    load_x(own, (const uint4*)x, work.rank, m);
     multiply_tiles(own, work, bars);
   } else if (warp < PRODUCER) {
     Adder{work, bars, h, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
