@@ -50,6 +50,11 @@ static u64 seen(const u64* word) {
   others_first();
   return *word;
 }
+static void count_me(int* counter) { ++*counter; }
+static int counted(const int* counter) {
+  others_first();
+  return *counter;
+}
 
 // In four neighbouring lanes, word t of lane q goes to word q of lane t.
 static void exchange(u32 (&words)[4]) {
