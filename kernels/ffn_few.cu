@@ -201,6 +201,11 @@ __device__ __forceinline__ int counted(const int* counter) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
+// As cluster_in_step, of what has been read alone: that would wait for Y to be in memory.
+__device__ __forceinline__ void cluster_has_read() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
+               "barrier.cluster.wait.aligned;" ::: "memory");
+}
 __device__ __forceinline__ float4 floats_of(const float* own, int cta) {  // of the cluster
   float4 v;
   asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
@@ -250,7 +255,8 @@ constexpr u64 THERE = 1ull << 63;
 
 // ---- copies ----
 
-constexpr int FIRST = smaller(2, SLOTS);  // slots filled while the other warps start
+// Slots filled while the other warps start: memory gives an SM 33 KB in each microsecond.
+constexpr int FIRST = smaller((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS);
 
 struct Producer {
   const Work& work;
@@ -379,7 +385,7 @@ __device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers 
 
 // ---- sums, who is on, H ----
 // Each rank sums over its warps, sends each rank the sums of its tokens, and adds up its own: a
-// thread has four tokens (a quad) of EACH units. Sums are taken LAG tiles after they are sent, so that
+// thread has four tokens (a quad) of EACH units. Sums are taken LAG tiles after they are sent: so
 // ranks do not wait for each other. When a rank sends tile i it has taken i - LAG - 1; so all have
 // sent that one, and have taken i - 2 LAG - 2: a place is free again after DEPTH tiles.
 
@@ -409,13 +415,19 @@ struct Adder {
     const int buffer = sent % 2, place = sent % DEPTH;
     wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
     const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
+    constexpr int ALL = ROWS * QUADS, TURNS = (ALL + 32 * ADDERS - 1) / (32 * ADDERS);
+    float4 sums[TURNS];  // all are read before the first is sent
     #pragma unroll
-    for (int i = thread; i < ROWS * QUADS; i += 32 * ADDERS) {
-      const int row = i / QUADS, quad = i % QUADS;
-      push(to + 16 * (row * OWN_QUADS + quad % OWN_QUADS), over_warps(buffer, i),
-           bars.parts(place), quad / OWN_QUADS);
-    }
+    for (int i = 0; i < TURNS; i++)
+      if (quad(i) < ALL) sums[i] = over_warps(buffer, quad(i));
     have_added(buffer);
+    #pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int row = quad(i) / QUADS, of_row = quad(i) % QUADS;
+      if (quad(i) < ALL)
+        push(to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS), sums[i], bars.parts(place),
+             of_row / OWN_QUADS);
+    }
     sent++;
   }
   // Four tokens' sums of EACH units; nothing from threads beyond the share.
@@ -696,7 +708,7 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int r
       *(uint2*)(y + (u64)token * K + column + at) =
           uint2{pair_of(sum.x, sum.y), pair_of(sum.z, sum.w)};
   }
-  if (CTAS > 1) cluster_in_step();  // no CTA may end before all have read its sums
+  if (CTAS > 1) cluster_has_read();  // no CTA may end before
 }
 
 // ---- the kernel ----

@@ -64,6 +64,7 @@ static void exchange(u32 (&words)[4]) {
   warp_in_step();
 }
 
+static void cluster_has_read() { cluster_in_step(); }
 static void adders_in_step() { meet(mine().warps[31], 64); }
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();
