@@ -5,12 +5,12 @@
 Wg is read whole; of Wu and Wd the rows of units that are on for any token, each once. So few units
 on take little more than Wg's bytes, and all units what a dense layer takes.
 
-    m, tokens    CTAs of a cluster, which share K     why
-    1 to 16              1  (2 where k > 2048)        X's part is in registers; three tiles of 16
-    to 32                2                            rows fit into shared memory
-    to 64                4
+    m, tokens    CTAs of a cluster, which share K, for k of 2048 (4096)     why
+    1 to 16              1  (2)        three tiles of 16 rows of weights fit into shared memory
+    to 32                1  (2)        X's part, 128 KB at most, is in registers
+    to 64                2  (4)
 
-A cluster of four has an SM each of one GPC: an H200 runs 30 such clusters at one time.
+An H200 runs 66 clusters of two at one time, but only 30 of four: each is in one GPC.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ from sparsebench.kernels._kernel import Unsupported
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
 MOST_K, MOST_N = 4096, 28672  # registers for X; shared memory for lists
-PART, X_TOKENS = 2048, 16  # of K and of tokens, for each CTA of a cluster
+PART, X_SIZE = 2048, 64 * 1024  # of K, and of X in registers, for each CTA of a cluster
 WARPS, SHARED_BYTES = 11, 226 * 1024
 
-# x, wg, wu, wd transposed, y, h, words, readers; m
+# x, wg, wu, wd transposed, y, h, words, counters; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
@@ -47,7 +47,9 @@ def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, i
     tokens = FEWEST_TOKENS
     while tokens < m:
         tokens *= 2
-    ctas = max(tokens // X_TOKENS, -(-k // PART))
+    ctas = 1
+    while ctas * PART < k or ctas * X_SIZE < tokens * k:
+        ctas *= 2
     return tokens, ctas, at_once(ctas)
 
 
@@ -65,10 +67,10 @@ def constants_of(
     return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
 
 
-def words_of(n: int, ctas: int, clusters: int) -> int:
-    """Return the words that say who is on: of a cluster one a CTA, or one for 48 units."""
+def words_of(n: int, clusters: int) -> int:
+    """Return the words that say who is on, one for 48 units of a cluster."""
     eights = -(-(n // 8) // clusters)  # of units, at most
-    return clusters * max(ctas, -(-eights // 6))
+    return clusters * -(-eights // 6)
 
 
 def launch(
@@ -89,7 +91,7 @@ def launch(
     loaded = Loaded(
         kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
     )
-    h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, ctas, clusters), dtype=torch.int64)
-    readers = x.new_zeros(1, dtype=torch.int32)  # the kernel leaves them so
-    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, readers
+    h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, clusters), dtype=torch.int64)
+    counts = x.new_zeros(2, dtype=torch.int32)  # the kernel leaves both so
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     return Program(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)

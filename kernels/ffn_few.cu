@@ -17,11 +17,13 @@
 //   8, 9      sums over warps and ranks; who is on; H           partial sums
 //   10        copies: all tiles of Wg; then the rows of Wu      a free slot; a tile's flags
 //             that are on, close together, and the same
-//             rows of Wd into L2
+//             rows of Wd into L2; the list of all units
+//             that are on                                       words of all CTAs
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   then all warps: a cluster has WIDTH columns of Y, a rank a segment of the units that are on
+//   then warps 0 to 7: a cluster has WIDTH columns of Y, a rank a segment of the units that are on,
+//   a warp UNITS of them in turn, in stages of its own: no warp waits for another
 //
 //                     WIDTH                        tokens
 //                   +-------+                     +------+
@@ -29,11 +31,11 @@
 //     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then ranks
 //                   +-------+                     +------+
 //
-// Who is on goes through shared memory, a byte for a unit and rank: 0 until it is known. When a CTA
-// has written its part of H it publishes a word of the cluster's units, 48 bits and a mark. Who has
-// seen the words of all CTAs knows all units that are on, and that H is there: a counter between
-// the two halves would cost another way to L2 and back. The last CTA to have read the words makes
-// them 0 again. All CTAs must run at the same time: the launch is cooperative.
+// Who is on goes through shared memory, a byte for a unit and rank: 0 until it is known. It is then
+// published, in words of a cluster's units, 48 bits and a mark: so while Wu is still on its way the
+// list is made, and the first rows of Wd are asked for. A counter of the CTAs says when all of H is
+// there. The last CTA to see that makes words and counters 0 again. All CTAs must run at the same
+// time: the launch is cooperative.
 //
 // G is rounded as that of a dense layer is; a unit of a token is on unless G <= 0: NaN is on. U is
 // kept in fp32, H rounded once. All sums have a fixed order: the bits are the same at every call.
@@ -51,22 +53,22 @@ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int rounded_up(int a, int to) { return (a + to - 1) / to * to; }
 
 constexpr int WARPS = 8, ADDERS = 2, PRODUCER = WARPS + ADDERS, THREADS = 32 * (PRODUCER + 1);
-constexpr int TOKEN_WARPS = TOKENS == 64 ? 2 : 1, K_WARPS = WARPS / TOKEN_WARPS;
+constexpr int TOKEN_WARPS = TOKENS >= 32 ? 2 : 1, K_WARPS = WARPS / TOKEN_WARPS;
 constexpr int PART = rounded_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // of K, a CTA's
 constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // a warp's; in products
 constexpr int ROWS = 16, TILES = ((N / 8 + CLUSTERS - 1) / CLUSTERS + 1) / 2;  // most of a cluster
 constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // of a unit's tokens; a rank's
-constexpr int SHARE = ROWS * OWN_QUADS;  // of a tile, a rank's: a quad a thread
-static_assert(QUADS % CTAS == 0 && SHARE <= 32 * ADDERS, "a thread has one quad");
+constexpr int SHARE = ROWS * OWN_QUADS;  // of a tile, a rank's
+constexpr int EACH = (SHARE + 32 * ADDERS - 1) / (32 * ADDERS);  // quads of a thread
+static_assert(QUADS % CTAS == 0 && 32 % OWN_QUADS == 0, "a warp has all quads of a unit");
 enum : u32 { OFF = 1, ON = 3, EVERY_RANK = 0x01010101u >> 8 * (4 - CTAS) };
 
 // ---- shared memory ----
-// Rows of a slot are 16 bytes more than a multiple of 128, those of partial sums 32: so that eight
-// and four of them, which are read and written at once, are in different banks.
+// Rows of a slot are 16 bytes more than a multiple of 128, so that eight of them, read at once, are
+// in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
-constexpr int SUMS = TOKENS == 8 ? 8 : TOKENS + 8;  // floats of a row of partial sums
-constexpr int PARTIAL = K_WARPS * ROWS * SUMS;
+constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
 constexpr int LAG = CTAS / 2, DEPTH = 2 * LAG + 2;  // tiles; see Adder
 constexpr int SHARED_BYTES = 226 * 1024, MOST_SLOTS = 16;
 constexpr int AT_PARTS = 2 * 4 * PARTIAL;
@@ -74,13 +76,18 @@ constexpr int AT_GATES = AT_PARTS + (CTAS == 1 ? 0 : DEPTH * 4 * ROWS * TOKENS);
 constexpr int AT_UNITS = AT_GATES + TILES * 8 * SHARE;
 constexpr int AT_FLAGS = AT_UNITS + TILES * 2 * ROWS;
 constexpr int AT_BARRIERS = AT_FLAGS + TILES * ROWS * CTAS;
-constexpr int AT_COUNTS = AT_BARRIERS + 8 * (2 * MOST_SLOTS + 4 + DEPTH);
-constexpr int AT_RING = rounded_up(AT_COUNTS + 64, 128);
+constexpr int AT_FOUND = AT_BARRIERS + 8 * (2 * MOST_SLOTS + 4 + DEPTH);
+constexpr int AT_LIST = AT_FOUND + 16;
+constexpr int AT_RING = rounded_up(AT_LIST + 2 * N, 128);
 constexpr int RING_BYTES = SHARED_BYTES - AT_RING;
 constexpr int SLOTS = smaller(MOST_SLOTS, RING_BYTES / SLOT_BYTES);
 static_assert(RING_BYTES > 0 && SLOTS >= 1, "too many units, or too long rows");
 
 extern __shared__ __align__(128) char shared[];
+
+__device__ __forceinline__ int place_of_sum(int row, int token) {
+  return row * TOKENS + (token ^ row / ROWS_OF_BANKS % (TOKENS / 8) * 8);
+}
 
 struct Barriers {
   u32 at;
@@ -177,14 +184,27 @@ __device__ __forceinline__ u32 told(u32 at) {  // a byte of each rank
                : "=r"(flags) : "r"(at) : "memory");
   return flags;
 }
-// What the CTA wrote before it was last in step is there for whoever sees the word.
 __device__ __forceinline__ void publish(u64* to, u64 word) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
 }
 __device__ __forceinline__ u64 seen(const u64* word) {
   u64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
   return v;
+}
+// What these threads wrote before they were last in step is there for whoever sees the count.
+__device__ __forceinline__ void count_me(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
+}
+__device__ __forceinline__ int counted(const int* counter) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
+  return v;
+}
+// As cluster_in_step, of what has been read alone: that would wait for Y to be in memory.
+__device__ __forceinline__ void cluster_has_read() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
+               "barrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ __forceinline__ float4 floats_of(const float* own, int cta) {  // of the cluster
   float4 v;
@@ -228,9 +248,15 @@ __device__ __forceinline__ int count_on(int tiles) {
 }
 __device__ __forceinline__ u16* units_on() { return (u16*)(shared + AT_UNITS); }  // of the cluster
 
+// ---- words: three tiles of a cluster each ----
+
+constexpr int TILES_OF_WORD = 3, WORDS = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD;
+constexpr u64 THERE = 1ull << 63;
+
 // ---- copies ----
 
-constexpr int FIRST = smaller(2, SLOTS);  // slots filled while the other warps start
+// Slots filled while the other warps start: memory gives an SM 33 KB in each microsecond.
+constexpr int FIRST = smaller((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS);
 
 struct Producer {
   const Work& work;
@@ -258,11 +284,19 @@ struct Producer {
   }
   // Units that are on, in ascending order, are rows of the steps after the gates'. A step is open
   // until it has 16 rows, or there are no more: then its slot's barrier has its one arrival.
-  __device__ __forceinline__ void bring_ups(const char* wu, const char* wd) const {
+  __device__ __forceinline__ void bring_ups(const char* wu, const char* wd, u64* words) const {
     const int lane = threadIdx.x % 32;
+    u64 bits = THERE;
     int before = 0;
-    for (int tile = 0; tile < work.tiles; tile++) {
-      const u32 mask = who_is_on(tile);
+    for (int tile = 0; tile < WORDS * TILES_OF_WORD; tile++) {
+      const u32 mask = tile < work.tiles ? who_is_on(tile) : 0;
+      bits |= (u64)mask << tile % TILES_OF_WORD * ROWS;
+      if (tile % TILES_OF_WORD == TILES_OF_WORD - 1) {
+        const int word = tile / TILES_OF_WORD;
+        if (lane == 0 && word % CTAS == work.rank)
+          publish(words + WORDS * work.cluster + word, bits);
+        bits = THERE;
+      }
       const bool is_on = mask >> lane & 1;
       const int unit = ROWS * tile + lane, row = before + __popc(mask & ((1u << lane) - 1));
       const int found = before + __popc(mask);
@@ -288,7 +322,8 @@ struct Producer {
 
 using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
 
-__device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m) {
+// Asked for before any weight: behind 190 KB of those, X would come last.
+__device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
   const int column = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
@@ -300,8 +335,6 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
       *(uint4*)x[i][j] = there ? __ldg(from + at) : uint4{};
     }
-  #pragma unroll
-  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
 }
 
 // Two sums for every eight tokens where there are few: a product waits for the one before.
@@ -322,19 +355,22 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
     }
   }
   const int token = warp / K_WARPS * WIDE * 8 + lane % 4 * 2;
-  float* to = partial + (k_warp * ROWS + lane / 4) * SUMS + token;
+  partial += k_warp * ROWS * TOKENS;
   #pragma unroll
   for (int j = 0; j < WIDE; j++) {
     #pragma unroll
     for (int c = 1; c < CHAINS; c++)
       for (int e = 0; e < 4; e++) d[0][j][e] += d[c][j][e];
-    *(float2*)(to + 8 * j) = float2{d[0][j][0], d[0][j][1]};
-    *(float2*)(to + 8 * j + 8 * SUMS) = float2{d[0][j][2], d[0][j][3]};
+    float* to = partial + place_of_sum(lane / 4, token + 8 * j);  // of row + 8: 8 rows on
+    *(float2*)to = float2{d[0][j][0], d[0][j][1]};
+    *(float2*)(to + 8 * TOKENS) = float2{d[0][j][2], d[0][j][3]};
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(const X& x, const Work& work, Barriers bars) {
+__device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers bars) {
   int steps = work.tiles;
+  #pragma unroll
+  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
   for (int step = 0; step < steps; step++) {
     wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
     wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
@@ -349,7 +385,7 @@ __device__ __forceinline__ void multiply_tiles(const X& x, const Work& work, Bar
 
 // ---- sums, who is on, H ----
 // Each rank sums over its warps, sends each rank the sums of its tokens, and adds up its own: a
-// thread has four tokens (a quad) of a unit. Sums are taken LAG tiles after they are sent, so that
+// thread has four tokens (a quad) of EACH units. Sums are taken LAG tiles after they are sent: so
 // ranks do not wait for each other. When a rank sends tile i it has taken i - LAG - 1; so all have
 // sent that one, and have taken i - 2 LAG - 2: a place is free again after DEPTH tiles.
 
@@ -357,14 +393,16 @@ struct Adder {
   const Work& work;
   Barriers bars;
   u16* h;
-  int thread, sent, taken;
+  int *counts, thread, sent, taken;
 
+  __device__ __forceinline__ int quad(int e) const { return thread + 32 * ADDERS * e; }
   __device__ __forceinline__ float4 over_warps(int buffer, int quad) const {
-    const float* own = (float*)shared + buffer * PARTIAL + quad / QUADS * SUMS + quad % QUADS * 4;
+    const float* own =
+        (float*)shared + buffer * PARTIAL + place_of_sum(quad / QUADS, quad % QUADS * 4);
     float4 sum{};
     #pragma unroll
     for (int w = 0; w < K_WARPS; w++) {
-      const float4 v = *(const float4*)(own + w * ROWS * SUMS);
+      const float4 v = *(const float4*)(own + w * ROWS * TOKENS);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     return sum;
@@ -377,37 +415,48 @@ struct Adder {
     const int buffer = sent % 2, place = sent % DEPTH;
     wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
     const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
+    constexpr int ALL = ROWS * QUADS, TURNS = (ALL + 32 * ADDERS - 1) / (32 * ADDERS);
+    float4 sums[TURNS];  // all are read before the first is sent
     #pragma unroll
-    for (int i = thread; i < ROWS * QUADS; i += 32 * ADDERS) {
-      const int row = i / QUADS, quad = i % QUADS;
-      push(to + 16 * (row * OWN_QUADS + quad % OWN_QUADS), over_warps(buffer, i),
-           bars.parts(place), quad / OWN_QUADS);
-    }
+    for (int i = 0; i < TURNS; i++)
+      if (quad(i) < ALL) sums[i] = over_warps(buffer, quad(i));
     have_added(buffer);
+    #pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int row = quad(i) / QUADS, of_row = quad(i) % QUADS;
+      if (quad(i) < ALL)
+        push(to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS), sums[i], bars.parts(place),
+             of_row / OWN_QUADS);
+    }
     sent++;
   }
-  // Four tokens' sums of a unit; nothing from threads beyond the share.
-  __device__ __forceinline__ float4 take() {
-    float4 sum{};
+  // Four tokens' sums of EACH units; nothing from threads beyond the share.
+  __device__ __forceinline__ void take(float4 (&sums)[EACH]) {
+    const int place = taken % DEPTH;
     if (CTAS == 1) {
       wait(bars.summed(taken % 2), taken / 2 & 1, "sums of warps");
-      if (thread < SHARE) sum = over_warps(taken % 2, thread);
-      have_added(taken % 2);
     } else {
-      const int place = taken % DEPTH;
       if (thread == 0) arrive_expecting(bars.parts(place), 16 * ROWS * QUADS);
       wait(bars.parts(place), taken / DEPTH & 1, "sums of ranks");
-      const float* own = (float*)(shared + AT_PARTS) + 4 * (place * ROWS * QUADS + thread);
-      #pragma unroll
-      for (int rank = 0; rank < CTAS; rank++)
-        if (thread < SHARE) {
-          const float4 v = *(const float4*)(own + 4 * rank * SHARE);
-          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        }
-      __syncwarp();
     }
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      sums[e] = float4{};
+      if (thread >= SHARE) continue;
+      if (CTAS == 1) {
+        sums[e] = over_warps(taken % 2, quad(e));
+        continue;
+      }
+      const float* own = (float*)(shared + AT_PARTS) + 4 * (place * ROWS * QUADS + quad(e));
+      #pragma unroll
+      for (int rank = 0; rank < CTAS; rank++) {
+        const float4 v = *(const float4*)(own + 4 * rank * SHARE);
+        sums[e].x += v.x, sums[e].y += v.y, sums[e].z += v.z, sums[e].w += v.w;
+      }
+    }
+    if (CTAS == 1) have_added(taken % 2);
+    else __syncwarp();
     taken++;
-    return sum;
   }
 
   __device__ __forceinline__ uint2* gates(int unit) const {
@@ -423,8 +472,8 @@ struct Adder {
     *(uint2*)(h + (work.first + unit) * TOKENS + token) =
         uint2{hidden(gates.x, u.x, u.y), hidden(gates.y, u.z, u.w)};
   }
-  __device__ __forceinline__ void find(int tile, float4 g) const {
-    const int row = thread / OWN_QUADS, unit = ROWS * tile + row;
+  __device__ __forceinline__ void find(int tile, int row, float4 g) const {
+    const int unit = ROWS * tile + row;
     const bool there = thread < SHARE && row < work.rows(tile);
     const uint2 v{pair_of(g.x, g.y), pair_of(g.z, g.w)}, masks{on(v.x), on(v.y)};
     const uint2 own{v.x & masks.x, v.y & masks.y};
@@ -448,10 +497,14 @@ struct Adder {
       for (int i = 0; i < tiles + LAG; i++) {
         if (CTAS > 1 && i < tiles) send();
         if (i < LAG) continue;
-        const float4 sum = take();
-        const int row = ROWS * (i - LAG) + thread / OWN_QUADS;
-        if (!up) find(i - LAG, sum);
-        else if (thread < SHARE && row < found) finish(row, sum);
+        float4 sums[EACH];
+        take(sums);
+        #pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          const int row = quad(e) / OWN_QUADS, up_row = ROWS * (i - LAG) + row;
+          if (!up) find(i - LAG, row, sums[e]);
+          else if (thread < SHARE && up_row < found) finish(up_row, sums[e]);
+        }
         __syncwarp();
       }
       if (GATED && !up) {
@@ -459,76 +512,61 @@ struct Adder {
         found = count_on(work.tiles), tiles = (found + ROWS - 1) / ROWS;
       }
     }
+    adders_in_step();
+    if (thread == 0) count_me(counts);
   }
 };
 
 // ---- the list of units that are on ----
 
-constexpr int TILES_OF_WORD = 3, WORDS_NEEDED = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD;
-constexpr int WORDS = WORDS_NEEDED < CTAS ? CTAS : WORDS_NEEDED;  // of a cluster
-constexpr int LIST_BYTES = rounded_up(2 * N, 128);
-constexpr u64 THERE = 1ull << 63;
+__device__ __forceinline__ u16* list_of_all() { return (u16*)(shared + AT_LIST); }
 
-// Publish this CTA's words: all of H that it writes is written.
-__device__ __forceinline__ void publish_words(u64* words, const Work& work) {
-  const int warp = threadIdx.x / 32;
-  for (int i = work.rank + CTAS * warp; i < WORDS; i += CTAS * (PRODUCER + 1)) {
-    u64 bits = THERE;
-    for (int j = 0; j < TILES_OF_WORD; j++) {
-      const int tile = TILES_OF_WORD * i + j;
-      if (tile < work.tiles) bits |= (u64)who_is_on(tile) << ROWS * j;
-    }
-    if (threadIdx.x % 32 == 0) publish(words + WORDS * work.cluster + i, bits);
-  }
-}
-
-__device__ __forceinline__ int sum_before(int own, int& all) {  // over the CTA
-  int* counts = (int*)(shared + AT_COUNTS);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int up_to = own;
-  #pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const int below = __shfl_up_sync(~0u, up_to, by);
-    if (lane >= by) up_to += below;
-  }
-  if (lane == 31) counts[warp] = up_to;
-  __syncthreads();
-  int before = up_to - own;
-  all = 0;
-  #pragma unroll
-  for (int w = 0; w < THREADS / 32; w++) {
-    if (w < warp) before += counts[w];
-    all += counts[w];
-  }
-  __syncthreads();
-  return before;
-}
-
-// List the units that are on, in ascending order; returns their number.
-__device__ __forceinline__ int list_units(u16* list, const u64* words) {
+// List the units that are on, in ascending order; returns their number. For one warp, of which a
+// lane has some neighbouring words, all asked for at once.
+__device__ __forceinline__ int list_units(const u64* words) {
+  constexpr int ALL = WORDS * CLUSTERS, EACH = smaller(8, (ALL + 31) / 32);
+  const int lane = threadIdx.x % 32;
   int found = 0;
-  for (int first = 0; first < WORDS * CLUSTERS; first += THREADS) {
-    const int at = first + threadIdx.x, cluster = at / WORDS;
-    u64 bits = THERE;
-    if (at < WORDS * CLUSTERS) do bits = seen(words + at);
-      while (!(bits & THERE));
-    bits &= ~THERE;
-    int all, to = found + sum_before(__popcll(bits), all);
-    const int unit = first_unit(cluster) + TILES_OF_WORD * ROWS * (at % WORDS);
-    for (; bits; bits &= bits - 1) list[to++] = unit + __ffsll(bits) - 1;
-    found += all;
+  for (int first = EACH * lane; first - EACH * lane < ALL; first += 32 * EACH) {
+    u64 bits[EACH], all;
+    do {
+      all = THERE;
+      #pragma unroll
+      for (int i = 0; i < EACH; i++)
+        bits[i] = first + i < ALL ? seen(words + first + i) : THERE, all &= bits[i];
+    } while (!all);
+    int own = 0;
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) own += __popcll(bits[i] & ~THERE);
+    int up_to = own;
+    #pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int below = __shfl_up_sync(~0u, up_to, by);
+      if (lane >= by) up_to += below;
+    }
+    u16* to = list_of_all() + found + up_to - own;
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int cluster = (first + i) / WORDS, word = (first + i) % WORDS;
+      const int unit = first_unit(cluster) + TILES_OF_WORD * ROWS * word;
+      for (u64 left = bits[i] & ~THERE; left; left &= left - 1) *to++ = unit + __ffsll(left) - 1;
+    }
+    found += __shfl_sync(~0u, up_to, 31);
   }
   return found;
 }
 
-// The last CTA that has read the words resets them. For one warp.
-__device__ __forceinline__ void reset(u64* words, int* readers) {
+// Wait until all of H is there; the last CTA to see it resets words and counters. For one warp.
+__device__ __forceinline__ void wait_for_h(u64* words, int* counts) {
   const int lane = threadIdx.x % 32;
   int before = 0;
-  if (lane == 0) before = atomicAdd(readers, 1);
+  if (lane == 0) {
+    while (counted(counts) != CTAS * CLUSTERS) {}
+    before = atomicAdd(counts + 1, 1);
+  }
   if (__shfl_sync(~0u, before, 0) != CTAS * CLUSTERS - 1) return;
   for (int i = lane; i < WORDS * CLUSTERS; i += 32) words[i] = 0;
-  if (lane == 0) *readers = 0;
+  if (lane < 2) counts[lane] = 0;
 }
 
 // ---- Y ----
@@ -537,86 +575,116 @@ __device__ constexpr int width_of_slice(int width) {
   return width * CLUSTERS >= K ? width : width_of_slice(2 * width);
 }
 constexpr int WIDTH = width_of_slice(16);
-constexpr int COLUMN_WARPS = smaller(WARPS, WIDTH / 16), UNIT_WARPS = WARPS / COLUMN_WARPS;
-constexpr int TALL = WIDTH / 16 / COLUMN_WARPS;  // products of a warp
-constexpr int STEP = WIDTH + TOKENS <= 48 ? 256 : WIDTH + TOKENS <= 128 ? 128 : 64;  // units
-static_assert(STEP % (16 * UNIT_WARPS) == 0, "a warp has whole products");
-constexpr int W_STRIDE = 2 * WIDTH + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
-constexpr int STAGE_BYTES = STEP * (W_STRIDE + H_STRIDE), OUT_STRIDE = WIDTH + 4;
-constexpr int STAGES = smaller(8, (RING_BYTES - LIST_BYTES) / STAGE_BYTES);
+constexpr int TALL = smaller(4, WIDTH / 16), OWN = 16 * TALL;  // a warp's products; columns
+constexpr int COLUMN_WARPS = WIDTH / OWN, UNIT_WARPS = WARPS / COLUMN_WARPS;
+constexpr int W_STRIDE = 2 * OWN + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
+constexpr int UNITS_AT_ONCE = RING_BYTES / (WARPS * (W_STRIDE + H_STRIDE));  // of a warp
+constexpr int UNITS = UNITS_AT_ONCE >= 256 ? 64 : UNITS_AT_ONCE >= 128 ? 32 : 16;  // of a stage
+constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE), OUT_STRIDE = WIDTH + 4;
+constexpr int STAGES = smaller(8, RING_BYTES / (WARPS * STAGE_BYTES));
+static_assert(UNIT_WARPS * COLUMN_WARPS == WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
-static_assert(4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= RING_BYTES, "too little room for Y");
+static_assert(4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= SHARED_BYTES, "too little room for Y");
 
-__device__ __forceinline__ void bring_step(u32 to, const u16* list, int units, int column,
-                                           const char* wd, const char* h) {
-  #pragma unroll 4
-  for (int i = threadIdx.x; i < STEP * WIDTH / 8; i += THREADS) {
-    const int row = i / (WIDTH / 8), piece = i % (WIDTH / 8), from = column + 8 * piece;
-    const bool there = row < units && from < K;
-    const u32 at = there ? list[row] * (u32)K + from : 0;
-    copy_16(to + row * W_STRIDE + 16 * piece, wd + 2 * (u64)at, there);
+// Copy 16 bytes each of UNITS rows of a list, of which so many units and pieces are there.
+template <int PIECES, int STRIDE>
+__device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units, int pieces,
+                                             const char* from, u32 row_bytes) {
+  constexpr u32 NOWHERE = ~0u;
+  u32 at[(UNITS * PIECES + 31) / 32];  // all are looked up before the first is copied
+  #pragma unroll
+  for (int first = 0; first < UNITS * PIECES; first += 32) {
+    const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
+    const bool there = i < UNITS * PIECES && row < units && piece < pieces;
+    at[first / 32] = there ? list[row] * row_bytes + 16 * piece : NOWHERE;
   }
-  to += STEP * W_STRIDE;
-  #pragma unroll 4
-  for (int i = threadIdx.x; i < STEP * TOKENS / 8; i += THREADS) {
-    const int row = i / (TOKENS / 8), piece = i % (TOKENS / 8);
-    const bool there = row < units;
-    const u32 at = there ? list[row] * TOKENS + 8 * piece : 0;
-    copy_16(to + row * H_STRIDE + 16 * piece, h + 2 * (u64)at, there);
+  #pragma unroll
+  for (int first = 0; first < UNITS * PIECES; first += 32) {
+    const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
+    const bool there = at[first / 32] != NOWHERE;
+    if (UNITS * PIECES % 32 == 0 || i < UNITS * PIECES)
+      copy_16(to + row * STRIDE + 16 * piece, from + (there ? at[first / 32] : 0), there);
   }
 }
 
 using Sums = float[TALL][TOKENS / 8][4];
 
-__device__ __forceinline__ void add_step(Sums& d, u32 stage) {
-  constexpr int UNITS = STEP / UNIT_WARPS;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int unit = warp / COLUMN_WARPS * UNITS, column = warp % COLUMN_WARPS * 16 * TALL;
-  const u32 w = stage + (unit + lane % 8 + lane / 16 * 8) * W_STRIDE +
-                2 * (column + lane / 8 % 2 * 8);
-  const u32 h = stage + STEP * W_STRIDE + (unit + lane % 16) * H_STRIDE +
-                (TOKENS > 8 ? lane / 16 * 16 : 0);
-  #pragma unroll
-  for (int i = 0; i < UNITS; i += 16) {
-    u32 b[(TOKENS + 15) / 16][4], a[4];
+// A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns.
+struct Share {
+  const u16* list;
+  int units, steps, pieces;  // units of the list, from the warp's first on; 16 bytes of columns
+  const char *wd, *h;
+  u32 stages;
+  __device__ __forceinline__ Share(const u16* segment, int length, int column, const char* wd,
+                                   const char* h) : h(h) {
+    const int warp = threadIdx.x / 32, before = warp / COLUMN_WARPS * UNITS;
+    column += warp % COLUMN_WARPS * OWN;
+    list = segment + before, units = length - before;
+    steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
+    pieces = (K - column) / 8, this->wd = wd + 2 * column;
+    stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
+  }
+  __device__ __forceinline__ u32 stage(int step) const {
+    return stages + step % STAGES * STAGE_BYTES;
+  }
+  __device__ __forceinline__ int before(int step) const { return step * UNITS * UNIT_WARPS; }
+  __device__ __forceinline__ void bring_wd(int step) const {
+    if (step < steps)
+      bring_pieces<OWN / 8, W_STRIDE>(stage(step), list + before(step), units - before(step),
+                                      pieces, wd, 2 * K);
+  }
+  __device__ __forceinline__ void bring_h(int step) const {
+    if (step < steps)
+      bring_pieces<TOKENS / 8, H_STRIDE>(stage(step) + UNITS * W_STRIDE, list + before(step),
+                                         units - before(step), TOKENS / 8, h, 2 * TOKENS);
+  }
+  __device__ __forceinline__ void add(Sums& d, u32 stage) const {
+    const int lane = threadIdx.x % 32;
+    const u32 w = stage + (lane % 8 + lane / 16 * 8) * W_STRIDE + lane / 8 % 2 * 16;
+    const u32 h = stage + UNITS * W_STRIDE + lane % 16 * H_STRIDE +
+                  (TOKENS > 8 ? lane / 16 * 16 : 0);
     #pragma unroll
-    for (int j = 0; j < (TOKENS + 15) / 16; j++) columns(b[j], h + i * H_STRIDE + 32 * j);
-    #pragma unroll
-    for (int t = 0; t < TALL; t++) {
-      columns(a, w + i * W_STRIDE + 32 * t);
+    for (int i = 0; i < UNITS; i += 16) {
+      u32 b[(TOKENS + 15) / 16][4], a[4];
       #pragma unroll
-      for (int j = 0; j < TOKENS / 8; j++)
-        multiply(d[t][j], a[0], a[1], a[2], a[3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      for (int j = 0; j < (TOKENS + 15) / 16; j++) columns(b[j], h + i * H_STRIDE + 32 * j);
+      #pragma unroll
+      for (int t = 0; t < TALL; t++) {
+        columns(a, w + i * W_STRIDE + 32 * t);
+        #pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++)
+          multiply(d[t][j], a[0], a[1], a[2], a[3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      }
     }
   }
-}
-
-__device__ __forceinline__ void add_units(Sums& d, u32 stages, const u16* list, int units,
-                                          int column, const char* wd, const char* h) {
-  const int steps = (units + STEP - 1) / STEP;
-  #pragma unroll 1
-  for (int step = 1 - STAGES; step < steps; step++) {
-    if (step >= 0) {
-      copies_left<STAGES - 2>();
-      __syncthreads();
-    }
-    const int ahead = step + STAGES - 1;
-    if (ahead < steps)
-      bring_step(stages + ahead % STAGES * STAGE_BYTES, list + ahead * STEP, units - ahead * STEP,
-                 column, wd, h);
-    end_of_copies();
-    if (step >= 0 && threadIdx.x < 32 * WARPS) add_step(d, stages + step % STAGES * STAGE_BYTES);
+  // Before H is there.
+  __device__ __forceinline__ void begin() const {
+    #pragma unroll 1
+    for (int step = 0; step < STAGES - 1; step++) bring_wd(step);
   }
-}
+  __device__ __forceinline__ void add_all(Sums& d) const {
+    #pragma unroll 1
+    for (int step = 1 - STAGES; step < steps; step++) {
+      if (step >= 0) {
+        copies_left<STAGES - 2>();
+        __syncwarp();
+        bring_wd(step + STAGES - 1);
+      }
+      bring_h(step + STAGES - 1);
+      end_of_copies();
+      if (step >= 0) add(d, stage(step));
+    }
+  }
+};
 
 // Add up the warps' and ranks' sums, by way of shared memory: rows of tokens.
 __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int rank, int column,
                                         int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __syncthreads();  // the stages have been read: their place is free
+  __syncthreads();  // all of shared memory is free
   if (warp < WARPS) {
     float* own = out + (warp / COLUMN_WARPS * TOKENS + lane % 4 * 2) * OUT_STRIDE +
-                 warp % COLUMN_WARPS * 16 * TALL + lane / 4;
+                 warp % COLUMN_WARPS * OWN + lane / 4;
     #pragma unroll
     for (int t = 0; t < TALL; t++)
       #pragma unroll
@@ -640,7 +708,7 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int r
       *(uint2*)(y + (u64)token * K + column + at) =
           uint2{pair_of(sum.x, sum.y), pair_of(sum.z, sum.w)};
   }
-  if (CTAS > 1) cluster_in_step();  // no CTA may end before all have read its sums
+  if (CTAS > 1) cluster_has_read();  // no CTA may end before
 }
 
 // ---- the kernel ----
@@ -659,11 +727,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CTAS)
 #endif
 multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16* y, u16* h,
-             u64* words, int* readers, int m) {
+             u64* words, int* counts, int m) {
   const Work work;
   const Barriers bars{address_of(shared) + AT_BARRIERS};
   const int warp = threadIdx.x / 32;
   const Producer producer{work, bars, address_of(shared) + AT_RING};
+  X own;
+  if (warp < WARPS) ask_for_x(own, (const uint4*)x, work.rank, m);
   if (warp == PRODUCER) {  // at once: nobody else writes what is copied
     if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
     __syncwarp();
@@ -673,25 +743,24 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   if (CTAS > 1) cluster_in_step();
   else __syncthreads();
   if (warp < WARPS) {
-    X own;
-    load_x(own, (const uint4*)x, work.rank, m);
     multiply_tiles(own, work, bars);
   } else if (warp < PRODUCER) {
-    Adder{work, bars, h, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
+    Adder{work, bars, h, counts, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
   } else {
     producer.bring_gates(FIRST, work.tiles, wg);
-    producer.bring_ups(wu, wd);
+    producer.bring_ups(wu, wd, words);
+    const int found = list_units(words);
+    if (threadIdx.x % 32 == 0) *(int*)(shared + AT_FOUND) = found;
   }
-  __syncthreads();  // H is written, and the ring is free
-  publish_words(words, work);
+  __syncthreads();  // the list is there, and the ring is free
 
-  u16* list = (u16*)(shared + AT_RING);
-  const int found = list_units(list, words), column = work.cluster * WIDTH;
-  __syncthreads();
-  if (warp == PRODUCER) reset(words, readers);
+  const int found = *(const int*)(shared + AT_FOUND), column = work.cluster * WIDTH;
   const int first = (u64)found * work.rank / CTAS, end = (u64)found * (work.rank + 1) / CTAS;
+  const Share share(list_of_all() + first, end - first, column, wd, (const char*)h);
+  if (warp < WARPS) share.begin();
+  if (warp == PRODUCER) wait_for_h(words, counts);
+  __syncthreads();  // H is there
   Sums sums = {};
-  add_units(sums, address_of(shared) + AT_RING + LIST_BYTES, list + first, end - first, column, wd,
-            (const char*)h);
-  put_out(sums, (float*)(shared + AT_RING), y, work.rank, column, m);
+  if (warp < WARPS) share.add_all(sums);
+  put_out(sums, (float*)shared, y, work.rank, column, m);
 }

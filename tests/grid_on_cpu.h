@@ -1,9 +1,7 @@
-// What ffn_few.cu asks for beyond mma_on_cpu.h: mbarriers, copies that they count, flags. All of
-// the grid's CTAs run together. A copy lands at once or, with LATE, when its barrier is waited for.
+// What ffn_few.cu asks for beyond mma_on_cpu.h: copies that mbarriers count, flags. All of the
+// grid's CTAs run together. A copy lands at once or, with LATE, when its barrier is waited for.
 
 #include "mma_on_cpu.h"
-
-#include <utility>
 
 using std::max;
 
@@ -26,56 +24,16 @@ static u32 __shfl_sync(u32, u32 value, int from) {
   return got;
 }
 
-// ---- mbarriers: a phase is over when no arrival and no byte is missing ----
+// ---- copies that barriers count ----
 
-struct Barrier {
-  int arrivals, missing, bytes, phase;
-  std::vector<Copy> copies;
-};
-static std::map<std::pair<Cta*, u32>, Barrier> barriers;
-
-static void proceed(Barrier& b) {
-  if (b.missing < 0) std::fprintf(stderr, "too many arrivals\n"), std::abort();
-  if (!b.missing && !b.bytes) b.missing = b.arrivals, b.phase++;
-}
 static void inits_are_done() {}
 static void show_to_copies() {}
-static void init(u32 barrier, int arrivals) {
-  barriers[{&mine(), barrier}] = Barrier{arrivals, arrivals, 0, 0};
-}
-static void arrive_expecting(u32 barrier, int bytes) {
-  Barrier& b = barriers.at({&mine(), barrier});
-  b.bytes += bytes, b.missing--;
-  proceed(b);
-}
-static void expect(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
-static void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
-static void land(Cta& cta, Barrier& b, const Copy& c) {
-  if (c.to + c.bytes.size() > cta.dynamic.size()) std::abort();
-  std::memcpy(cta.dynamic.data() + c.to, c.bytes.data(), c.bytes.size());
-  b.bytes -= c.bytes.size();
-  proceed(b);
-}
-static void counted_copy(Cta& cta, u32 to, const void* from, int bytes, u32 barrier) {
-  if (to % 16 || bytes % 16 || bytes <= 0) std::abort();
-  Barrier& b = barriers.at({&cta, barrier});
-  const Copy c{to, std::vector<char>((const char*)from, (const char*)from + bytes)};
-  if (LATE) b.copies.push_back(c);
-  else land(cta, b, c);
-}
 static void bring(u32 to, const void* from, int bytes, u32 barrier) {
   if ((u64)from % 16) std::abort();
   counted_copy(mine(), to, from, bytes, barrier);
 }
 static void push(u32 to, float4 v, u32 barrier, int cta) {
   counted_copy(of_cluster(cta), to, &v, sizeof v, barrier);
-}
-static void wait(u32 barrier, u32 parity, const char*) {
-  for (;; others_first()) {
-    Barrier& b = barriers.at({&mine(), barrier});
-    for (const Copy& c : std::exchange(b.copies, {})) land(mine(), b, c);
-    if ((b.phase & 1) != (int)parity) return;
-  }
 }
 
 // ---- flags and words ----
@@ -92,6 +50,11 @@ static u64 seen(const u64* word) {
   others_first();
   return *word;
 }
+static void count_me(int* counter) { ++*counter; }
+static int counted(const int* counter) {
+  others_first();
+  return *counter;
+}
 
 // In four neighbouring lanes, word t of lane q goes to word q of lane t.
 static void exchange(u32 (&words)[4]) {
@@ -101,6 +64,7 @@ static void exchange(u32 (&words)[4]) {
   warp_in_step();
 }
 
+static void cluster_has_read() { cluster_in_step(); }
 static void adders_in_step() { meet(mine().warps[31], 64); }
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();

@@ -4,6 +4,7 @@
 #include "cuda_on_cpu.h"
 
 #include <map>
+#include <utility>
 
 #define __grid_constant__
 struct Block { operator int() const { return cta_number(); } };
@@ -55,21 +56,48 @@ template <int LEFT> void copies_left() {
 }
 static u32 word_at(u32 address) { return *(u32*)(dynamic_shared() + address); }
 
-// ---- mbarriers that count arrivals ----
+// ---- mbarriers: a phase is over when no arrival and no byte is missing ----
 
-struct Barrier { int count, pending, phase; };
-static std::map<std::pair<int, u32>, Barrier> barriers;  // of a CTA, by address
+struct Barrier {
+  int arrivals, missing, bytes, phase;
+  std::vector<Copy> copies;
+};
+static std::map<std::pair<Cta*, u32>, Barrier> barriers;
 
-static Barrier& barrier(u32 address) { return barriers[{now->cta, address}]; }
-static void init(u32 address, int count) { barrier(address) = {count, count, 0}; }
-static void arrive(u32 address) {
-  Barrier& b = barrier(address);
-  if (--b.pending == 0) b.pending = b.count, b.phase++;
+static void proceed(Barrier& b) {
+  if (b.missing < 0) std::fprintf(stderr, "too many arrivals\n"), std::abort();
+  if (!b.missing && !b.bytes) b.missing = b.arrivals, b.phase++;
 }
-static void wait(u32 address, u32 parity, const char*) {
-  while (barrier(address).phase % 2 == (int)parity) swapcontext(&now->context, &home);
+static void init(u32 barrier, int arrivals) {
+  barriers[{&mine(), barrier}] = Barrier{arrivals, arrivals, 0, 0};
 }
-
+static void arrive_expecting(u32 barrier, int bytes) {
+  Barrier& b = barriers.at({&mine(), barrier});
+  b.bytes += bytes, b.missing--;
+  proceed(b);
+}
+static void expect(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
+static void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
+static void land(Cta& cta, Barrier& b, const Copy& c) {
+  if (c.to + c.bytes.size() > cta.dynamic.size()) std::abort();
+  std::memcpy(cta.dynamic.data() + c.to, c.bytes.data(), c.bytes.size());
+  b.bytes -= c.bytes.size();
+  proceed(b);
+}
+static void counted_copy(Cta& cta, u32 to, const void* from, int bytes, u32 barrier) {
+  if (to % 16 || bytes % 16 || bytes <= 0) std::abort();
+  Barrier& b = barriers.at({&cta, barrier});
+  const Copy c{to, std::vector<char>((const char*)from, (const char*)from + bytes)};
+  if (LATE) b.copies.push_back(c);
+  else land(cta, b, c);
+}
+static void wait(u32 barrier, u32 parity, const char*) {
+  for (;; others_first()) {
+    Barrier& b = barriers.at({&mine(), barrier});
+    for (const Copy& c : std::exchange(b.copies, {})) land(mine(), b, c);
+    if ((b.phase & 1) != (int)parity) return;
+  }
+}
 static void arrive_after_copies(u32 address) {
   end_of_copies();
   copies_left<0>();

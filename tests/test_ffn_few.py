@@ -67,8 +67,8 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
     assert found == {
         **dict.fromkeys((1, 8), (8, 1, 132)),
         **dict.fromkeys((9, 16), (16, 1, 132)),
-        **dict.fromkeys((17, 32), (32, 2, 66)),
-        **dict.fromkeys((33, 64), (64, 4, 30)),
+        **dict.fromkeys((17, 32), (32, 1, 132)),
+        **dict.fromkeys((33, 64), (64, 2, 66)),
     }
     assert _few.shape_of(1, 4096, AT_ONCE) == (8, 2, 66)
     assert _few.shape_of(64, 4096, AT_ONCE) == (64, 4, 30)
@@ -120,10 +120,10 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
     source = source.replace('#include "hopper.cuh"', '#include "grid_on_cpu.h"')
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source += """
-      static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* words; int* readers; } p;
+      static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* words; int* counts; } p;
       static int tokens;
       static void run() {
-        multiply_few(p.x, p.wg, p.wu, p.wd, p.y, p.h, p.words, p.readers, tokens);
+        multiply_few(p.x, p.wg, p.wu, p.wd, p.y, p.h, p.words, p.counts, tokens);
       }
       extern "C" void call(void** pointers, int m, size_t bytes) {
         memcpy(&p, pointers, sizeof p), tokens = m;
@@ -135,23 +135,24 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
     return built(source, (*constants, ("LATE", int(late))), folder, name)
 
 
-# m, n, k, part of the units that is on for a token, clusters: a last tile of eight rows; rings that
-# go round, in the gates and after them; slots of all and of some columns; clusters without a unit;
-# ranks without a column; nothing on; all on; several steps of the list.
+# m, n, k, part of the units that is on for a token, CTAs of a cluster, clusters: a last tile of
+# eight rows; rings that go round, in the gates and after them; slots of all and of some columns;
+# clusters without a unit; ranks without a column; nothing on; all on; several stages of the list.
 CASES = [
-    (1, 48, 72, 0.2, 3),
-    (3, 104, 2056, 0.3, 9),
-    (8, 840, 136, 0.02, 2),
-    (16, 248, 1288, 0.3, 6),
-    (11, 16, 520, 0.5, 4),
-    (17, 432, 264, 0.02, 2),
-    (32, 96, 2056, 1.0, 9),
-    (40, 64, 200, 0.0, 2),
-    (64, 680, 72, 0.01, 2),
-    (64, 56, 264, 0.3, 2),
-    (5, 400, 72, 1.0, 1),
-    (20, 320, 136, 0.9, 1),
-    (33, 304, 200, 0.6, 1),
+    (1, 48, 72, 0.2, 1, 3),
+    (3, 104, 2056, 0.3, 2, 9),
+    (8, 840, 136, 0.02, 1, 2),
+    (16, 248, 1288, 0.3, 1, 6),
+    (11, 16, 520, 0.5, 1, 4),
+    (17, 432, 264, 0.02, 2, 2),
+    (32, 96, 2056, 1.0, 2, 9),
+    (40, 64, 200, 0.0, 2, 2),
+    (64, 680, 72, 0.01, 4, 2),
+    (64, 56, 264, 0.3, 4, 2),
+    (5, 400, 72, 1.0, 1, 1),
+    (20, 320, 136, 0.9, 1, 1),
+    (33, 304, 200, 0.6, 2, 1),
+    (64, 1400, 72, 1.0, 1, 2),
 ]
 
 
@@ -163,18 +164,19 @@ WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True,
     ("case", "way"), [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
 )
 def test_its_threads_give_the_product_on_a_cpu(
-    case: tuple[int, int, int, float, int], way: tuple[str, bool, bool, bool], folder: Path
+    case: tuple[int, int, int, float, int, int], way: tuple[str, bool, bool, bool], folder: Path
 ) -> None:
-    (m, n, k, part, clusters), (dtype, squared, gated, late) = case, way
+    (m, n, k, part, ctas, clusters), (dtype, squared, gated, late) = case, way
     torch.manual_seed(0)
     operands = drawn(m, n, k, part, DTYPES[dtype], gated)
     x, wg, wu, wd_t = operands
-    tokens, ctas, _ = _few.shape_of(m, k, AT_ONCE)
+    tokens, fewest, _ = _few.shape_of(m, k, AT_ONCE)
+    assert fewest <= ctas
     shape = tokens, ctas, clusters
     y, h = torch.empty_like(x), torch.full((n, tokens), float("nan")).to(x)
-    words = torch.zeros(_few.words_of(n, ctas, clusters), dtype=torch.int64)
-    readers = torch.zeros(1, dtype=torch.int32)
-    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, readers
+    words = torch.zeros(_few.words_of(n, clusters), dtype=torch.int64)
+    counts = torch.zeros(2, dtype=torch.int32)
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     kernel = on_cpu(_few.constants_of(n, k, shape, squared, gated, x.dtype), late, folder)
     seen = []
     for token, column in ((None, 0), (None, 0), (m // 2, 3)):
@@ -184,7 +186,7 @@ def test_its_threads_give_the_product_on_a_cpu(
         pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
         kernel.call(pointers, m, ctypes.c_size_t(_few.SHARED_BYTES))
         assert not words.any()
-        assert not readers.any()
+        assert not counts.any()
         seen.append(y.clone())
     assert torch.equal(seen[0], seen[1])
     others = torch.arange(m) != m // 2
