@@ -401,26 +401,33 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
   }
 }
 
+// Load X of a list's group, if there is one: after the products have read the one before.
+__device__ __forceinline__ void load_next_x(const Layer& layer, int number, int loader,
+                                            Shared& s) {
+  const List& list = s.lists[number % LISTS];
+  wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+  if (!GATED || list.group == END) return;
+  wait(address_of(&s.x_empty), 1 - number % 2, "a place for X");
+  load_x(layer, list.group, loader);
+  arrive_after_copies(address_of(&s.x_full));
+}
+
 // The order is up(0), up(1), down(0), ..., up(last), down(last - 1), down(last), a list after the
-// other.
+// other; before the last step of a list comes X of the next, that it be there in time.
 __device__ __forceinline__ void load_groups(const Layer& layer, Place place, int loader,
                                             Shared& s) {
   Ring ring(s, 1);  // stages are free before the first round
-  for (int i = 0;; i++) {
+  load_next_x(layer, 0, loader, s);
+  for (int i = 0; s.lists[i % LISTS].group != END; i++) {
     const List& list = s.lists[i % LISTS];
-    wait(address_of(&s.listed[i % LISTS]), i / LISTS % 2, "a list");
-    if (list.group == END) return;
     const Steps steps(list, place);
-    if (GATED) {
-      wait(address_of(&s.x_empty), 1 - i % 2, "a place for X");
-      load_x(layer, list.group, loader);
-      arrive_after_copies(address_of(&s.x_full));
-    }
     for (int step = steps.first; step <= steps.end; step++) {
       const u32* rows = list.rows + ROWS * step;
+      if (step == steps.end - 1) load_next_x(layer, i + 1, loader, s);
       if (GATED && step < steps.end) load_step(ring, layer.wu, rows, loader);
       if (step > steps.first) load_step(ring, layer.wd, rows - ROWS, loader);
     }
+    if (steps.first == steps.end) load_next_x(layer, i + 1, loader, s);  // it had none
     __syncwarp();
     if (loader % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
   }
