@@ -314,11 +314,13 @@ struct Producer {
         if (is_on && row / ROWS == up) bring_row(step, row % ROWS, wu + own(unit));
         if (lane == 0 && found >= up * ROWS + ROWS) arrive(full);
       }
-      if (is_on && work.bytes()) send_to_l2(wd + own(unit), work.bytes());
       before = found;
     }
     if (GATED && before % ROWS && lane == 0)
       arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
+    __syncwarp();  // Wd comes last: Wu is waited for first
+    for (int i = lane; i < before; i += 32)
+      if (work.bytes()) send_to_l2(wd + own(units_on()[i]), work.bytes());
   }
 };
 
@@ -593,17 +595,17 @@ static_assert(UNIT_WARPS * COLUMN_WARPS == WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
 static_assert(4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= SHARED_BYTES, "too little room for Y");
 
-// Copy 16 bytes each of UNITS rows of a list, of which so many units and pieces are there.
-template <int PIECES, int STRIDE>
-__device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units, int pieces,
-                                             const char* from, u32 row_bytes) {
+// Copy PIECES of 16 bytes, from `skipped` on, of UNITS rows of a list, of which so many are there.
+template <int PIECES, int STRIDE, int ROW_BYTES>
+__device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units, int skipped,
+                                             const char* from) {
   constexpr u32 NOWHERE = ~0u;
   u32 at[(UNITS * PIECES + 31) / 32];  // all are looked up before the first is copied
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
     const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
-    const bool there = i < UNITS * PIECES && row < units && piece < pieces;
-    at[first / 32] = there ? list[row] * row_bytes + 16 * piece : NOWHERE;
+    const bool there = i < UNITS * PIECES && row < units && skipped + piece < ROW_BYTES / 16;
+    at[first / 32] = there ? list[row] * (u32)ROW_BYTES + 16 * (skipped + piece) : NOWHERE;
   }
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
@@ -619,16 +621,15 @@ using Sums = float[TALL][TOKENS / 8][4];
 // A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns.
 struct Share {
   const u16* list;
-  int units, steps, pieces;  // units of the list, from the warp's first on; 16 bytes of columns
+  int units, steps, skipped;  // units of the list, from the warp's first on; 16 bytes of columns
   const char *wd, *h;
   u32 stages;
   __device__ __forceinline__ Share(const u16* segment, int length, int column, const char* wd,
-                                   const char* h) : h(h) {
+                                   const char* h) : wd(wd), h(h) {
     const int warp = threadIdx.x / 32, before = warp / COLUMN_WARPS * UNITS;
-    column += warp % COLUMN_WARPS * OWN;
     list = segment + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
-    pieces = (K - column) / 8, this->wd = wd + 2 * column;
+    skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
     stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
   }
   __device__ __forceinline__ u32 stage(int step) const {
@@ -637,13 +638,13 @@ struct Share {
   __device__ __forceinline__ int before(int step) const { return step * UNITS * UNIT_WARPS; }
   __device__ __forceinline__ void bring_wd(int step) const {
     if (step < steps)
-      bring_pieces<OWN / 8, W_STRIDE>(stage(step), list + before(step), units - before(step),
-                                      pieces, wd, 2 * K);
+      bring_pieces<OWN / 8, W_STRIDE, 2 * K>(stage(step), list + before(step),
+                                             units - before(step), skipped, wd);
   }
   __device__ __forceinline__ void bring_h(int step) const {
     if (step < steps)
-      bring_pieces<TOKENS / 8, H_STRIDE>(stage(step) + UNITS * W_STRIDE, list + before(step),
-                                         units - before(step), TOKENS / 8, h, 2 * TOKENS);
+      bring_pieces<TOKENS / 8, H_STRIDE, 2 * TOKENS>(
+          stage(step) + UNITS * W_STRIDE, list + before(step), units - before(step), 0, h);
   }
   __device__ __forceinline__ void add(Sums& d, u32 stage) const {
     const int lane = threadIdx.x % 32;
