@@ -23,6 +23,7 @@ from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, cluste
 from sparsebench.kernels._kernel import Unsupported
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
+TOKENS_TO_SPLIT = 16
 MOST_K, MOST_N = 4096, 28672  # registers for X; shared memory for lists
 PART, X_SIZE = 2048, 64 * 1024  # of K, and of X in registers, for each CTA of a cluster
 WARPS, SHARED_BYTES = 11, 226 * 1024
@@ -50,7 +51,16 @@ def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, i
     ctas = 1
     while ctas * PART < k or ctas * X_SIZE < tokens * k:
         ctas *= 2
-    return tokens, ctas, at_once(ctas)
+    split = split_of(tokens, ctas)
+    return tokens, ctas, at_once(split) * split // ctas
+
+
+def split_of(tokens: int, ctas: int) -> int:
+    """Return the CTAs that share a slice of Y: two at least where rows of H are long.
+
+    A slice is then 32 columns wide, 64 bytes of each row of Wd, and half of H is read.
+    """
+    return max(ctas, 2) if tokens >= TOKENS_TO_SPLIT else ctas
 
 
 def clusters_of(ctas: int, device: torch.device) -> int:
@@ -63,7 +73,12 @@ def constants_of(
 ) -> Constants:
     """Return what the kernel is compiled for; the shape is `shape_of`'s."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
-    flags = {"SQUARED": squared, "GATED": gated, "FP16": dtype == torch.float16}
+    flags = {
+        "SPLIT": split_of(*shape[:2]),
+        "SQUARED": squared,
+        "GATED": gated,
+        "FP16": dtype == torch.float16,
+    }
     return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
 
 

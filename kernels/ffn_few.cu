@@ -22,13 +22,13 @@
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   then warps 0 to 7: a cluster has WIDTH columns of Y, a rank a segment of the units that are on,
+//   then warps 0 to 7: SPLIT CTAs have WIDTH columns of Y, each a segment of the units that are on,
 //   a warp UNITS of them in turn, in stages of its own: no warp waits for another
 //
 //                     WIDTH                        tokens
 //                   +-------+                     +------+
 //     rows of Wd.T  |       |                     |      |    16 units a product, both read by
-//     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then ranks
+//     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then CTAs
 //                   +-------+                     +------+
 //
 // Who is on goes through shared memory, a byte for a unit and rank: 0 until it is known. It is then
@@ -43,6 +43,7 @@
 // With GATED = 0, Y = act(X @ Wg.T) @ Wd.T: there is no Wu.
 //
 // Compiled with -DN, -DK, -DTOKENS=8|16|32|64, -DCTAS=1|2|4 of a cluster, -DCLUSTERS of the grid,
+// -DSPLIT, which is CTAS, or 2 where that is 1 (then two clusters are one to the hardware),
 // -DSQUARED=0|1 (relu, relu2), -DGATED=0|1 and what hopper.cuh asks for. N and K: multiples of 8.
 
 #include "hopper.cuh"
@@ -227,6 +228,9 @@ struct Work {
       : cluster(blockIdx.x / CTAS), rank(blockIdx.x % CTAS),
         first(first_unit(cluster)), count(first_unit(cluster + 1) - first),
         tiles((count + ROWS - 1) / ROWS) {}
+  __device__ __forceinline__ int place_of(int rank) const {  // in the hardware's cluster
+    return blockIdx.x % SPLIT / CTAS * CTAS + rank;
+  }
   __device__ __forceinline__ int rows(int tile) const { return min(ROWS, count - ROWS * tile); }
   __device__ __forceinline__ int bytes() const {  // of this rank's part of a row
     return 2 * max(0, min(PART, K - rank * PART));
@@ -310,11 +314,13 @@ struct Producer {
         if (is_on && row / ROWS == up) bring_row(step, row % ROWS, wu + own(unit));
         if (lane == 0 && found >= up * ROWS + ROWS) arrive(full);
       }
-      if (is_on && work.bytes()) send_to_l2(wd + own(unit), work.bytes());
       before = found;
     }
     if (GATED && before % ROWS && lane == 0)
       arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
+    __syncwarp();  // Wd comes last: Wu is waited for first
+    for (int i = lane; i < before; i += 32)
+      if (work.bytes()) send_to_l2(wd + own(units_on()[i]), work.bytes());
   }
 };
 
@@ -426,7 +432,7 @@ struct Adder {
       const int row = quad(i) / QUADS, of_row = quad(i) % QUADS;
       if (quad(i) < ALL)
         push(to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS), sums[i], bars.parts(place),
-             of_row / OWN_QUADS);
+             work.place_of(of_row / OWN_QUADS));
     }
     sent++;
   }
@@ -482,8 +488,9 @@ struct Adder {
     const u32 all = __ballot_sync(~0u, there && (masks.x | masks.y));
     const u32 lanes = (1u << OWN_QUADS) - 1 << (thread % 32 / OWN_QUADS * OWN_QUADS);
     if (thread < SHARE && thread % OWN_QUADS == 0)
-      for (int cta = 0; cta < CTAS; cta++)
-        tell(address_of(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF, cta);
+      for (int rank = 0; rank < CTAS; rank++)
+        tell(address_of(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF,
+             work.place_of(rank));
   }
   __device__ __forceinline__ void finish(int row, float4 u) const {
     const int unit = units_on()[row];
@@ -524,20 +531,20 @@ __device__ __forceinline__ u16* list_of_all() { return (u16*)(shared + AT_LIST);
 // List the units that are on, in ascending order; returns their number. For one warp, of which a
 // lane has some neighbouring words, all asked for at once.
 __device__ __forceinline__ int list_units(const u64* words) {
-  constexpr int ALL = WORDS * CLUSTERS, EACH = smaller(8, (ALL + 31) / 32);
+  constexpr int ALL = WORDS * CLUSTERS, OF_LANE = smaller(8, (ALL + 31) / 32);
   const int lane = threadIdx.x % 32;
   int found = 0;
-  for (int first = EACH * lane; first - EACH * lane < ALL; first += 32 * EACH) {
-    u64 bits[EACH], all;
+  for (int first = OF_LANE * lane; first - OF_LANE * lane < ALL; first += 32 * OF_LANE) {
+    u64 bits[OF_LANE], all;
     do {
       all = THERE;
       #pragma unroll
-      for (int i = 0; i < EACH; i++)
+      for (int i = 0; i < OF_LANE; i++)
         bits[i] = first + i < ALL ? seen(words + first + i) : THERE, all &= bits[i];
     } while (!all);
     int own = 0;
     #pragma unroll
-    for (int i = 0; i < EACH; i++) own += __popcll(bits[i] & ~THERE);
+    for (int i = 0; i < OF_LANE; i++) own += __popcll(bits[i] & ~THERE);
     int up_to = own;
     #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
@@ -546,7 +553,7 @@ __device__ __forceinline__ int list_units(const u64* words) {
     }
     u16* to = list_of_all() + found + up_to - own;
     #pragma unroll
-    for (int i = 0; i < EACH; i++) {
+    for (int i = 0; i < OF_LANE; i++) {
       const int cluster = (first + i) / WORDS, word = (first + i) % WORDS;
       const int unit = first_unit(cluster) + TILES_OF_WORD * ROWS * word;
       for (u64 left = bits[i] & ~THERE; left; left &= left - 1) *to++ = unit + __ffsll(left) - 1;
@@ -571,8 +578,10 @@ __device__ __forceinline__ void wait_for_h(u64* words, int* counts) {
 
 // ---- Y ----
 
+constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
+static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
 __device__ constexpr int width_of_slice(int width) {
-  return width * CLUSTERS >= K ? width : width_of_slice(2 * width);
+  return width * SLICES >= K ? width : width_of_slice(2 * width);
 }
 constexpr int WIDTH = width_of_slice(16);
 constexpr int TALL = smaller(4, WIDTH / 16), OWN = 16 * TALL;  // a warp's products; columns
@@ -586,17 +595,17 @@ static_assert(UNIT_WARPS * COLUMN_WARPS == WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
 static_assert(4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= SHARED_BYTES, "too little room for Y");
 
-// Copy 16 bytes each of UNITS rows of a list, of which so many units and pieces are there.
-template <int PIECES, int STRIDE>
-__device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units, int pieces,
-                                             const char* from, u32 row_bytes) {
+// Copy PIECES of 16 bytes, from `skipped` on, of UNITS rows of a list, of which so many are there.
+template <int PIECES, int STRIDE, int ROW_BYTES>
+__device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units, int skipped,
+                                             const char* from) {
   constexpr u32 NOWHERE = ~0u;
   u32 at[(UNITS * PIECES + 31) / 32];  // all are looked up before the first is copied
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
     const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
-    const bool there = i < UNITS * PIECES && row < units && piece < pieces;
-    at[first / 32] = there ? list[row] * row_bytes + 16 * piece : NOWHERE;
+    const bool there = i < UNITS * PIECES && row < units && skipped + piece < ROW_BYTES / 16;
+    at[first / 32] = there ? list[row] * (u32)ROW_BYTES + 16 * (skipped + piece) : NOWHERE;
   }
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
@@ -612,16 +621,15 @@ using Sums = float[TALL][TOKENS / 8][4];
 // A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns.
 struct Share {
   const u16* list;
-  int units, steps, pieces;  // units of the list, from the warp's first on; 16 bytes of columns
+  int units, steps, skipped;  // units of the list, from the warp's first on; 16 bytes of columns
   const char *wd, *h;
   u32 stages;
   __device__ __forceinline__ Share(const u16* segment, int length, int column, const char* wd,
-                                   const char* h) : h(h) {
+                                   const char* h) : wd(wd), h(h) {
     const int warp = threadIdx.x / 32, before = warp / COLUMN_WARPS * UNITS;
-    column += warp % COLUMN_WARPS * OWN;
     list = segment + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
-    pieces = (K - column) / 8, this->wd = wd + 2 * column;
+    skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
     stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
   }
   __device__ __forceinline__ u32 stage(int step) const {
@@ -630,13 +638,13 @@ struct Share {
   __device__ __forceinline__ int before(int step) const { return step * UNITS * UNIT_WARPS; }
   __device__ __forceinline__ void bring_wd(int step) const {
     if (step < steps)
-      bring_pieces<OWN / 8, W_STRIDE>(stage(step), list + before(step), units - before(step),
-                                      pieces, wd, 2 * K);
+      bring_pieces<OWN / 8, W_STRIDE, 2 * K>(stage(step), list + before(step),
+                                             units - before(step), skipped, wd);
   }
   __device__ __forceinline__ void bring_h(int step) const {
     if (step < steps)
-      bring_pieces<TOKENS / 8, H_STRIDE>(stage(step) + UNITS * W_STRIDE, list + before(step),
-                                         units - before(step), TOKENS / 8, h, 2 * TOKENS);
+      bring_pieces<TOKENS / 8, H_STRIDE, 2 * TOKENS>(
+          stage(step) + UNITS * W_STRIDE, list + before(step), units - before(step), 0, h);
   }
   __device__ __forceinline__ void add(Sums& d, u32 stage) const {
     const int lane = threadIdx.x % 32;
@@ -677,8 +685,8 @@ struct Share {
   }
 };
 
-// Add up the warps' and ranks' sums, by way of shared memory: rows of tokens.
-__device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int rank, int column,
+// Add up the warps' and CTAs' sums, by way of shared memory: rows of tokens.
+__device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int cta, int column,
                                         int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();  // all of shared memory is free
@@ -693,22 +701,22 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int r
         for (int e = 0; e < 4; e++)
           own[(8 * j + e % 2) * OUT_STRIDE + 16 * t + e / 2 * 8] = d[t][j][e];
   }
-  if (CTAS > 1) cluster_in_step();
+  if (SPLIT > 1) cluster_in_step();
   else __syncthreads();
-  for (int i = rank * THREADS + threadIdx.x; i < m * WIDTH / 4; i += CTAS * THREADS) {
+  for (int i = cta * THREADS + threadIdx.x; i < m * WIDTH / 4; i += SPLIT * THREADS) {
     const int token = i / (WIDTH / 4), at = i % (WIDTH / 4) * 4;
     float4 sum{};
     #pragma unroll
-    for (int from = 0; from < CTAS * UNIT_WARPS; from++) {
+    for (int from = 0; from < SPLIT * UNIT_WARPS; from++) {
       const float* own = out + (from % UNIT_WARPS * TOKENS + token) * OUT_STRIDE + at;
-      const float4 v = CTAS > 1 ? floats_of(own, from / UNIT_WARPS) : *(const float4*)own;
+      const float4 v = SPLIT > 1 ? floats_of(own, from / UNIT_WARPS) : *(const float4*)own;
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     if (column + at < K)
       *(uint2*)(y + (u64)token * K + column + at) =
           uint2{pair_of(sum.x, sum.y), pair_of(sum.z, sum.w)};
   }
-  if (CTAS > 1) cluster_has_read();  // no CTA may end before
+  if (SPLIT > 1) cluster_has_read();  // no CTA may end before
 }
 
 // ---- the kernel ----
@@ -723,8 +731,8 @@ __device__ __forceinline__ void zero_what_is_not_copied(const Work& work) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if CTAS > 1
-__cluster_dims__(CTAS)
+#if SPLIT > 1
+__cluster_dims__(SPLIT)
 #endif
 multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16* y, u16* h,
              u64* words, int* counts, int m) {
@@ -754,13 +762,14 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   }
   __syncthreads();  // the list is there, and the ring is free
 
-  const int found = *(const int*)(shared + AT_FOUND), column = work.cluster * WIDTH;
-  const int first = (u64)found * work.rank / CTAS, end = (u64)found * (work.rank + 1) / CTAS;
+  const int found = *(const int*)(shared + AT_FOUND), cta = blockIdx.x % SPLIT;
+  const int first = (u64)found * cta / SPLIT, end = (u64)found * (cta + 1) / SPLIT;
+  const int column = blockIdx.x / SPLIT * WIDTH;
   const Share share(list_of_all() + first, end - first, column, wd, (const char*)h);
   if (warp < WARPS) share.begin();
   if (warp == PRODUCER) wait_for_h(words, counts);
   __syncthreads();  // H is there
   Sums sums = {};
   if (warp < WARPS) share.add_all(sums);
-  put_out(sums, (float*)shared, y, work.rank, column, m);
+  put_out(sums, (float*)shared, y, cta, column, m);
 }

@@ -42,7 +42,7 @@ static void tell(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag
 static u32 told(u32 at) {
   others_first();
   u32 flags = 0;
-  std::memcpy(&flags, dynamic_shared() + at, cluster_size);
+  std::memcpy(&flags, dynamic_shared() + at, CTAS);
   return flags;
 }
 static void publish(u64* to, u64 word) { *to = word; }

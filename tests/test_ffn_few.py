@@ -128,7 +128,7 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
       extern "C" void call(void** pointers, int m, size_t bytes) {
         memcpy(&p, pointers, sizeof p), tokens = m;
         if (bytes != SHARED_BYTES) abort();
-        launch(CTAS * CLUSTERS, THREADS, CTAS, bytes, run, true);
+        launch(CTAS * CLUSTERS, THREADS, SPLIT, bytes, run, true);
       }
     """
     name = "_".join(str(value) for _, value in constants) + f"_{late}"
@@ -150,7 +150,7 @@ CASES = [
     (64, 680, 72, 0.01, 4, 2),
     (64, 56, 264, 0.3, 4, 2),
     (5, 400, 72, 1.0, 1, 1),
-    (20, 320, 136, 0.9, 1, 1),
+    (20, 320, 136, 0.9, 1, 2),
     (33, 304, 200, 0.6, 2, 1),
     (64, 1400, 72, 1.0, 1, 2),
 ]
