@@ -8,7 +8,7 @@
 //     its     . . . . . . . x . .   -->                       2  |  x . .
 //     tokens  . . x . . x . . . .                             5  |  . . x   ...
 //
-//   a step: 16 rows of the list, for all warps; a warp has COLUMNS of K
+//   a step: 16 rows of the list, for all warps; a warp has 256 columns of K, beyond 2048 twice
 //
 //                       K                        tokens                        tokens
 //          +--------+--------+--               +--------+                    +--------+
@@ -59,12 +59,12 @@ constexpr int X_PITCH = HALVES * PITCH;
 constexpr int MOST_ROWS = 1536;  // of a list
 constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is made
 constexpr int END = -1;  // no group
-// A whole CTA has 64 K. Others keep to 40 where products take the most.
+// Registers of a thread, of which a CTA has 64 K: of those that multiply, and of the others.
 constexpr int MANY = HALVES == 1 ? 152 : 224, FEW = HALVES == 1 ? 104 : 56;
 // That a lister reads at a time, of eight units: beside the rows' copies a load takes 2 to 3 us.
 constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
 constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens, likewise
-constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // else all have enough
+constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // registers; else all have enough
 
 extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
 
@@ -346,8 +346,8 @@ struct Ring {
   int slot;
   u32 parity;
   __device__ __forceinline__ Ring(Shared& s, u32 parity)
-      : stages(address_of(shared) + GROUP * X_PITCH), full(address_of(s.full)), empty(address_of(s.empty)), slot(0),
-        parity(parity) {}
+      : stages(address_of(shared) + GROUP * X_PITCH), full(address_of(s.full)),
+        empty(address_of(s.empty)), slot(0), parity(parity) {}
   __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
   __device__ __forceinline__ void wait_filled() const { wait(full + 8 * slot, parity, "a stage"); }
   __device__ __forceinline__ void wait_freed() const { wait(empty + 8 * slot, parity, "a place"); }
