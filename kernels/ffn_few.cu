@@ -106,6 +106,8 @@ struct Barriers {
 
 // ---- PTX ----
 
+#include "mma.cuh"
+
 #if CTAS == 1
 #define BITS 8
 #elif CTAS == 2
@@ -121,43 +123,10 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {  // without an 
 __device__ __forceinline__ void inits_are_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// Four matrices of 8 rows x 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and
-// gets word l % 4 of row l / 4 of each.
-__device__ __forceinline__ void matrices(u32 (&v)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
-}
-// Each transposed: column l / 4 of rows 2 (l % 4) and the next.
-__device__ __forceinline__ void columns(u32 (&v)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ float wide(u16 value) {
-  float f;
-#if FP16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(value));
-#else
-  f = __uint_as_float((u32)value << 16);
-#endif
-  return f;
-}
 // Zeros where there is nothing to copy.
 __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void end_of_copies() {  // of a group
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int LEFT> __device__ __forceinline__ void copies_left() {  // groups
-  asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
 }
 __device__ __forceinline__ void adders_in_step() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * ADDERS) : "memory");
@@ -206,14 +175,6 @@ __device__ __forceinline__ int counted(const int* counter) {
 __device__ __forceinline__ void cluster_has_read() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
                "barrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float4 floats_of(const float* own, int cta) {  // of the cluster
-  float4 v;
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address_of(own)), "r"(cta) : "memory");
-  return v;
 }
 
 // ---- whose units ----
@@ -357,7 +318,7 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
       const u32* b = x[i / 2][j] + i % 2 * 2;
-      multiply(d[i % CHAINS][j], a[0], a[1], a[2], a[3], b[0], b[1]);
+      multiply(d[i % CHAINS][j], a, b[0], b[1]);
     }
   }
   const int token = warp / K_WARPS * WIDE * 8 + lane % 4 * 2;
@@ -655,13 +616,13 @@ struct Share {
     for (int i = 0; i < UNITS; i += 16) {
       u32 b[(TOKENS + 15) / 16][4], a[4];
       #pragma unroll
-      for (int j = 0; j < (TOKENS + 15) / 16; j++) columns(b[j], h + i * H_STRIDE + 32 * j);
+      for (int j = 0; j < (TOKENS + 15) / 16; j++) matrices_by_columns(b[j], h + i * H_STRIDE + 32 * j);
       #pragma unroll
       for (int t = 0; t < TALL; t++) {
-        columns(a, w + i * W_STRIDE + 32 * t);
+        matrices_by_columns(a, w + i * W_STRIDE + 32 * t);
         #pragma unroll
         for (int j = 0; j < TOKENS / 8; j++)
-          multiply(d[t][j], a[0], a[1], a[2], a[3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+          multiply(d[t][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
   }

@@ -83,6 +83,8 @@ struct Shared {
 
 // ---- PTX ----
 
+#include "mma.cuh"
+
 // How long L2 is to keep what is copied: weights longer than what is read or written once.
 __device__ __forceinline__ u64 lasting() {
   u64 policy;
@@ -122,44 +124,6 @@ __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
 }
 __device__ __forceinline__ void prefetch(const void* line) {  // to L2
   asm volatile("prefetch.global.L2 [%0];" :: "l"(line));
-}
-// Four matrices of 8 rows x 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and
-// gets word l % 4 of row l / 4 of each.
-__device__ __forceinline__ void matrices(u32 (&v)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void matrices_by_columns(u32 (&v)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ u32 transposed(u32 v) {  // a matrix of 8 x 8, laid out in the same way
-  u32 t;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
-  return t;
-}
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ float wide(u16 value) {
-  float f;
-#if FP16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(value));
-#else
-  f = __uint_as_float((u32)value << 16);
-#endif
-  return f;
-}
-__device__ __forceinline__ float4 floats_of(const float* own, int cta) {
-  float4 v;
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address_of(own)), "r"(cta) : "memory");
-  return v;
 }
 __device__ __forceinline__ void in_step(int barrier, int threads) {  // 0 to 15, some warps
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");

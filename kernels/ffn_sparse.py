@@ -166,12 +166,12 @@ def prepared(
     m, wd, wu = len(x), values["wd"], values[up] if up else None
     n, squared = wd.shape[1], operands.problem["activation"] == "relu2"
     processors = multiprocessors(x.device)
-    split, limit = split_of(m, partial(clusters, k=x.shape[1], device=x.device)), limit_of(m, n)
     y, wd_t = torch.empty_like(x), wd.t().contiguous()
     settled = dict(operands.settled or {})
 
     def layer(name: str, gates: Launch | _gate.Gate, g: Tensor, bits: Tensor | None) -> Launch:
-        rest = _ffn_rest.rest_of(m, processors, x.device)
+        rest, limit = _ffn_rest.rest_of(m, processors, x.device), limit_of(m, n)
+        split = split_of(m, partial(clusters, k=x.shape[1], device=x.device))
         sparse = launch(
             x, g, wu, wd_t, y, rest, split=split, limit=limit, squared=squared, bits=bits
         )

@@ -111,6 +111,8 @@ __device__ __forceinline__ int place_of(int row, int piece) {  // 16 bytes, swiz
 #define TYPE "bf16"
 #endif
 
+#include "mma.cuh"
+
 __device__ __forceinline__ u32 address_of(const void* p) {  // in shared memory
   return (u32)__cvta_generic_to_shared(p);
 }
@@ -122,27 +124,10 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
 __device__ __forceinline__ void copy_8(u32 to, const char* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void end_of_copies() {  // of a group
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int LEFT> __device__ __forceinline__ void copies_left() {  // groups
-  asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
-}
 __device__ __forceinline__ u32 word_at(u32 address) {
   u32 v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
-}
-// Four matrices of 8 rows x 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and
-// gets word l % 4 of row l / 4 of each.
-__device__ __forceinline__ void matrices(u32 (&v)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ u32 transposed(u32 v) {  // a matrix of 8 x 8, laid out in the same way
-  u32 t;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
-  return t;
 }
 __device__ __forceinline__ u32 pair_of(float low, float high) {
   u32 pair;
@@ -160,13 +145,6 @@ __device__ __forceinline__ void multiply_sparse(float (&d)[4], const u32 (&a)[4]
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]),
                  "r"(b[3]), "r"(word), "n"(SELECTOR));
-}
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // ---- copies ----
@@ -279,7 +257,7 @@ __device__ __forceinline__ void add_dense(Sums& d, u32 x, u32 values) {
         matrices(a, values + 16 * i * ROW_BYTES + place_of_a(4 * step + 2 * deep));
         #pragma unroll
         for (int j = 0; j < WIDE; j++)
-          multiply(d[i][j], a[0], a[1], a[2], a[3], b[j][2 * deep], b[j][2 * deep + 1]);
+          multiply(d[i][j], a, b[j][2 * deep], b[j][2 * deep + 1]);
       }
   }
 }

@@ -162,16 +162,16 @@ static u32 on(u32 pair) {
 }
 // m16n8k16: lane 4 g + t has A[g, g + 8][2 t, 2 t + 1 and + 8], B[2 t, 2 t + 1 and + 8][g] and
 // D[g, g + 8][2 t, 2 t + 1].
-static void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
   std::memcpy(warp()[lane()], own, sizeof own);
   warp_in_step();
   for (int e = 0; e < 4; e++) {
     const int row = lane() / 4 + e / 2 * 8, column = lane() % 4 * 2 + e % 2;
     for (int k = 0; k < 16; k++) {
-      const u32 a = warp()[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-      const u32 b = warp()[column * 4 + k % 8 / 2][4 + k / 8];
-      d[e] += wide(a >> 16 * (k % 2) & 0xffff) * wide(b >> 16 * (k % 2) & 0xffff);
+      const u32 left = warp()[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      const u32 right = warp()[column * 4 + k % 8 / 2][4 + k / 8];
+      d[e] += wide(left >> 16 * (k % 2) & 0xffff) * wide(right >> 16 * (k % 2) & 0xffff);
     }
   }
   warp_in_step();

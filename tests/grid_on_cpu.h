@@ -69,7 +69,3 @@ static void adders_in_step() { meet(mine().warps[31], 64); }
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();
 }
-static void columns(u32 (&v)[4], u32 address) {
-  matrices(v, address);
-  for (u32& word : v) word = transposed(word);
-}

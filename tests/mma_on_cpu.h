@@ -135,9 +135,6 @@ static void matrices_by_columns(u32 (&v)[4], u32 address) {
   matrices(v, address);
   for (u32& word : v) word = transposed(word);
 }
-static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  multiply(d, a[0], a[1], a[2], a[3], b0, b1);
-}
 
 // mma.sp, m16n8k32. A[row][8 c + 2 q, + 1] of the stored columns is in register row / 8 + 2 c of
 // lane 4 (row % 8) + q; B[8 i + 2 q, + 1][token] in register i of lane 4 token + q. The code of row
