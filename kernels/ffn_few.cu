@@ -134,15 +134,6 @@ __device__ __forceinline__ void adders_in_step() {
 __device__ __forceinline__ void send_to_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
-// To the same place in a CTA of the cluster: 16 bytes, counted by its barrier.
-__device__ __forceinline__ void push(u32 to, float4 v, u32 barrier, int cta) {
-  asm volatile("{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %6;\n"
-               "mapa.shared::cluster.u32 bar, %1, %6;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-               "[there], {%2, %3, %4, %5}, [bar];\n}"
-               :: "r"(to), "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cta)
-               : "memory");
-}
 __device__ __forceinline__ void tell(u32 to, u32 flag, int cta) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %2;\n"
                "st.relaxed.cluster.shared::cluster.u8 [there], %1;\n}"
@@ -170,11 +161,6 @@ __device__ __forceinline__ int counted(const int* counter) {
   int v;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
-}
-// As cluster_in_step, of what has been read alone: that would wait for Y to be in memory.
-__device__ __forceinline__ void cluster_has_read() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
-               "barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // ---- whose units ----
@@ -391,9 +377,9 @@ struct Adder {
     #pragma unroll
     for (int i = 0; i < TURNS; i++) {
       const int row = quad(i) / QUADS, of_row = quad(i) % QUADS;
-      if (quad(i) < ALL)
-        push(to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS), sums[i], bars.parts(place),
-             work.place_of(of_row / OWN_QUADS));
+      const int cta = work.place_of(of_row / OWN_QUADS);
+      const u32 own = to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS);
+      if (quad(i) < ALL) push(of_cta(own, cta), sums[i], of_cta(bars.parts(place), cta));
     }
     sent++;
   }

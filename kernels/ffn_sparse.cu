@@ -65,6 +65,9 @@ constexpr int MANY = HALVES == 1 ? 152 : 224, FEW = HALVES == 1 ? 104 : 56;
 constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
 constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens, likewise
 constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // registers; else all have enough
+// Steps from the read of a gate to its use: a step is 1.9 us, and such a load takes longer. Of as
+// many parts of the threads that multiply, each reads the gates of every AHEAD-th step.
+constexpr int AHEAD = PRODUCTS / (ROWS * GROUP);
 
 extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
 
@@ -76,9 +79,9 @@ struct Shared {
   List lists[LISTS];
   float parts[2][WARPS][GROUP][ROWS + 4];  // of U, of two steps
   alignas(16) u16 gates[2][GROUP][ROWS + 8];
-  int counts[2][THREADS / 32], next, after;  // groups
+  int counts[2][THREADS / 32], next, after;  // turns of groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
-  u64 x_full, x_empty;
+  u64 x_full, x_empty, summed;
 };
 
 // ---- PTX ----
@@ -145,7 +148,10 @@ struct Layer {
   int m, n, limit;
   const uint2* bits;
   __device__ __forceinline__ int groups() const { return (m + GROUP - 1) / GROUP; }
+  // The last group comes first: of G, what was written last is still in L2.
+  __device__ __forceinline__ int group_of(int turn) const { return groups() - 1 - turn; }
   __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
+  __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
 };
 struct Place { int cta, ctas; };  // in the grid
 
@@ -252,8 +258,9 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
 }
 
 // Bring a group's X, 128 bytes each time, into L2: from memory it takes 3 us and more.
-__device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const Team& team) {
-  if (!GATED || group >= layer.groups()) return;
+__device__ __forceinline__ void prefetch_x(const Layer& layer, int turn, const Team& team) {
+  if (!GATED || turn >= layer.groups()) return;
+  const int group = layer.group_of(turn);
   const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
   #pragma unroll 1
   for (int at = 128 * team.thread; at < 2 * layer.tokens(group) * K; at += 128 * team.threads)
@@ -265,8 +272,9 @@ __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const 
 __device__ __forceinline__ void list_next(List& list, const Layer& layer, Place place,
                                           const Team& team, Shared& s) {
   for (;;) {
-    const int group = s.next, after = s.after;
-    if (group >= layer.groups()) break;
+    const int turn = s.next, after = s.after;
+    if (turn >= layer.groups()) break;
+    const int group = layer.group_of(turn);
     int third = layer.groups();  // a cluster has one
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
@@ -425,25 +433,70 @@ __device__ __forceinline__ void read_x(Tokens& x, int number, Shared& s) {
 // Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
 using Sums = float[HALVES][16][4];
 
+// Of 32 columns, `i`-th of the warp's, a lane's eight: of token lane / 4, 16 bytes from `piece_of`.
+__device__ __forceinline__ int piece_of(int i) {
+  const int warp = threadIdx.x / 32 % WARPS;
+  return (HALF * (i / 8) + 256 * warp) / 8 + 4 * (i % 8) + threadIdx.x % 4;
+}
+__device__ __forceinline__ uint4 eight_columns(const float (*d)[4]) {
+  u32 words[4];
+  #pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float* pair = &d[j / 2][j % 2 * 2];
+    words[j] = transposed(pair_of(pair[0], pair[1]));
+  }
+  exchange(words);
+  return uint4{words[0], words[1], words[2], words[3]};
+}
+
+// A step of a list; at the end of all lists, `step` is `end`.
+struct Position {
+  int number, step, end;
+  __device__ __forceinline__ void enter(int list_number, Place place, Shared& s) {
+    number = list_number, step = end = 0;
+    const List& list = s.lists[number % LISTS];
+    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+    if (list.group == END) return;
+    const Steps steps(list, place);
+    step = steps.first, end = steps.end;
+  }
+  __device__ __forceinline__ void advance(Place place, Shared& s) {
+    if (++step == end && SPLIT == 1) enter(number + 1, place, s);
+  }
+};
+
 struct Warp {
   Ring ring;
   Tokens x;
   Sums y;
   u32 h[2];  // of units 2 q, 2 q + 1; and + 8; of token lane / 4, q being lane % 4
-  u16 gate;  // thread t has row t / 8 of token t % 8; zero where the unit is off, and nowhere else
+  // Thread t has row t / 8 % ROWS of token t % 8; zero where the unit is off, and nowhere else.
+  u16 gate;
+  Position ahead;  // whose gates are read next
   int turn;  // of steps: U and gates have two places
 
-  __device__ __forceinline__ void read_gate(const Layer& layer, const List& list, int step) {
-    gate = 0;
-    if (threadIdx.x >= ROWS * GROUP) return;
-    const u32 row = list.rows[step * ROWS + threadIdx.x / GROUP];
-    const u32 token = threadIdx.x % GROUP;
-    if (row >> token & 1)
-      gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
+  __device__ __forceinline__ static bool has_gates_of(int turn) {
+    return threadIdx.x / (ROWS * GROUP) == turn % AHEAD;
+  }
+  __device__ __forceinline__ static int gate_row() { return threadIdx.x / GROUP % ROWS; }
+  __device__ __forceinline__ void read_gate(const Layer& layer, int turn, Place place, Shared& s) {
+    if (ahead.step == ahead.end) return;
+    if (has_gates_of(turn)) {
+      const List& list = s.lists[ahead.number % LISTS];
+      const u32 row = list.rows[ahead.step * ROWS + gate_row()], token = threadIdx.x % GROUP;
+      gate = 0;
+      if (row >> token & 1)
+        gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
+    }
+    ahead.advance(place, s);
+  }
+  __device__ __forceinline__ void read_first_gates(const Layer& layer, Place place, Shared& s) {
+    ahead.enter(0, place, s);
+    #pragma unroll
+    for (int i = 0; i < AHEAD; i++) read_gate(layer, i, place, s);
   }
   __device__ __forceinline__ void put_gate(Shared& s) const {
-    if (threadIdx.x < ROWS * GROUP)
-      s.gates[turn % 2][threadIdx.x % GROUP][threadIdx.x / GROUP] = gate;
+    if (has_gates_of(turn)) s.gates[turn % 2][threadIdx.x % GROUP][gate_row()] = gate;
   }
   // Wait for 16 rows; returns where the lane's one of them starts, this warp's columns.
   __device__ __forceinline__ u32 rows_of(int row) {
@@ -516,16 +569,7 @@ struct Warp {
       free_rows();
     }
   }
-  // The gates of the first step of a list, when there is one.
-  __device__ __forceinline__ void read_first_gate(const Layer& layer, int number, Place place,
-                                                  Shared& s) {
-    const List& list = s.lists[number % LISTS];
-    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
-    if (list.group == END) return;
-    const Steps steps(list, place);
-    if (steps.first < steps.end) read_gate(layer, list, steps.first);
-  }
-  // This CTA's steps of a group: its sums. The gates of the first step have been read.
+  // This CTA's steps of a group: its sums.
   __device__ __forceinline__ void walk(const Layer& layer, int number, Place place, Shared& s) {
     #pragma unroll
     for (int i = 0; i < HALVES * 64; i++) y[i / 64][i / 4 % 16][i % 4] = 0;
@@ -534,8 +578,7 @@ struct Warp {
     const Steps steps(list, place);
     for (int step = steps.first; step < steps.end; step++, turn++) {
       put_gate(s);
-      if (step + 1 < steps.end) read_gate(layer, list, step + 1);
-      else if (SPLIT == 1) read_first_gate(layer, number + 1, place, s);
+      read_gate(layer, turn + AHEAD, place, s);
       if (GATED) put_up(s);
       if (GATED && step > steps.first) add_down();
       in_step(2, PRODUCTS);  // by then the other place has been read
@@ -544,74 +587,80 @@ struct Warp {
     }
     if (GATED && steps.end > steps.first) add_down();
   }
-  // Give each token's eight columns that the lane has, of `piece`, to `put`.
-  template <class Put> __device__ __forceinline__ void each_piece(int tokens, Put put) const {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void put_out(u16* out, int tokens) const {
+    const int token = threadIdx.x % 32 / 4;
     #pragma unroll
     for (int i = 0; i < 8 * HALVES; i++) {
-      u32 words[4];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float* pair = &y[i / 8][i % 8 * 2 + j / 2][j % 2 * 2];
-        words[j] = transposed(pair_of(pair[0], pair[1]));
-      }
-      exchange(words);
-      const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane % 4;
-      if (lane / 4 < tokens && piece < K / 8)
-        put(lane / 4, piece, uint4{words[0], words[1], words[2], words[3]});
+      const uint4 v = eight_columns(y[i / 8] + i % 8 * 2);
+      if (token < tokens && piece_of(i) < K / 8)
+        write_once((uint4*)(out + (u64)token * K) + piece_of(i), v);
     }
   }
 };
 
-// ---- out ----
+// ---- sums of a cluster ----
+// Each CTA adds up some of the pieces, 32 columns each, of all warps. Its own and the others' sums
+// are pushed to it, to where X and the stages were: no CTA waits for another's memory.
 
-__device__ __forceinline__ uint4 rounded(float4 a, float4 b) {
-  return uint4{pair_of(a.x, a.y), pair_of(a.z, a.w), pair_of(b.x, b.y), pair_of(b.z, b.w)};
+constexpr int PIECES_OF_WARP = 8 * HALVES;
+__device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
+constexpr int MOST_PIECES = (PIECES_OF_WARP + SPLIT - 1) / SPLIT, PIECE_BYTES = 2 * 32 * 16;
+
+__device__ __forceinline__ u32 place_of_sums(int from, int piece) {
+  return ((from * WARPS + threadIdx.x / 32 % WARPS) * MOST_PIECES + piece) * PIECE_BYTES +
+         threadIdx.x % 32 * 16;
 }
-
-// Sums of all CTAs of a cluster: each puts its own where the stages were, and adds up a share.
-constexpr int SUMS_PITCH = K + 4;  // floats: four tokens are in different banks
-
-__device__ __forceinline__ void put_sums(const Sums& y) {
-  const int lane = threadIdx.x % 32;
-  in_step(2, PRODUCTS);  // all have read the last stage
+__device__ __forceinline__ void expect_sums(int rank, Shared& s) {
+  const int pieces = first_piece(rank + 1) - first_piece(rank);
+  arrive_expecting(address_of(&s.summed), SPLIT * WARPS * pieces * PIECE_BYTES);
+}
+// Once all CTAs have read their last stage.
+__device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
+  const u32 own = address_of(shared) + place_of_sums(rank, 0), summed = address_of(&s.summed);
   #pragma unroll
-  for (int i = 0; i < HALVES * 64; i++) {
-    const int token = lane % 4 * 2 + i % 2;
-    const int column = column_of(i / 64) + i / 4 % 16 * 16 + i / 2 % 2 * 8 + lane / 4;
-    if (column < K) ((float*)shared)[token * SUMS_PITCH + column] = y[i / 64][i / 4 % 16][i % 4];
+  for (int owner = 0; owner < SPLIT; owner++) {
+    const u32 to = of_cta(own, owner), barrier = of_cta(summed, owner);
+    #pragma unroll
+    for (int i = 2 * first_piece(owner); i < 2 * first_piece(owner + 1); i++) {
+      const float (&d)[4] = y[i / 16][i % 16];
+      push(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
+    }
   }
 }
-// A dry run adds up this CTA's own alone, and writes nothing.
-__device__ __forceinline__ void add_up(const Layer& layer, int group, int rank, bool dry) {
-  u16* y = layer.y + (u64)group * GROUP * K;
-  for (int i = rank * THREADS + threadIdx.x; i < layer.tokens(group) * (K / 8);
-       i += SPLIT * THREADS) {
-    const float* own = (float*)shared + i / (K / 8) * SUMS_PITCH + i % (K / 8) * 8;
-    float4 a{}, b{};
+// A dry run writes nothing.
+__device__ __forceinline__ void add_up(u16* y, int tokens, int rank, bool dry) {
+  #pragma unroll 1
+  for (int i = first_piece(rank); i < first_piece(rank + 1); i++) {
+    float d[2][4] = {};
     #pragma unroll
-    for (int cta = 0; cta < SPLIT; cta++) {
-      const float4 c = floats_of(own, dry ? rank : cta), d = floats_of(own + 4, dry ? rank : cta);
-      a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
-      b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
-    }
-    if (!dry) ((uint4*)y)[i] = rounded(a, b);
+    for (int from = 0; from < SPLIT; from++)
+      #pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float4 v = *(const float4*)(shared + place_of_sums(from, i - first_piece(rank)) +
+                                          512 * half);
+        d[half][0] += v.x, d[half][1] += v.y, d[half][2] += v.z, d[half][3] += v.w;
+      }
+    const uint4 v = eight_columns(d);
+    const int token = threadIdx.x % 32 / 4, piece = piece_of(i);
+    if (!dry && token < tokens && piece < K / 8)
+      ((uint4*)(y + (u64)token * K))[piece] = v;
   }
 }
 
 __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place, Shared& s) {
   Warp warp{Ring(s, 0)};
-  warp.read_first_gate(layer, 0, place, s);
+  warp.read_first_gates(layer, place, s);
   for (int i = 0; s.lists[i % LISTS].group != END; i++) {
     const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
     warp.walk(layer, i, place, s);
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
-    u16* y = layer.y + (u64)group * GROUP * K;
-    if (SPLIT > 1) return put_sums(warp.y);
-    warp.each_piece(tokens, [&](int token, int piece, uint4 v) {
-      write_once((uint4*)(y + (u64)token * K) + piece, v);
-    });
+    if (SPLIT > 1) {
+      __syncwarp();
+      cluster_has_read();
+      return push_sums(warp.y, place.cta % SPLIT, s);
+    }
+    warp.put_out(layer.out_of(group), tokens);
   }
 }
 
@@ -632,6 +681,8 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     }
     init(address_of(&s.x_full), LOADERS);
     init(address_of(&s.x_empty), WARPS);
+    init(address_of(&s.summed), 1);
+    if (SPLIT > 1) expect_sums(place.cta % SPLIT, s);
   }
   const Team all{(int)threadIdx.x, THREADS, 0};
   if (threadIdx.x == 0) {
@@ -654,17 +705,13 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     if (other < LISTERS) list_groups(layer, place, {other, LISTERS, 1}, s);
     else load_groups(layer, place, other - LISTERS, s);
   }
-  // Instructions come from memory the first time, 1 us for every few dozen of them: who is through
-  // early goes over these once in vain.
-  if (SPLIT > 1) {
-    #pragma unroll 1
-    for (bool dry = other >= 0;; dry = false) {
-      __syncwarp();
-      if (!dry) cluster_in_step();
-      add_up(layer, group, place.cta % SPLIT, dry);
-      if (!dry) break;
-    }
-    __syncwarp();
-    cluster_in_step();  // no CTA may end before all have read its sums
-  }
+  if (SPLIT == 1) return;
+  // Instructions come from memory the first time, 1 us for every few dozen of them: listers, which
+  // are through early, go over these once in vain.
+  const bool dry = other >= 0;
+  if (!dry) wait(address_of(&s.summed), 0, "sums of the cluster");
+  if (other < LISTERS)
+    add_up(layer.out_of(group), layer.tokens(group), place.cta % SPLIT, dry);
+  __syncwarp();
+  if (dry) cluster_has_read();
 }

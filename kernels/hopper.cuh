@@ -128,6 +128,25 @@ __device__ __forceinline__ void cluster_in_step() {
                "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// As above, of what has been read alone: `release` waits until all that was written is in memory.
+__device__ __forceinline__ void cluster_has_read() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
+               "barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The address, for this CTA, of what another of the cluster has at the same place.
+__device__ __forceinline__ u32 of_cta(u32 address, int cta) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
+  return there;
+}
+// 16 bytes to such an address, counted by a barrier of that CTA.
+__device__ __forceinline__ void push(u32 to, float4 v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+               "[%0], {%2, %3, %4, %5}, [%1];"
+               :: "r"(to), "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
 // Four of another CTA's floats, which lie where this one's own do.
 __device__ __forceinline__ float4 floats_of(const float* own, int cta) {
   float4 v;

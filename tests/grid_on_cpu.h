@@ -32,9 +32,6 @@ static void bring(u32 to, const void* from, int bytes, u32 barrier) {
   if ((u64)from % 16) std::abort();
   counted_copy(mine(), to, from, bytes, barrier);
 }
-static void push(u32 to, float4 v, u32 barrier, int cta) {
-  counted_copy(of_cluster(cta), to, &v, sizeof v, barrier);
-}
 
 // ---- flags and words ----
 
@@ -64,7 +61,6 @@ static void exchange(u32 (&words)[4]) {
   warp_in_step();
 }
 
-static void cluster_has_read() { cluster_in_step(); }
 static void adders_in_step() { meet(mine().warps[31], 64); }
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();

@@ -30,7 +30,11 @@ struct Copy { u32 to; std::vector<char> bytes; };
 struct Copies { std::vector<std::vector<Copy>> groups{1}; };
 static std::map<Fiber*, Copies> copies;  // of a thread; the last group is still open
 
-static u32 address_of(const void* p) { return (const char*)p - dynamic_shared(); }
+// The same in all CTAs: what is not in dynamic shared memory comes after it.
+static u32 address_of(const void* p) {
+  const auto at = (const char*)p - dynamic_shared(), size = (long)mine().dynamic.size();
+  return at >= 0 && at < size ? at : size + ((const char*)p - fixed_shared());
+}
 static void land(const Copy& copy) {
   if (copy.to + copy.bytes.size() > mine().dynamic.size()) std::abort();
   std::memcpy(dynamic_shared() + copy.to, copy.bytes.data(), copy.bytes.size());
@@ -92,6 +96,12 @@ static void counted_copy(Cta& cta, u32 to, const void* from, int bytes, u32 barr
   if (LATE) b.copies.push_back(c);
   else land(cta, b, c);
 }
+static u32 of_cta(u32 address, int cta) { return address | cta << 24; }
+static void push(u32 to, float4 v, u32 barrier) {
+  if (to >> 24 != barrier >> 24) std::abort();
+  counted_copy(of_cluster(to >> 24), to & 0xffffff, &v, sizeof v, barrier & 0xffffff);
+}
+static void cluster_has_read() { cluster_in_step(); }
 static void wait(u32 barrier, u32 parity, const char*) {
   for (;; others_first()) {
     Barrier& b = barriers.at({&mine(), barrier});
