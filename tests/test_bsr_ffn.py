@@ -184,7 +184,7 @@ def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: st
     y = launch()
     assert isinstance(y, torch.Tensor)
     expected, graph = y.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         launch()
     y.fill_(float("nan"))
     graph.replay()
