@@ -148,6 +148,13 @@ def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
     return scores(seed, name, grid.cells, device)
 
 
+def _first_column_first(score: Score, grid: Grid) -> Tensor:
+    """Score the cells of the first column above all others."""
+    found = score(grid).long()  # room for one more than 31 bits hold
+    found.view(grid.rows, grid.columns)[:, 0] = found.max() + 1
+    return found
+
+
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     shape = _shape(problem, op, name)
     weight = torch.empty(shape, dtype=_dtype(problem, op, name), device=device)
@@ -160,6 +167,7 @@ def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -
     shape = op.operands[name].shape
     if patterns.level(problem.fields, shape) == 0:
         return weight
+    score = partial(_first_column_first, score) if op.keeps_first(problem, name) else score
     return _kept(weight, patterns.mask(problem.fields, shape, score, weight.device))
 
 

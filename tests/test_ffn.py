@@ -1,17 +1,21 @@
 """Feed-forward layers whose units are seldom on: operands, work and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.spense import Spense
+from sparsebench.harness import contest
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.operands import DenseOperands, operands, redraw
 from sparsebench.harness.ops._active import SEQUENCE, probabilities, share_of_any
 from sparsebench.harness.suite import read
-from sparsebench.results.record import Problem, Value
+from sparsebench.results.record import Problem, Status, Value
 
 CPU = torch.device("cpu")
 M, N, K = 512, 1024, 256
@@ -67,6 +71,43 @@ def test_tokens_of_a_sequence_share_units() -> None:
     assert shared["correlated"] > 0.4
 
 
+PRUNED: list[tuple[str, Value, float]] = [
+    ("blocks", 16, 0.75),
+    ("balanced_blocks", 16, 0.75),
+    ("unstructured", 1, 0.9),
+    ("two_four", 1, 0.5),
+    ("spense_hidden", 1, 0.25),
+]
+
+
+@pytest.mark.parametrize("op", GATE)
+@pytest.mark.parametrize(("pattern", "block", "sparsity"), PRUNED)
+def test_pruned_layers_have_as_many_units_on_and_keep_their_pattern(
+    op: str, pattern: str, block: Value, sparsity: float
+) -> None:
+    asked = problem(op, active=32.0, skew="iid", pattern=pattern, block=block, sparsity=sparsity)
+    drawn = built(asked)
+    assert float(units_on(asked, drawn).sum(1).float().mean()) == pytest.approx(32, rel=0.15)
+    assert drawn.sparsity == pytest.approx(sparsity, abs=0.001)
+    gate = drawn.weights[GATE[op]]
+    assert (gate[:, 0] != 0).all()
+    if pattern == "two_four":
+        assert ((gate.view(N, -1, 4) != 0).sum(2) <= 2).all()
+    if pattern == "spense_hidden":
+        Spense.from_dense(gate, dense_fraction=0.5, split="rows")
+    if pattern in ("blocks", "balanced_blocks"):
+        kept = len(Bsr.from_dense(gate, block=16).values)
+        assert kept == N * K // 16**2 // 4
+
+
+def test_a_row_that_has_its_bias_alone_is_never_on() -> None:
+    asked = problem(n=32, k=64, active=8.0, skew="iid", pattern="unstructured", sparsity=0.97)
+    drawn = built(asked)
+    alone = (drawn.weights["wg"][:, 1:] == 0).all(1)
+    assert alone.any()
+    assert not units_on(asked, drawn)[:, alone].any()
+
+
 @pytest.mark.parametrize("skew", ["iid", "zipf", "correlated"])
 def test_probabilities_have_the_mean_asked_for(skew) -> None:
     found = probabilities(29.0, 5632, skew)
@@ -75,11 +116,13 @@ def test_probabilities_have_the_mean_asked_for(skew) -> None:
     assert 0 < found[-1] <= found[0] < 1
 
 
-DIGESTS = {
+IN_BLOCKS: dict[str, Value] = {"pattern": "blocks", "block": 16, "sparsity": 0.75}
+DIGESTS: dict[str, tuple[dict[str, Value], str]] = {
     "as before": ({}, "3f96aeca17e24fe2"),
     "iid": ({"active": 32.0, "skew": "iid"}, "1c4dd52eeb5605fb"),
     "zipf": ({"active": 32.0, "skew": "zipf"}, "3ceac05c7ed041b0"),
     "correlated": ({"active": 32.0, "skew": "correlated"}, "9277d2ac44ecd51e"),
+    "pruned": ({"active": 32.0, "skew": "iid", **IN_BLOCKS}, "f91df311511c54d5"),
 }
 
 
@@ -145,7 +188,14 @@ contenders: [{format: dense, kernel: reference}]
         ("activation: relu, active: 64", "active below n, 64, not 64"),
         ("activation: relu, active: 0", "greater than 0"),
         ("activation: relu, skew: zipf", "active where there is a skew, not none"),
-        ("activation: relu, active: 8, pattern: blocks", "pattern dense where active is given"),
+        (
+            "activation: relu, active: 8, pattern: banded, block: 8, sparsity: 0.5",
+            "pattern dense or unstructured or .* or spense_hidden where active is iid, not banded",
+        ),
+        (
+            "activation: relu, active: 8, pattern: blocks, block: [4, 16], sparsity: 0.6",
+            "a block a row, where active is given, for its bias, not 0.8",
+        ),
     ],
 )
 def test_what_biases_cannot_bring_about_is_refused(written: str, message: str, tmp_path: Any):
@@ -156,7 +206,7 @@ def test_what_biases_cannot_bring_about_is_refused(written: str, message: str, t
 
 
 def test_the_packaged_suite_sweeps_tokens_and_active_units() -> None:
-    problems = [contest.problem for contest in read("ffn").contests]
+    problems = [found.problem for found in read("ffn").contests]
     assert {p["active"] for p in problems} == {8, 29, 113, 280, 600}
     assert {p["m"] for p in problems} >= {1, 131072}
     assert {p["skew"] for p in problems} == {"iid", "zipf", "correlated"}
@@ -168,3 +218,19 @@ def test_a_dense_product_computes_every_unit(name: str) -> None:
     sizes = dict.fromkeys(op.weights, 64 * 32)
     dense = op.flops(op.dense(Problem(name, fields)), sizes)
     assert dense == 2 * 4 * sum(sizes.values()) > op.flops(Problem(name, fields), sizes)
+
+
+def test_formats_stand_beside_each_other_at_one_layer() -> None:
+    """The packaged suite by the reference, at sizes for a CPU."""
+    contests = read("ffn-formats").contests
+    assert len(contests) == 12
+    for found in contests:
+        at = found.problem
+        if at["m"] != 16 or at["sparsity"] not in (0.8, 0.25):
+            continue
+        asked = Problem("ffn", {**at.fields, "m": 4, "n": 512, "k": 640})
+        own = {c.format: replace(c, kernel="reference", options={}) for c in found.contenders}
+        rows, _ = contest.run(asked, [*own.values()], CPU, None)
+        status = {row.case.contender.format: row.status for row in rows}
+        spense = Status.OK if at["pattern"] == "spense_hidden" else Status.UNSUPPORTED
+        assert status == {"dense": Status.OK, "bsr": Status.OK, "spense": spense}

@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear, relu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -232,6 +233,91 @@ def test_autocast_gives_what_dense_layers_give(dtype):
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
+# ---- sparse or dense, as it is told ----
+
+
+def units_on(mlp: SparseGatedMLP, x: Tensor) -> int:
+    """Count the units on for a token, on average, rounded up."""
+    on = int((linear(x.double(), mlp.gate.weight.double()) > 0).sum())
+    return -(-on // max(1, len(x)))
+
+
+@compiled
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize(("m", "n", "k", "slots", "rarity"), CASES)
+def test_a_layer_that_is_told_to_be_dense_is(m, n, k, slots, rarity, activation):
+    mlp, x = drawn(m, n, k, slots, rarity=rarity, activation=activation)
+    mlp.sparse = False
+    for share in (0.0, 0.5):
+        assert_near(step(mlp, x, share), dense_step(mlp, x, share), 1e-5)
+
+
+@compiled
+def test_a_dense_layer_keeps_what_dense_layers_keep():
+    mlp, x = drawn(64, 40, 16, 8)
+    mlp.sparse = False
+
+    def kept(layer: nn.Module) -> int:
+        found: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            found.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            layer(x)
+        return len({t.data_ptr() for t in found if len(t) == 64})
+
+    assert kept(mlp) == kept(Dense(mlp)) == 4  # X, act(G), U and H
+
+
+@compiled
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(("m", "n", "k", "slots", "rarity"), CASES)
+def test_a_layer_counts_the_units_that_are_on(m, n, k, slots, rarity, sparse):
+    mlp, x = drawn(m, n, k, slots, rarity=rarity)
+    mlp.sparse = sparse
+    for given in (x, x[:1], x[:0]):
+        mlp(given)
+        assert int(mlp.active) == units_on(mlp, given)
+
+
+@compiled
+def test_the_count_is_no_part_of_the_state_and_keeps_its_dtype():
+    mlp, x = drawn(12, 600, 16, 8, rarity=-5.0)
+    mlp(x)
+    assert "active" not in mlp.state_dict()
+    assert int(copy.deepcopy(mlp).bfloat16().active) == int(mlp.active) == units_on(mlp, x) > 512
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("active", "slots", "sparse"),
+    [(0, 88, True), (59, 88, True), (60, 88, False), (20, 20, True), (21, 20, False)],
+)
+def test_a_layer_settles_on_what_is_faster(active, slots, sparse):
+    mlp = SparseGatedMLP(8, 5632, slots=slots)
+    for before in (True, False):
+        mlp.sparse = before
+        mlp.active.fill_(active)
+        assert mlp.settle() == mlp.sparse == sparse
+    assert f"slots={slots} of 5632, sparse={sparse}" in repr(mlp)
+
+
+@compiled
+def test_a_layer_settles_anew_as_units_go_off():
+    mlp, x = drawn(30, 512, 16, 8, rarity=0.5)
+    mlp(x)
+    assert not mlp.settle()
+    few = x.clone()
+    few[:, 0] = 8  # the bias, eight times
+    expected = dense_step(mlp, few)
+    for sparse in (False, True):
+        assert_near(step(mlp, few), expected, 1e-5)
+        assert mlp.sparse == sparse
+        assert mlp.settle()
+
+
 def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     mlp, x = drawn(6, 24, 16, 5, dtype=dtype)
     x[:, 1:] += 0.01 * torch.randn(6, 15)  # off the kinks, and of gates at zero
@@ -270,9 +356,16 @@ def test_the_operators_are_what_torch_compile_expects(slots):
 @compiled
 def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
     mlp, x = drawn(12, 40, 16, 8)
-    whole = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
-    for m in (12, 5, 7):
-        assert_near(step(whole, x[:m]), step(mlp, x[:m]), 1e-6)
+    compiler = CompileCounterWithBackend("aot_eager")
+    whole = torch.compile(mlp, fullgraph=True, backend=compiler, dynamic=True)
+    for sparse in (True, False, True, False):
+        mlp.sparse = sparse
+        for m in (12, 5, 7):
+            expected = step(mlp, x[:m])
+            mlp.active.zero_()
+            assert_near(step(whole, x[:m]), expected, 1e-6)
+            assert int(mlp.active) == units_on(mlp, x[:m])
+    assert compiler.frame_count == 2
 
 
 @compiled
@@ -297,8 +390,10 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
     mlp = SparseGatedMLP.from_dense(gate, gate, down)
     with pytest.raises(Unsupported, match=r"expected \[\.\.\., 16\], found \[2, 40\]"):
         mlp(torch.zeros(2, 40))
-    with pytest.raises(Unsupported, match="expected operands of one dtype, found"):
-        mlp(torch.zeros(2, 16).double())
+    for sparse in (False, True):
+        mlp.sparse = sparse
+        with pytest.raises(Unsupported, match="expected operands of one dtype, found"):
+            mlp(torch.zeros(2, 16).double())
     with pytest.raises(
         Unsupported, match=r"expected three weights \[n, 16\], found \[\[40, 16\], "
     ):
@@ -384,6 +479,7 @@ def test_interpreted_kernels_are_right(m, n, k, slots, rarity, dtype, activation
     mlp, x = drawn(m, n, k, slots, rarity=rarity, activation=activation, dtype=kind)
     found = assert_right(mlp, x)
     assert all(map(torch.equal, found, step(mlp, x)))
+    assert int(mlp.active) == units_on(mlp, x)
 
 
 @interpreted
@@ -581,6 +677,21 @@ def test_a_gpu_gives_what_dense_layers_give_in_fp64(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_a_gpu_settles_and_is_right_either_way(dtype, activation) -> None:
+    for rarity in (2.57, 1.0):
+        mlp, x = on_gpu(300, 1024, 512, 16, rarity, dtype, activation=activation)
+        found = assert_right(mlp, x)
+        assert int(mlp.active) == units_on(mlp, x)
+        assert mlp.settle() == (units_on(mlp, x) * module.EVEN <= 1024)
+        mlp.sparse = False
+        mlp.active.zero_()
+        assert_near(assert_right(mlp, x), found, 2e-2)
+        assert int(mlp.active) == units_on(mlp, x)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("slots", [60, 1])
 def test_nan_is_where_dense_layers_have_it_on_a_gpu(slots) -> None:
     mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
@@ -593,7 +704,12 @@ def test_nan_is_where_dense_layers_have_it_on_a_gpu(slots) -> None:
 def test_a_gpu_compiles_the_layer_into_one_graph() -> None:
     mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
     whole = torch.compile(mlp, fullgraph=True)
-    assert_near(step(whole, x), step(mlp, x), 1e-2)
+    for sparse in (True, False):
+        mlp.sparse = sparse
+        expected = step(mlp, x)
+        mlp.active.zero_()
+        assert_near(step(whole, x), expected, 1e-2)
+        assert int(mlp.active) == units_on(mlp, x)
 
 
 @pytest.mark.gpu
@@ -611,7 +727,9 @@ def test_a_captured_step_goes_both_ways() -> None:
         found = step(mlp, given)
     for each in (many, x, many):
         given.copy_(each)
+        mlp.active.zero_()
         graph.replay()
+        assert int(mlp.active) == units_on(mlp, each)
         assert all(map(torch.equal, found, step(mlp, each)))
 
 

@@ -14,6 +14,9 @@ So the sparsity is in dense weights, as training leaves it there, and a kernel f
 every call. Biases are rounded to the dtype, by which bf16 moves a mean by up to 3 %. Independent
 tokens share units by chance alone, which is a kernel's worst case. Gates of a sequence's tokens
 correlate by 4/5: where 0.5 % of the units are on, 40 % of a token's are another's, too.
+
+Weights may be pruned as well. A pattern keeps the cells of column 0 first, as many in all as ever,
+and s is that of the terms that a row has left.
 """
 
 from collections.abc import Mapping
@@ -36,6 +39,10 @@ SEQUENCE = 128  # tokens
 DEVIATION = 0.8819  # of what bits.fill draws at a scale of UNIT
 CPU = torch.device("cpu")
 
+IN_BLOCKS = "blocks", "balanced_blocks"
+PATTERNS = "dense", "unstructured", *IN_BLOCKS, "two_four", "spense_hidden"
+"""Patterns that choose by score, and so can keep column 0."""
+
 RECORDED = "recorded"
 
 Skew = Literal["iid", "zipf", "correlated", "recorded"]
@@ -57,7 +64,13 @@ class ActiveFields(Fields):
         activation, n = fields["activation"], fields["n"]
         _expect(activation != "silu", "activation relu or relu2 where active is given", activation)
         _expect(self.dtype != "fp8", "a dtype of 16 or 32 bits where active is given", self.dtype)
-        _expect(self.pattern == "dense", "pattern dense where active is given", self.pattern)
+        known = PATTERNS if self.skew != RECORDED else PATTERNS[:1]
+        wanted = f"pattern {' or '.join(known)} where active is {self.skew}"
+        _expect(self.pattern in known, wanted, self.pattern)
+        width = self.block if isinstance(self.block, int) else self.block[1]
+        cells = -(-fields["k"] // (width if self.pattern in IN_BLOCKS else 1))
+        room = (1 - self.sparsity) * cells
+        _expect(room >= 1, "a block a row, where active is given, for its bias", f"{room:.3g}")
         _expect(self.active < n, f"active below n, {n}", self.active)
         return self
 
@@ -79,19 +92,27 @@ def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -
             operand.mul_(0.5).add_(own.repeat_interleave(SEQUENCE, 0)[: len(operand)])
         operand[:, 0] = 1
     else:
-        operand[:, 0] = biases(problem).to(operand.dtype).to(operand.device)
+        pruned = problem["pattern"] != "dense"
+        terms = (operand[:, 1:] != 0).sum(1).to(CPU) if pruned else problem["k"] - 1
+        operand[:, 0] = biases(problem, terms).to(operand.dtype).to(operand.device)
 
 
-def biases(problem: Problem) -> Tensor:
-    """Return fp64 [n]."""
+def keeps_first(problem: Problem, gate: str, name: str) -> bool:
+    """Say whether pruning leaves column 0 of a weight whole, for the biases."""
+    return name == gate and problem.fields.get("active") is not None
+
+
+def biases(problem: Problem, terms: Tensor | int) -> Tensor:
+    """Return fp64 [n]; `terms` are those of a row beside its bias, of each or of all rows."""
     n, k = problem["n"], problem["k"]
     of_x = DEVIATION * (1.25 if problem["skew"] == "correlated" else 1) ** 0.5
     of_w = DEVIATION * unit_scale(k)  # operands.py's
-    s = of_x * of_w * (k - 1) ** 0.5
+    terms = terms.clamp(min=1).double() if isinstance(terms, Tensor) else terms
+    s = of_x * of_w * terms**0.5
     quantile = NormalDist().inv_cdf
-    by_rank = [quantile(p) * s for p in probabilities(problem["active"], n, problem["skew"])]
+    by_rank = [quantile(p) for p in probabilities(problem["active"], n, problem["skew"])]
     rank = scores(problem.seed, "rank of units", n, CPU).argsort(stable=True).argsort()
-    return torch.tensor(by_rank, dtype=torch.float64)[rank]
+    return torch.tensor(by_rank, dtype=torch.float64)[rank] * s
 
 
 @cache

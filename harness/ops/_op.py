@@ -65,6 +65,7 @@ class Op:
                   default: none, and the op takes none
     adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
                   was drawn, in place and to the same bits on every device; default: leaves it
+    keeps_first   (problem, weight's name) to whether pruning leaves its column 0 whole; default: no
     parts         the problem to the rows of an output that is several results, one below the other,
                   each held against its own size; default: one
     """
@@ -79,6 +80,7 @@ class Op:
     dense: Callable[[Problem], Problem] = lambda problem: problem
     recorded: Callable[[Mapping[str, Tensor]], dict[str, float | str]] | None = None
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
+    keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
 
     @property

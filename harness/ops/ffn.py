@@ -25,6 +25,7 @@ from sparsebench.harness.ops._active import (
     ActiveFields,
     adjust,
     all_active,
+    keeps_first,
     recorded,
     share,
     share_of_any,
@@ -163,4 +164,5 @@ OP = Op(
     dense=all_active,
     recorded=partial(recorded, "wg"),
     adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
+    keeps_first=lambda problem, name: keeps_first(problem, "wg", name),
 )

@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsebench.harness.ops._active import adjust, all_active, share, share_of_any
+from sparsebench.harness.ops._active import adjust, all_active, keeps_first, share, share_of_any
 from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
 from sparsebench.results.record import Problem
@@ -68,4 +68,5 @@ OP = Op(
     fewest_bytes=fewest_bytes,
     dense=all_active,
     adjust=lambda problem, name, operand, draw: adjust(problem, "wu", name, operand, draw),
+    keeps_first=lambda problem, name: keeps_first(problem, "wu", name),
 )

@@ -17,6 +17,12 @@ nothing is lost: the call is dense, gate and up are made again in backward (11 p
 what is kept is as large as before. The device decides; the host never waits, and a CUDA graph holds
 both ways, which is why backward has room for two matrices [tokens, units] in any case.
 
+Such a step takes up to 1.6 times as long as dense layers do (kernels/NOTES.md). A layer with many
+units on, as one has that is not trained yet, can be told to be dense (`sparse`), or to decide
+(`settle`, by what the last call counted): products by cuBLAS, and what dense layers keep. It never
+changes by itself: when the host hears of a count depends on how far the device has come, and so
+would the bits, and the memory that a step takes.
+
     CUDA, compute capability 8.0 and newer     Triton: kernels/_active_*.py; sizes of multiples of 8
     CPU                                        torch, dense products: a reference, not a kernel
 
@@ -41,7 +47,8 @@ from sparsebench.kernels._triton import TMA_ALIGNMENT, Template, supports
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-SHARE = 64  # of the units, one is given a slot: more on would cost what dense products do
+SHARE = 64  # of the units, one is given a slot: with all taken a step is slower than a dense one
+EVEN = 94  # of the units, one on: a step takes as long as a compiled dense one (kernels/NOTES.md)
 PLANS = 64  # kept, of different sizes: of a call's programs, bound without their tensors
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -53,6 +60,10 @@ class SparseGatedMLP(nn.Module):
 
     gate, up, down  nn.Linear, with the state dict that three of them have
     slots           of a token, on average, for units that are on; a 64th of all if not given
+    sparse          whether calls compute and keep what is on alone, or as dense layers do; a graph
+                    keeps what it was captured with, torch.compile compiles each once
+    active          units on for a token in the last call, on average, rounded up: a number on the
+                    layer's device; with more than `slots` a sparse call was dense, and slower
 
     Y, and the gradients, are those of dense layers at any number of units that are on. Down's
     weight lies transposed in memory, as it is read, and so do its gradient and optimizer state:
@@ -82,6 +93,10 @@ class SparseGatedMLP(nn.Module):
         self.gate, self.up = nn.Linear(k, n, **made), nn.Linear(k, n, **made)
         self.down = nn.Linear(n, k, **made)
         self.down.weight = nn.Parameter(self.down.weight.detach().t().contiguous().t())
+        self.sparse = True
+        self.active: Tensor
+        active = torch.zeros((), dtype=torch.int32, device=device)
+        self.register_buffer("active", active, persistent=False)
 
     @classmethod
     def from_dense(
@@ -114,18 +129,35 @@ class SparseGatedMLP(nn.Module):
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
-        weights = [self.gate.weight, self.up.weight, self.down.weight.t()]
+        wg, wu, wd_t = self.gate.weight, self.up.weight, self.down.weight.t()
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, *weights = (t.to(dtype) for t in (x, *weights))
-        flat = x.reshape(-1, k)
-        y, norms, *_ = gated_mlp(flat, *weights, self.activation == "relu2", self.slots)
+            x, wg, wu, wd_t = (t.to(dtype) for t in (x, wg, wu, wd_t))
+        flat, squared = x.reshape(-1, k), self.activation == "relu2"
+        tokens = max(1, len(flat))
+        if self.sparse:
+            y, norms, offsets, *_ = gated_mlp(flat, wg, wu, wd_t, squared, self.slots)
+            on = offsets[-1]
+        else:
+            _require_one_kind(flat, wg, wu, wd_t)
+            y, norms, on = _dense(flat, wg, wu, wd_t, squared, l1)
+        self.active.copy_(on // -tokens).neg_()  # rounded up
         y = y.view(x.shape)
-        return (y, norms.sum() / max(1, len(flat))) if l1 else y
+        return (y, norms.sum() / tokens) if l1 else y
+
+    def settle(self) -> bool:
+        """Take the faster way from now on, for as many units as were on in the last call.
+
+        Returns `sparse`. Waits for the device: after the first step, then every hundred or so.
+        """
+        active = int(self.active)
+        self.sparse = active <= self.slots and active * EVEN <= self.hidden_features
+        return self.sparse
 
     def extra_repr(self) -> str:
-        """Say the activation and the slots."""
-        return f"activation={self.activation}, slots={self.slots} of {self.hidden_features}"
+        """Say the activation, the slots, and the way."""
+        slots = f"slots={self.slots} of {self.hidden_features}"
+        return f"activation={self.activation}, {slots}, sparse={self.sparse}"
 
 
 # ---- operators ----
@@ -145,10 +177,10 @@ def _forward(
     (m, k), n = x.shape, wg.shape[0]
     if not _on_kernels(x):
         with torch.autocast(x.device.type, enabled=False):
-            h = _act(x @ wg.t(), squared) * (x @ wu.t())
-            y, norms = h @ wd_t, h.float().abs().sum(1)
-        packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
-        return y, norms, *packed  # type: ignore[return-value]  # seven
+            y, norms, on = _dense(x, wg, wu, wd_t, squared, True)
+        offsets, *packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
+        offsets[-1] = on
+        return y, norms, offsets, *packed  # type: ignore[return-value]  # nine
     x, wg, wu, wd_t = _plain(x), _plain(wg), _plain(wu), _plain(wd_t)
     plan, g = _forward_plan(m, n, k, x.dtype, x.device, squared, slots), x.new_empty(m, n)
     with torch.cuda.device_of(x):
@@ -337,7 +369,18 @@ def _on_kernels(x: Tensor) -> bool:
     return bool(len(x)) and (x.device.type != "cpu" or knobs.runtime.interpret)
 
 
-# ---- the reference ----
+# ---- dense layers, and the reference ----
+
+
+def _dense(
+    x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, l1: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Y [m, k], a token's sum of |H| [m] if `l1`, and how many are on in all."""
+    act = relu(x @ wg.t())
+    on = act.detach().count_nonzero()
+    h = (act.square() if squared else act) * (x @ wu.t())
+    norms = h.abs().sum(1, dtype=torch.float32) if l1 else h.new_empty(0)
+    return h @ wd_t, norms, on
 
 
 def _act(g: Tensor, squared: bool) -> Tensor:
