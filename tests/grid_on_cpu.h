@@ -7,7 +7,7 @@ using std::max;
 
 static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __popcll(u64 v) { return __builtin_popcountll(v); }
-static int __ffsll(u64 v) { return __builtin_ffsll(v); }
+static int __ffs(u32 v) { return __builtin_ffs(v); }
 static u32 __ballot_sync(u32, bool own) {
   warp()[lane()][0] = own;
   warp_in_step();
@@ -65,7 +65,8 @@ static void exchange(u32 (&words)[4]) {
 }
 
 static void cluster_has_read() { cluster_in_step(); }
-static void adders_in_step() { meet(mine().warps[31], 64); }
+static void adders_in_step() { in_step(1, 64); }
+static void listers_in_step() { in_step(2, 288); }
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();
 }
