@@ -182,6 +182,14 @@ __device__ __forceinline__ int counted(const int* counter) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
+// As cluster_in_step, in two halves. With nothing to show a thread waits for none of its own reads.
+__device__ __forceinline__ void come_to_cluster(bool to_show) {
+  if (to_show) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // As cluster_in_step, of what has been read alone: that would wait for Y to be in memory.
 __device__ __forceinline__ void cluster_has_read() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
@@ -307,7 +315,7 @@ __device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int
     for (int j = 0; j < WIDE; j++) {
       const bool there = token + 8 * j < m && column + 32 * i < K;
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
-      *(uint4*)x[i][j] = there ? __ldg(from + at) : uint4{};
+      *(uint4*)x[i][j] = there ? __ldcg(from + at) : uint4{};
     }
 }
 
@@ -718,12 +726,14 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int c
 
 // ---- the kernel ----
 
+// By warps that do not ask for X.
 __device__ __forceinline__ void zero_what_is_not_copied(const Work& work) {
-  for (int i = threadIdx.x; i < TILES * ROWS * CTAS; i += THREADS)
+  constexpr int BUSY = 32 * WARPS;
+  for (int i = threadIdx.x - BUSY; i < TILES * ROWS * CTAS; i += THREADS - BUSY)
     shared[AT_FLAGS + i] = 0;
   if (K == CTAS * PART) return;
   const int first = work.bytes() / 16, pieces = PART / 8 - first;
-  for (int i = threadIdx.x; i < SLOTS * ROWS * pieces; i += THREADS)
+  for (int i = threadIdx.x - BUSY; i < SLOTS * ROWS * pieces; i += THREADS - BUSY)
     *(uint4*)(shared + AT_RING + i / pieces * STRIDE + 16 * (first + i % pieces)) = uint4{};
 }
 
@@ -738,14 +748,19 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   const int warp = threadIdx.x / 32;
   const Producer producer{work, bars, address_of(shared) + AT_RING};
   X own;
-  if (warp < WARPS) ask_for_x(own, (const uint4*)x, work.rank, m);
-  if (warp == PRODUCER) {  // at once: nobody else writes what is copied
-    if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
-    __syncwarp();
-    producer.bring_gates(0, min(FIRST, work.tiles), wg);
+  if (warp < WARPS) {
+    if (CTAS > 1) come_to_cluster(false);  // before X, which takes up to 5 us
+    ask_for_x(own, (const uint4*)x, work.rank, m);
+  } else {
+    if (warp == PRODUCER) {  // at once: nobody else writes what is copied
+      if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
+      __syncwarp();
+      producer.bring_gates(0, min(FIRST, work.tiles), wg);
+    }
+    zero_what_is_not_copied(work);
+    if (CTAS > 1) come_to_cluster(true);
   }
-  zero_what_is_not_copied(work);
-  if (CTAS > 1) cluster_in_step();
+  if (CTAS > 1) wait_for_cluster();
   else __syncthreads();
   const int cta = blockIdx.x % SPLIT, column = blockIdx.x / SPLIT * WIDTH;
   Sums sums = {};

@@ -24,6 +24,8 @@ static u32 __shfl_sync(u32, u32 value, int from) {
   return got;
 }
 
+static uint4 __ldcg(const uint4* p) { return *p; }
+
 // ---- copies that barriers count ----
 
 static void inits_are_done() {}
@@ -65,6 +67,15 @@ static void exchange(u32 (&words)[4]) {
 }
 
 static void cluster_has_read() { cluster_in_step(); }
+static std::map<Fiber*, int> rounds;  // of a thread's cluster, when it came
+static void come_to_cluster(bool) {
+  Meeting& m = clusters[cluster_number()];
+  rounds[now] = m.round;
+  if (++m.arrived == cluster_size * threads) m.arrived = 0, m.round++;
+}
+static void wait_for_cluster() {
+  while (clusters[cluster_number()].round == rounds[now]) others_first();
+}
 static void adders_in_step() { in_step(1, 64); }
 static void listers_in_step() { in_step(2, 288); }
 static void send_to_l2(const void* from, int bytes) {
