@@ -261,6 +261,12 @@ struct Producer {
       if (lane < rows) bring_row(tile, lane, wg + own(ROWS * tile + lane));
     }
   }
+  // On their way from memory before there is room for them, or X is there.
+  __device__ __forceinline__ void send_gates_to_l2(int tile, const char* wg) const {
+    #pragma unroll 1
+    for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
+      if (work.bytes()) send_to_l2(wg + own(unit), work.bytes());
+  }
   // Units that are on, in ascending order, are rows of the steps after the gates'. A step is open
   // until it has 16 rows, or there are no more: then its slot's barrier has its one arrival.
   __device__ __forceinline__ void bring_ups(const char* wu, const char* wd, u64* words) const {
@@ -756,6 +762,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
       if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
       __syncwarp();
       producer.bring_gates(0, min(FIRST, work.tiles), wg);
+      producer.send_gates_to_l2(FIRST, wg);
     }
     zero_what_is_not_copied(work);
     if (CTAS > 1) come_to_cluster(true);
