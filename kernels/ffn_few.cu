@@ -54,6 +54,7 @@
 using u16 = unsigned short;
 
 __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int rounded_up(int a, int to) { return (a + to - 1) / to * to; }
 
 constexpr int WARPS = 8, PRODUCER = WARPS, ADDERS = 2, FIRST_ADDER = 32 * (PRODUCER + 1);
@@ -71,24 +72,34 @@ constexpr int WORDS = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD, ALL_WORDS = W
 enum : u32 { OFF = 1, ON = 3, EVERY_RANK = 0x01010101u >> 8 * (4 - CTAS) };
 constexpr u64 THERE = 1ull << 63;  // the mark of a word
 
+constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
+static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
+__device__ constexpr int width_of_slice(int width) {
+  return width * SLICES >= K ? width : width_of_slice(2 * width);
+}
+constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
+
 // ---- shared memory ----
 // Rows of a slot are 16 bytes more than a multiple of 128, so that eight of them, read at once, are
 // in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
+// In the end come sums of Y: those of all CTAs, pushed to where adders had theirs, while the other
+// CTA may still have its list and ring; then those of a CTA's own warps.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
 constexpr int LAG = CTAS / 2, DEPTH = 2 * LAG + 2;  // tiles; see Adder
-constexpr int SHARED_BYTES = 226 * 1024, MOST_SLOTS = 16;
+constexpr int SHARED_BYTES = 226 * 1024, AT_PUSHED = SHARED_BYTES - 16, MOST_SLOTS = 16;
 constexpr int AT_PARTS = 2 * 4 * PARTIAL;
 constexpr int AT_GATES = AT_PARTS + (CTAS == 1 ? 0 : DEPTH * 4 * ROWS * TOKENS);
-constexpr int AT_UNITS = AT_GATES + TILES * 8 * SHARE;
+constexpr int PUSHED_BYTES = 4 * TOKENS * WIDTH, AT_OUT = PUSHED_BYTES;
+constexpr int AT_UNITS = larger(AT_GATES + TILES * 8 * SHARE, PUSHED_BYTES);
 constexpr int AT_FLAGS = AT_UNITS + TILES * 2 * ROWS;
 constexpr int AT_BARRIERS = AT_FLAGS + TILES * ROWS * CTAS;
 constexpr int AT_FOUND = AT_BARRIERS + 8 * (2 * MOST_SLOTS + 4 + DEPTH);
 constexpr int AT_KNOWN = AT_FOUND + 16;
 constexpr int AT_LIST = AT_KNOWN + 16 * ALL_WORDS;
 constexpr int AT_RING = rounded_up(AT_LIST + 2 * ((N + SPLIT - 1) / SPLIT), 128);
-constexpr int RING_BYTES = SHARED_BYTES - AT_RING;
+constexpr int RING_BYTES = AT_PUSHED - AT_RING;
 constexpr int SLOTS = smaller(MOST_SLOTS, RING_BYTES / SLOT_BYTES);
 static_assert(RING_BYTES > 0 && SLOTS >= 1, "too many units, or too long rows");
 
@@ -105,7 +116,9 @@ struct Barriers {
   __device__ __forceinline__ u32 added(int i) const { return at + 8 * (2 * MOST_SLOTS + i); }
   __device__ __forceinline__ u32 summed(int i) const { return added(2 + i); }  // partial sums
   __device__ __forceinline__ u32 parts(int i) const { return added(4 + i); }
+  __device__ __forceinline__ u32 pushed() const { return at - AT_BARRIERS + AT_PUSHED; }
   __device__ __forceinline__ void init_all() const {
+    init(pushed(), 1);
     for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), WARPS);
     for (int i = 0; i < 2; i++) init(summed(i), WARPS), init(added(i), ADDERS);
     for (int i = 0; i < DEPTH; i++) init(parts(i), 1);
@@ -189,11 +202,6 @@ __device__ __forceinline__ void come_to_cluster(bool to_show) {
 }
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// As cluster_in_step, of what has been read alone: that would wait for Y to be in memory.
-__device__ __forceinline__ void cluster_has_read() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
-               "barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // ---- whose units ----
@@ -588,22 +596,16 @@ __device__ __forceinline__ void reset(u64* words, int* counts) {
 
 // ---- Y ----
 
-constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
-static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
-__device__ constexpr int width_of_slice(int width) {
-  return width * SLICES >= K ? width : width_of_slice(2 * width);
-}
-constexpr int WIDTH = width_of_slice(16);
 constexpr int TALL = smaller(4, WIDTH / 16), OWN = 16 * TALL;  // a warp's products; columns
 constexpr int COLUMN_WARPS = WIDTH / OWN, UNIT_WARPS = WARPS / COLUMN_WARPS;
 constexpr int W_STRIDE = 2 * OWN + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
 constexpr int UNITS_AT_ONCE = RING_BYTES / (WARPS * (W_STRIDE + H_STRIDE));  // of a warp
 constexpr int UNITS = UNITS_AT_ONCE >= 256 ? 64 : UNITS_AT_ONCE >= 128 ? 32 : 16;  // of a stage
-constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE), OUT_STRIDE = WIDTH + 4;
+constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE);
 constexpr int STAGES = smaller(8, RING_BYTES / (WARPS * STAGE_BYTES));
 static_assert(UNIT_WARPS * COLUMN_WARPS == WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
-static_assert(4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= SHARED_BYTES, "too little room for Y");
+static_assert(AT_OUT + 4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= AT_PUSHED, "too little room for Y");
 
 // Copy PIECES of 16 bytes, from `skipped` on, of UNITS rows of a list, of which so many are there.
 template <int PIECES, int STRIDE, int ROW_BYTES>
@@ -696,11 +698,23 @@ struct Share {
   }
 };
 
-// Add up the warps' and CTAs' sums, by way of shared memory: rows of tokens.
-__device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int cta, int column,
-                                        int m) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __syncthreads();  // all of shared memory is free
+__device__ __forceinline__ void add_to(float4& sum, const float* from) {
+  const float4 v = *(const float4*)from;
+  sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
+__device__ __forceinline__ void write(u16* y, int token, int column, float4 v) {
+  if (column < K)
+    *(uint2*)(y + (u64)token * K + column) = uint2{pair_of(v.x, v.y), pair_of(v.z, v.w)};
+}
+
+// Add up the warps' sums, rows of tokens, and then the CTAs': each writes an equal part of the
+// columns, and is sent all sums of those: no CTA fetches any, or waits to end for those that do.
+__device__ __forceinline__ void put_out(const Sums& d, u16* y, int cta, int column, int m,
+                                        Barriers bars) {
+  constexpr int PART_OF_CTA = WIDTH / SPLIT, QUADS_OF_TOKEN = PART_OF_CTA / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quads = m * QUADS_OF_TOKEN;
+  float *const out = (float*)(shared + AT_OUT), *const pushed = (float*)shared;
+  __syncthreads();  // this CTA is done with all else in shared memory
   if (warp < WARPS) {
     float* own = out + (warp / COLUMN_WARPS * TOKENS + lane % 4 * 2) * OUT_STRIDE +
                  warp % COLUMN_WARPS * OWN + lane / 4;
@@ -712,22 +726,32 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int c
         for (int e = 0; e < 4; e++)
           own[(8 * j + e % 2) * OUT_STRIDE + 16 * t + e / 2 * 8] = d[t][j][e];
   }
-  if (SPLIT > 1) cluster_in_step();
-  else __syncthreads();
-  for (int i = cta * THREADS + threadIdx.x; i < m * WIDTH / 4; i += SPLIT * THREADS) {
+  __syncthreads();
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < SPLIT * quads; i += THREADS) {
     const int token = i / (WIDTH / 4), at = i % (WIDTH / 4) * 4;
     float4 sum{};
     #pragma unroll
-    for (int from = 0; from < SPLIT * UNIT_WARPS; from++) {
-      const float* own = out + (from % UNIT_WARPS * TOKENS + token) * OUT_STRIDE + at;
-      const float4 v = SPLIT > 1 ? floats_of(own, from / UNIT_WARPS) : *(const float4*)own;
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    for (int w = 0; w < UNIT_WARPS; w++)
+      add_to(sum, out + (w * TOKENS + token) * OUT_STRIDE + at);
+    if (SPLIT == 1) {
+      write(y, token, column + at, sum);
+    } else {
+      const int place = cta * quads + token * QUADS_OF_TOKEN + at % PART_OF_CTA / 4;
+      push(address_of(pushed + 4 * place), sum, bars.pushed(), at / PART_OF_CTA);
     }
-    if (column + at < K)
-      *(uint2*)(y + (u64)token * K + column + at) =
-          uint2{pair_of(sum.x, sum.y), pair_of(sum.z, sum.w)};
   }
-  if (SPLIT > 1) cluster_has_read();  // no CTA may end before
+  if (SPLIT == 1) return;
+  if (threadIdx.x == 0) arrive_expecting(bars.pushed(), 16 * SPLIT * quads);
+  wait(bars.pushed(), 0, "sums of CTAs");
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < quads; i += THREADS) {
+    const int at = i % QUADS_OF_TOKEN * 4;
+    float4 sum{};
+    #pragma unroll
+    for (int from = 0; from < SPLIT; from++) add_to(sum, pushed + 4 * (from * quads + i));
+    write(y, i / QUADS_OF_TOKEN, column + cta * PART_OF_CTA + at, sum);
+  }
 }
 
 // ---- the kernel ----
@@ -792,5 +816,5 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     if (warp < WARPS) share.add_all(sums);
     else reset(words, counts);
   }
-  put_out(sums, (float*)shared, y, cta, column, m);
+  put_out(sums, y, cta, column, m, bars);
 }

@@ -66,7 +66,6 @@ static void exchange(u32 (&words)[4]) {
   warp_in_step();
 }
 
-static void cluster_has_read() { cluster_in_step(); }
 static std::map<Fiber*, int> rounds;  // of a thread's cluster, when it came
 static void come_to_cluster(bool) {
   Meeting& m = clusters[cluster_number()];
