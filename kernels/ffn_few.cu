@@ -367,6 +367,7 @@ __device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers 
   int steps = work.tiles;
   #pragma unroll
   for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
+  listers_in_step();  // X is there
   for (int step = 0; step < steps; step++) {
     wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
     wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
@@ -801,6 +802,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     if (warp < WARPS) {
       multiply_tiles(own, work, bars);
     } else {
+      listers_in_step();  // X is there: more copies would have been in its way
       producer.bring_gates(FIRST, work.tiles, wg);
       producer.bring_ups(wu, wd, words);
       rank_words(words);
