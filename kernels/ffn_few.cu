@@ -684,17 +684,20 @@ struct Share {
     #pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) bring_wd(step);
   }
+  // The first round is a dry run: instructions come from memory before H is there, not after.
   __device__ __forceinline__ void add_all(Sums& d) const {
     #pragma unroll 1
-    for (int step = 1 - STAGES; step < steps; step++) {
+    for (int step = -STAGES; step < steps; step++) {
+      if (step == 1 - STAGES) listers_in_step();  // H is there
       if (step >= 0) {
         copies_left<STAGES - 2>();
         __syncwarp();
         bring_wd(step + STAGES - 1);
       }
-      bring_h(step + STAGES - 1);
-      end_of_copies();
-      if (step >= 0) add(d, stage(step));
+      if (step > -STAGES) bring_h(step + STAGES - 1), end_of_copies();
+      if (step == -STAGES || step >= 0) add(d, stage(max(step, 0)));
+      if (step == -STAGES)
+        for (int i = 0; i < TALL * TOKENS / 2; i++) (&d[0][0][0])[i] = 0;
     }
   }
 };
@@ -812,11 +815,14 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     list_units(segment);
     listers_in_step();  // the list is there
     const Share share(segment.length, column, wd, (const char*)h);
-    if (warp < WARPS) share.begin();
-    else wait_for_h(counts);
-    listers_in_step();  // H is there
-    if (warp < WARPS) share.add_all(sums);
-    else reset(words, counts);
+    if (warp < WARPS) {
+      share.begin();
+      share.add_all(sums);
+    } else {
+      wait_for_h(counts);
+      listers_in_step();  // H is there
+      reset(words, counts);
+    }
   }
   put_out(sums, y, cta, column, m, bars);
 }
