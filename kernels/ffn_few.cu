@@ -14,16 +14,17 @@
 //
 //   warps     what they do                                      wait for
 //   0 to 7    products of a tile, each of its columns of K      a full slot of the ring
-//   8, 9      sums over warps and ranks; who is on; H           partial sums
-//   10        copies: all tiles of Wg; then the rows of Wu      a free slot; a tile's flags
+//   8         copies: all tiles of Wg; then the rows of Wu      a free slot; a tile's flags
 //             that are on, close together, and the same
-//             rows of Wd into L2; the list of all units
-//             that are on                                       words of all CTAs
+//             rows of Wd into L2; ranks of all units that
+//             are on                                            words of all CTAs
+//   9, 10     sums over warps and ranks; who is on; H           partial sums
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   then warps 0 to 7: SPLIT CTAs have WIDTH columns of Y, each a segment of the units that are on,
-//   a warp UNITS of them in turn, in stages of its own: no warp waits for another
+//   then SPLIT CTAs have WIDTH columns of Y, each a segment of the units that are on, in ascending
+//   order. Warps 0 to 8 list it; warps 0 to 7 take UNITS of it in turn, in stages of their own: no
+//   warp waits for another
 //
 //                     WIDTH                        tokens
 //                   +-------+                     +------+
@@ -32,10 +33,11 @@
 //                   +-------+                     +------+
 //
 // Who is on goes through shared memory, a byte for a unit and rank: 0 until it is known. It is then
-// published, in words of a cluster's units, 48 bits and a mark: so while Wu is still on its way the
-// list is made, and the first rows of Wd are asked for. A counter of the CTAs says when all of H is
-// there. The last CTA to see that makes words and counters 0 again. All CTAs must run at the same
-// time: the launch is cooperative.
+// published, in words of a cluster's units, 48 bits and a mark: while Wu is still on its way warp 8
+// counts them all, so that after a CTA's last product each thread lists the units of half a word,
+// and the first rows of Wd are asked for. A counter of the CTAs says when all of H is there. The
+// last CTA to see that makes words and counters 0 again. All CTAs must run at the same time: the
+// launch is cooperative.
 //
 // G is rounded as that of a dense layer is; a unit of a token is on unless G <= 0: NaN is on. U is
 // kept in fp32, H rounded once. All sums have a fixed order: the bits are the same at every call.
@@ -45,15 +47,18 @@
 // Compiled with -DN, -DK, -DTOKENS=8|16|32|64, -DCTAS=1|2|4 of a cluster, -DCLUSTERS of the grid,
 // -DSPLIT, which is CTAS, or 2 where that is 1 (then two clusters are one to the hardware),
 // -DSQUARED=0|1 (relu, relu2), -DGATED=0|1 and what hopper.cuh asks for. N and K: multiples of 8.
+// Loops that run once or twice are not unrolled: instructions, too, come from memory, 8 KB of them.
 
 #include "hopper.cuh"
 
 using u16 = unsigned short;
 
 __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int rounded_up(int a, int to) { return (a + to - 1) / to * to; }
 
-constexpr int WARPS = 8, ADDERS = 2, PRODUCER = WARPS + ADDERS, THREADS = 32 * (PRODUCER + 1);
+constexpr int WARPS = 8, PRODUCER = WARPS, ADDERS = 2, FIRST_ADDER = 32 * (PRODUCER + 1);
+constexpr int LISTERS = FIRST_ADDER, THREADS = FIRST_ADDER + 32 * ADDERS;
 constexpr int TOKEN_WARPS = TOKENS >= 32 ? 2 : 1, K_WARPS = WARPS / TOKEN_WARPS;
 constexpr int PART = rounded_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // of K, a CTA's
 constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // a warp's; in products
@@ -62,25 +67,39 @@ constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // of a unit's toke
 constexpr int SHARE = ROWS * OWN_QUADS;  // of a tile, a rank's
 constexpr int EACH = (SHARE + 32 * ADDERS - 1) / (32 * ADDERS);  // quads of a thread
 static_assert(QUADS % CTAS == 0 && 32 % OWN_QUADS == 0, "a warp has all quads of a unit");
+constexpr int TILES_OF_WORD = 3, HALF = TILES_OF_WORD * ROWS / 2;  // units of half a word
+constexpr int WORDS = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD, ALL_WORDS = WORDS * CLUSTERS;
 enum : u32 { OFF = 1, ON = 3, EVERY_RANK = 0x01010101u >> 8 * (4 - CTAS) };
+constexpr u64 THERE = 1ull << 63;  // the mark of a word
+
+constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
+static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
+__device__ constexpr int width_of_slice(int width) {
+  return width * SLICES >= K ? width : width_of_slice(2 * width);
+}
+constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
 
 // ---- shared memory ----
 // Rows of a slot are 16 bytes more than a multiple of 128, so that eight of them, read at once, are
 // in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
+// In the end come sums of Y: those of all CTAs, pushed to where adders had theirs, while the other
+// CTA may still have its list and ring; then those of a CTA's own warps.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
 constexpr int LAG = CTAS / 2, DEPTH = 2 * LAG + 2;  // tiles; see Adder
-constexpr int SHARED_BYTES = 226 * 1024, MOST_SLOTS = 16;
+constexpr int SHARED_BYTES = 226 * 1024, AT_PUSHED = SHARED_BYTES - 16, MOST_SLOTS = 16;
 constexpr int AT_PARTS = 2 * 4 * PARTIAL;
 constexpr int AT_GATES = AT_PARTS + (CTAS == 1 ? 0 : DEPTH * 4 * ROWS * TOKENS);
-constexpr int AT_UNITS = AT_GATES + TILES * 8 * SHARE;
+constexpr int PUSHED_BYTES = 4 * TOKENS * WIDTH, AT_OUT = PUSHED_BYTES;
+constexpr int AT_UNITS = larger(AT_GATES + TILES * 8 * SHARE, PUSHED_BYTES);
 constexpr int AT_FLAGS = AT_UNITS + TILES * 2 * ROWS;
 constexpr int AT_BARRIERS = AT_FLAGS + TILES * ROWS * CTAS;
 constexpr int AT_FOUND = AT_BARRIERS + 8 * (2 * MOST_SLOTS + 4 + DEPTH);
-constexpr int AT_LIST = AT_FOUND + 16;
-constexpr int AT_RING = rounded_up(AT_LIST + 2 * N, 128);
-constexpr int RING_BYTES = SHARED_BYTES - AT_RING;
+constexpr int AT_KNOWN = AT_FOUND + 16;
+constexpr int AT_LIST = AT_KNOWN + 16 * ALL_WORDS;
+constexpr int AT_RING = rounded_up(AT_LIST + 2 * ((N + SPLIT - 1) / SPLIT), 128);
+constexpr int RING_BYTES = AT_PUSHED - AT_RING;
 constexpr int SLOTS = smaller(MOST_SLOTS, RING_BYTES / SLOT_BYTES);
 static_assert(RING_BYTES > 0 && SLOTS >= 1, "too many units, or too long rows");
 
@@ -97,7 +116,9 @@ struct Barriers {
   __device__ __forceinline__ u32 added(int i) const { return at + 8 * (2 * MOST_SLOTS + i); }
   __device__ __forceinline__ u32 summed(int i) const { return added(2 + i); }  // partial sums
   __device__ __forceinline__ u32 parts(int i) const { return added(4 + i); }
+  __device__ __forceinline__ u32 pushed() const { return at - AT_BARRIERS + AT_PUSHED; }
   __device__ __forceinline__ void init_all() const {
+    init(pushed(), 1);
     for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), WARPS);
     for (int i = 0; i < 2; i++) init(summed(i), WARPS), init(added(i), ADDERS);
     for (int i = 0; i < DEPTH; i++) init(parts(i), 1);
@@ -131,6 +152,9 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
 __device__ __forceinline__ void adders_in_step() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * ADDERS) : "memory");
 }
+__device__ __forceinline__ void listers_in_step() {
+  asm volatile("bar.sync 2, %0;" :: "n"(LISTERS) : "memory");
+}
 __device__ __forceinline__ void send_to_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
@@ -162,11 +186,19 @@ __device__ __forceinline__ int counted(const int* counter) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
+// As cluster_in_step, in two halves. With nothing to show a thread waits for none of its own reads.
+__device__ __forceinline__ void come_to_cluster(bool to_show) {
+  if (to_show) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // ---- whose units ----
 
 __device__ __forceinline__ int first_unit(int cluster) {
-  return 8 * (int)((u64)(N / 8) * cluster / CLUSTERS);
+  return 8 * (N / 8 * cluster / CLUSTERS);
 }
 
 struct Work {
@@ -199,11 +231,6 @@ __device__ __forceinline__ int count_on(int tiles) {
 }
 __device__ __forceinline__ u16* units_on() { return (u16*)(shared + AT_UNITS); }  // of the cluster
 
-// ---- words: three tiles of a cluster each ----
-
-constexpr int TILES_OF_WORD = 3, WORDS = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD;
-constexpr u64 THERE = 1ull << 63;
-
 // ---- copies ----
 
 // Slots filled while the other warps start: memory gives an SM 33 KB in each microsecond.
@@ -232,6 +259,12 @@ struct Producer {
       __syncwarp();
       if (lane < rows) bring_row(tile, lane, wg + own(ROWS * tile + lane));
     }
+  }
+  // On their way from memory before there is room for them, or X is there.
+  __device__ __forceinline__ void send_gates_to_l2(int tile, const char* wg) const {
+    #pragma unroll 1
+    for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
+      if (work.bytes()) send_to_l2(wg + own(unit), work.bytes());
   }
   // Units that are on, in ascending order, are rows of the steps after the gates'. A step is open
   // until it has 16 rows, or there are no more: then its slot's barrier has its one arrival.
@@ -266,6 +299,7 @@ struct Producer {
     if (GATED && before % ROWS && lane == 0)
       arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
     __syncwarp();  // Wd comes last: Wu is waited for first
+    #pragma unroll 1
     for (int i = lane; i < before; i += 32)
       if (work.bytes()) send_to_l2(wd + own(units_on()[i]), work.bytes());
   }
@@ -286,7 +320,7 @@ __device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int
     for (int j = 0; j < WIDE; j++) {
       const bool there = token + 8 * j < m && column + 32 * i < K;
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
-      *(uint4*)x[i][j] = there ? __ldg(from + at) : uint4{};
+      *(uint4*)x[i][j] = there ? __ldcg(from + at) : uint4{};
     }
 }
 
@@ -324,6 +358,7 @@ __device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers 
   int steps = work.tiles;
   #pragma unroll
   for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
+  listers_in_step();  // X is there
   for (int step = 0; step < steps; step++) {
     wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
     wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
@@ -473,74 +508,96 @@ struct Adder {
 
 // ---- the list of units that are on ----
 
-__device__ __forceinline__ u16* list_of_all() { return (u16*)(shared + AT_LIST); }
+struct Known { u64 bits; int rank, unit; };  // a word: units on before it, and its first unit
+static_assert(sizeof(Known) == 16, "AT_LIST");
+__device__ __forceinline__ Known* known() { return (Known*)(shared + AT_KNOWN); }
+__device__ __forceinline__ u16* list() { return (u16*)(shared + AT_LIST); }
 
-// List the units that are on, in ascending order; returns their number. For one warp, of which a
-// lane has some neighbouring words, all asked for at once.
-__device__ __forceinline__ int list_units(const u64* words) {
-  constexpr int ALL = WORDS * CLUSTERS, OF_LANE = smaller(8, (ALL + 31) / 32);
+// Wait for all words, and count the units before each. For one warp, of which a lane has some
+// neighbouring words, all asked for at once.
+__device__ __forceinline__ void rank_words(const u64* words) {
+  constexpr int OF_LANE = smaller(8, (ALL_WORDS + 31) / 32);
   const int lane = threadIdx.x % 32;
   int found = 0;
-  for (int first = OF_LANE * lane; first - OF_LANE * lane < ALL; first += 32 * OF_LANE) {
+  #pragma unroll 1
+  for (int first = OF_LANE * lane; first - OF_LANE * lane < ALL_WORDS; first += 32 * OF_LANE) {
     u64 bits[OF_LANE], all;
     do {
       all = THERE;
       #pragma unroll
       for (int i = 0; i < OF_LANE; i++)
-        bits[i] = first + i < ALL ? seen(words + first + i) : THERE, all &= bits[i];
+        bits[i] = first + i < ALL_WORDS ? seen(words + first + i) : THERE, all &= bits[i];
     } while (!all);
     int own = 0;
     #pragma unroll
-    for (int i = 0; i < OF_LANE; i++) own += __popcll(bits[i] & ~THERE);
+    for (int i = 0; i < OF_LANE; i++) own += __popcll(bits[i] &= ~THERE);
     int up_to = own;
     #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const int below = __shfl_up_sync(~0u, up_to, by);
       if (lane >= by) up_to += below;
     }
-    u16* to = list_of_all() + found + up_to - own;
+    int rank = found + up_to - own;
     #pragma unroll
     for (int i = 0; i < OF_LANE; i++) {
       const int cluster = (first + i) / WORDS, word = (first + i) % WORDS;
-      const int unit = first_unit(cluster) + TILES_OF_WORD * ROWS * word;
-      for (u64 left = bits[i] & ~THERE; left; left &= left - 1) *to++ = unit + __ffsll(left) - 1;
+      const int unit = first_unit(cluster) + 2 * HALF * word;
+      if (first + i < ALL_WORDS) known()[first + i] = Known{bits[i], rank, unit};
+      rank += __popcll(bits[i]);
     }
     found += __shfl_sync(~0u, up_to, 31);
   }
-  return found;
+  if (lane == 0) *(int*)(shared + AT_FOUND) = found;
 }
 
-// Wait until all of H is there; the last CTA to see it resets words and counters. For one warp.
-__device__ __forceinline__ void wait_for_h(u64* words, int* counts) {
-  const int lane = threadIdx.x % 32;
-  int before = 0;
-  if (lane == 0) {
-    while (counted(counts) != CTAS * CLUSTERS) {}
-    before = atomicAdd(counts + 1, 1);
+struct Segment { int first, length; };  // of the units that are on, a CTA's
+
+__device__ __forceinline__ Segment segment_of(int cta) {
+  const int found = *(const int*)(shared + AT_FOUND), first = found * cta / SPLIT;
+  return {first, found * (cta + 1) / SPLIT - first};
+}
+
+// List a segment, each thread the units of half a word: by one warp it took 2 ns a unit.
+__device__ __forceinline__ void list_units(Segment segment) {
+  #pragma unroll 1
+  for (int half = threadIdx.x; half < 2 * ALL_WORDS; half += LISTERS) {
+    const Known word = known()[half / 2];
+    const u32 low = word.bits & (1 << HALF) - 1, high = word.bits >> HALF;
+    int unit = word.unit - 1, place = word.rank - segment.first;
+    if (half % 2) unit += HALF, place += __popc(low);
+    #pragma unroll 1
+    for (u32 left = half % 2 ? high : low; left; left &= left - 1, place++)
+      if (0 <= place && place < segment.length) list()[place] = unit + __ffs(left);
   }
+}
+
+__device__ __forceinline__ void wait_for_h(const int* counts) {
+  if (threadIdx.x % 32 == 0)
+    while (counted(counts) != CTAS * CLUSTERS) {}
+  __syncwarp();
+}
+// The last CTA to have seen that all of H is there resets words and counters. For one warp.
+__device__ __forceinline__ void reset(u64* words, int* counts) {
+  const int lane = threadIdx.x % 32;
+  const int before = lane == 0 ? atomicAdd(counts + 1, 1) : 0;
   if (__shfl_sync(~0u, before, 0) != CTAS * CLUSTERS - 1) return;
-  for (int i = lane; i < WORDS * CLUSTERS; i += 32) words[i] = 0;
+  #pragma unroll 1
+  for (int i = lane; i < ALL_WORDS; i += 32) words[i] = 0;
   if (lane < 2) counts[lane] = 0;
 }
 
 // ---- Y ----
 
-constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
-static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
-__device__ constexpr int width_of_slice(int width) {
-  return width * SLICES >= K ? width : width_of_slice(2 * width);
-}
-constexpr int WIDTH = width_of_slice(16);
 constexpr int TALL = smaller(4, WIDTH / 16), OWN = 16 * TALL;  // a warp's products; columns
 constexpr int COLUMN_WARPS = WIDTH / OWN, UNIT_WARPS = WARPS / COLUMN_WARPS;
 constexpr int W_STRIDE = 2 * OWN + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
 constexpr int UNITS_AT_ONCE = RING_BYTES / (WARPS * (W_STRIDE + H_STRIDE));  // of a warp
 constexpr int UNITS = UNITS_AT_ONCE >= 256 ? 64 : UNITS_AT_ONCE >= 128 ? 32 : 16;  // of a stage
-constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE), OUT_STRIDE = WIDTH + 4;
+constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE);
 constexpr int STAGES = smaller(8, RING_BYTES / (WARPS * STAGE_BYTES));
 static_assert(UNIT_WARPS * COLUMN_WARPS == WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
-static_assert(4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= SHARED_BYTES, "too little room for Y");
+static_assert(AT_OUT + 4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= AT_PUSHED, "too little room for Y");
 
 // Copy PIECES of 16 bytes, from `skipped` on, of UNITS rows of a list, of which so many are there.
 template <int PIECES, int STRIDE, int ROW_BYTES>
@@ -571,10 +628,10 @@ struct Share {
   int units, steps, skipped;  // units of the list, from the warp's first on; 16 bytes of columns
   const char *wd, *h;
   u32 stages;
-  __device__ __forceinline__ Share(const u16* segment, int length, int column, const char* wd,
-                                   const char* h) : wd(wd), h(h) {
+  __device__ __forceinline__ Share(int length, int column, const char* wd, const char* h)
+      : wd(wd), h(h) {
     const int warp = threadIdx.x / 32, before = warp / COLUMN_WARPS * UNITS;
-    list = segment + before, units = length - before;
+    list = ::list() + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
     skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
     stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
@@ -602,7 +659,8 @@ struct Share {
     for (int i = 0; i < UNITS; i += 16) {
       u32 b[(TOKENS + 15) / 16][4], a[4];
       #pragma unroll
-      for (int j = 0; j < (TOKENS + 15) / 16; j++) matrices_by_columns(b[j], h + i * H_STRIDE + 32 * j);
+      for (int j = 0; j < (TOKENS + 15) / 16; j++)
+        matrices_by_columns(b[j], h + i * H_STRIDE + 32 * j);
       #pragma unroll
       for (int t = 0; t < TALL; t++) {
         matrices_by_columns(a, w + i * W_STRIDE + 32 * t);
@@ -617,26 +675,41 @@ struct Share {
     #pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) bring_wd(step);
   }
+  // The first round is a dry run: instructions come from memory before H is there, not after.
   __device__ __forceinline__ void add_all(Sums& d) const {
     #pragma unroll 1
-    for (int step = 1 - STAGES; step < steps; step++) {
+    for (int step = -STAGES; step < steps; step++) {
+      if (step == 1 - STAGES) listers_in_step();  // H is there
       if (step >= 0) {
         copies_left<STAGES - 2>();
         __syncwarp();
         bring_wd(step + STAGES - 1);
       }
-      bring_h(step + STAGES - 1);
-      end_of_copies();
-      if (step >= 0) add(d, stage(step));
+      if (step > -STAGES) bring_h(step + STAGES - 1), end_of_copies();
+      if (step == -STAGES || step >= 0) add(d, stage(max(step, 0)));
+      if (step == -STAGES)
+        for (int i = 0; i < TALL * TOKENS / 2; i++) (&d[0][0][0])[i] = 0;
     }
   }
 };
 
-// Add up the warps' and CTAs' sums, by way of shared memory: rows of tokens.
-__device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int cta, int column,
-                                        int m) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __syncthreads();  // all of shared memory is free
+__device__ __forceinline__ void add_to(float4& sum, const float* from) {
+  const float4 v = *(const float4*)from;
+  sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
+__device__ __forceinline__ void write(u16* y, int token, int column, float4 v) {
+  if (column < K)
+    *(uint2*)(y + (u64)token * K + column) = uint2{pair_of(v.x, v.y), pair_of(v.z, v.w)};
+}
+
+// Add up the warps' sums, rows of tokens, and then the CTAs': each writes an equal part of the
+// columns, and is sent all sums of those: no CTA fetches any, or waits to end for those that do.
+__device__ __forceinline__ void put_out(const Sums& d, u16* y, int cta, int column, int m,
+                                        Barriers bars) {
+  constexpr int PART_OF_CTA = WIDTH / SPLIT, QUADS_OF_TOKEN = PART_OF_CTA / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quads = m * QUADS_OF_TOKEN;
+  float *const out = (float*)(shared + AT_OUT), *const pushed = (float*)shared;
+  __syncthreads();  // this CTA is done with all else in shared memory
   if (warp < WARPS) {
     float* own = out + (warp / COLUMN_WARPS * TOKENS + lane % 4 * 2) * OUT_STRIDE +
                  warp % COLUMN_WARPS * OWN + lane / 4;
@@ -648,32 +721,45 @@ __device__ __forceinline__ void put_out(const Sums& d, float* out, u16* y, int c
         for (int e = 0; e < 4; e++)
           own[(8 * j + e % 2) * OUT_STRIDE + 16 * t + e / 2 * 8] = d[t][j][e];
   }
-  if (SPLIT > 1) cluster_in_step();
-  else __syncthreads();
-  for (int i = cta * THREADS + threadIdx.x; i < m * WIDTH / 4; i += SPLIT * THREADS) {
+  __syncthreads();
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < SPLIT * quads; i += THREADS) {
     const int token = i / (WIDTH / 4), at = i % (WIDTH / 4) * 4;
     float4 sum{};
     #pragma unroll
-    for (int from = 0; from < SPLIT * UNIT_WARPS; from++) {
-      const float* own = out + (from % UNIT_WARPS * TOKENS + token) * OUT_STRIDE + at;
-      const float4 v = SPLIT > 1 ? floats_of(own, from / UNIT_WARPS) : *(const float4*)own;
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    for (int w = 0; w < UNIT_WARPS; w++)
+      add_to(sum, out + (w * TOKENS + token) * OUT_STRIDE + at);
+    if (SPLIT == 1) {
+      write(y, token, column + at, sum);
+    } else {
+      const int place = cta * quads + token * QUADS_OF_TOKEN + at % PART_OF_CTA / 4;
+      const int to = at / PART_OF_CTA;
+      push(of_cta(address_of(pushed + 4 * place), to), sum, of_cta(bars.pushed(), to));
     }
-    if (column + at < K)
-      *(uint2*)(y + (u64)token * K + column + at) =
-          uint2{pair_of(sum.x, sum.y), pair_of(sum.z, sum.w)};
   }
-  if (SPLIT > 1) cluster_has_read();  // no CTA may end before
+  if (SPLIT == 1) return;
+  if (threadIdx.x == 0) arrive_expecting(bars.pushed(), 16 * SPLIT * quads);
+  wait(bars.pushed(), 0, "sums of CTAs");
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < quads; i += THREADS) {
+    const int at = i % QUADS_OF_TOKEN * 4;
+    float4 sum{};
+    #pragma unroll
+    for (int from = 0; from < SPLIT; from++) add_to(sum, pushed + 4 * (from * quads + i));
+    write(y, i / QUADS_OF_TOKEN, column + cta * PART_OF_CTA + at, sum);
+  }
 }
 
 // ---- the kernel ----
 
+// By warps that do not ask for X.
 __device__ __forceinline__ void zero_what_is_not_copied(const Work& work) {
-  for (int i = threadIdx.x; i < TILES * ROWS * CTAS; i += THREADS)
+  constexpr int BUSY = 32 * WARPS;
+  for (int i = threadIdx.x - BUSY; i < TILES * ROWS * CTAS; i += THREADS - BUSY)
     shared[AT_FLAGS + i] = 0;
   if (K == CTAS * PART) return;
   const int first = work.bytes() / 16, pieces = PART / 8 - first;
-  for (int i = threadIdx.x; i < SLOTS * ROWS * pieces; i += THREADS)
+  for (int i = threadIdx.x - BUSY; i < SLOTS * ROWS * pieces; i += THREADS - BUSY)
     *(uint4*)(shared + AT_RING + i / pieces * STRIDE + 16 * (first + i % pieces)) = uint4{};
 }
 
@@ -688,35 +774,47 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   const int warp = threadIdx.x / 32;
   const Producer producer{work, bars, address_of(shared) + AT_RING};
   X own;
-  if (warp < WARPS) ask_for_x(own, (const uint4*)x, work.rank, m);
-  if (warp == PRODUCER) {  // at once: nobody else writes what is copied
-    if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
-    __syncwarp();
-    producer.bring_gates(0, min(FIRST, work.tiles), wg);
-  }
-  zero_what_is_not_copied(work);
-  if (CTAS > 1) cluster_in_step();
-  else __syncthreads();
   if (warp < WARPS) {
-    multiply_tiles(own, work, bars);
-  } else if (warp < PRODUCER) {
-    Adder{work, bars, h, counts, (int)threadIdx.x - 32 * WARPS, 0, 0}.run();
+    if (CTAS > 1) come_to_cluster(false);  // before X, which takes up to 5 us
+    ask_for_x(own, (const uint4*)x, work.rank, m);
   } else {
-    producer.bring_gates(FIRST, work.tiles, wg);
-    producer.bring_ups(wu, wd, words);
-    const int found = list_units(words);
-    if (threadIdx.x % 32 == 0) *(int*)(shared + AT_FOUND) = found;
+    if (warp == PRODUCER) {  // at once: nobody else writes what is copied
+      if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
+      __syncwarp();
+      producer.bring_gates(0, min(FIRST, work.tiles), wg);
+      producer.send_gates_to_l2(FIRST, wg);
+    }
+    zero_what_is_not_copied(work);
+    if (CTAS > 1) come_to_cluster(true);
   }
-  __syncthreads();  // the list is there, and the ring is free
-
-  const int found = *(const int*)(shared + AT_FOUND), cta = blockIdx.x % SPLIT;
-  const int first = (u64)found * cta / SPLIT, end = (u64)found * (cta + 1) / SPLIT;
-  const int column = blockIdx.x / SPLIT * WIDTH;
-  const Share share(list_of_all() + first, end - first, column, wd, (const char*)h);
-  if (warp < WARPS) share.begin();
-  if (warp == PRODUCER) wait_for_h(words, counts);
-  __syncthreads();  // H is there
+  if (CTAS > 1) wait_for_cluster();
+  else __syncthreads();
+  const int cta = blockIdx.x % SPLIT, column = blockIdx.x / SPLIT * WIDTH;
   Sums sums = {};
-  if (warp < WARPS) share.add_all(sums);
-  put_out(sums, (float*)shared, y, cta, column, m);
+  if (warp > PRODUCER) {
+    Adder{work, bars, h, counts, (int)threadIdx.x - FIRST_ADDER, 0, 0}.run();
+  } else {
+    if (warp < WARPS) {
+      multiply_tiles(own, work, bars);
+    } else {
+      listers_in_step();  // X is there: more copies would have been in its way
+      producer.bring_gates(FIRST, work.tiles, wg);
+      producer.bring_ups(wu, wd, words);
+      rank_words(words);
+    }
+    listers_in_step();  // ranks are there, and the ring is free
+    const Segment segment = segment_of(cta);
+    list_units(segment);
+    listers_in_step();  // the list is there
+    const Share share(segment.length, column, wd, (const char*)h);
+    if (warp < WARPS) {
+      share.begin();
+      share.add_all(sums);
+    } else {
+      wait_for_h(counts);
+      listers_in_step();  // H is there
+      reset(words, counts);
+    }
+  }
+  put_out(sums, y, cta, column, m, bars);
 }

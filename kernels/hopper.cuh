@@ -147,16 +147,6 @@ __device__ __forceinline__ void push(u32 to, float4 v, u32 barrier) {
                :: "r"(to), "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// Four of another CTA's floats, which lie where this one's own do.
-__device__ __forceinline__ float4 floats_of(const float* own, int cta) {
-  float4 v;
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address_of(own)), "r"(cta) : "memory");
-  return v;
-}
-
 // In four neighbouring lanes, word t of lane q goes to word q of lane t: of sums in wgmma's order,
 // two columns of each eight to a lane, a lane then has eight columns of one row.
 __device__ __forceinline__ void exchange(u32 (&words)[4]) {

@@ -7,7 +7,7 @@ using std::max;
 
 static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __popcll(u64 v) { return __builtin_popcountll(v); }
-static int __ffsll(u64 v) { return __builtin_ffsll(v); }
+static int __ffs(u32 v) { return __builtin_ffs(v); }
 static u32 __ballot_sync(u32, bool own) {
   warp()[lane()][0] = own;
   warp_in_step();
@@ -23,6 +23,8 @@ static u32 __shfl_sync(u32, u32 value, int from) {
   warp_in_step();
   return got;
 }
+
+static uint4 __ldcg(const uint4* p) { return *p; }
 
 // ---- copies that barriers count ----
 
@@ -61,7 +63,17 @@ static void exchange(u32 (&words)[4]) {
   warp_in_step();
 }
 
-static void adders_in_step() { meet(mine().warps[31], 64); }
+static std::map<Fiber*, int> rounds;  // of a thread's cluster, when it came
+static void come_to_cluster(bool) {
+  Meeting& m = clusters[cluster_number()];
+  rounds[now] = m.round;
+  if (++m.arrived == cluster_size * threads) m.arrived = 0, m.round++;
+}
+static void wait_for_cluster() {
+  while (clusters[cluster_number()].round == rounds[now]) others_first();
+}
+static void adders_in_step() { in_step(1, 64); }
+static void listers_in_step() { in_step(2, 288); }
 static void send_to_l2(const void* from, int bytes) {
   if ((u64)from % 16 || bytes % 16) std::abort();
 }

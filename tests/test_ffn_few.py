@@ -137,7 +137,8 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
 
 # m, n, k, part of the units that is on for a token, CTAs of a cluster, clusters: a last tile of
 # eight rows; rings that go round, in the gates and after them; slots of all and of some columns;
-# clusters without a unit; ranks without a column; nothing on; all on; several stages of the list.
+# clusters without a unit; ranks without a column; nothing on; all on; several stages of the list;
+# more words than a warp ranks at once, and more halves of them than threads.
 CASES = [
     (1, 48, 72, 0.2, 1, 3),
     (3, 104, 2056, 0.3, 2, 9),
@@ -153,6 +154,7 @@ CASES = [
     (20, 320, 136, 0.9, 1, 2),
     (33, 304, 200, 0.6, 2, 1),
     (64, 1400, 72, 1.0, 1, 2),
+    (2, 12480, 8, 0.01, 1, 2),
 ]
 
 
