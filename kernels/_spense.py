@@ -4,11 +4,11 @@
     step    a column of tiles of a group
     item    steps of a group and a tile of tokens: all of them, or a piece
 
-    in rounds   worker 0   |= group 0, token 0 ==|= group 1, token 0 ==|= group 2, 0: first half =|
-                worker 1   |= group 0, token 256 =|= group 1, 256 =====|= group 2, 0: second half =|
+    in rounds   worker 0   |= group 2, 0: first half ==|= group 0, token 0 ==|= group 1, token 0 ==|
+                worker 1   |= group 2, 0: second half =|= group 0, token 256 =|= group 1, 256 =====|
 
-    in line     worker 0   |= group 0, token 0 ==|= group 1, token 0 ==|= 2, 0: steps 0 to 31 =|
-                worker 1   |= group 0, token 256 =|= group 1, 256 =====|= 2, 0: 32, 33 =|= 2, 256 =|
+    in line     worker 0   |= 2, 0: steps 0 to 31 =|= group 0, token 0 ==|= group 1, token 0 ==|
+                worker 1   |= 2, 0: 32, 33 =|= group 0, token 256 =|= group 1, 256 ==|= 2, 256 =|
 
 Items are dealt out in turn, the tokens of a band together: what is multiplied at one time shares
 tiles of W and X in the L2 cache. What the last round lacks there are two ways to fill:
@@ -21,6 +21,9 @@ tiles of W and X in the L2 cache. What the last round lacks there are two ways t
 The first has fewer sums of parts to write and read, the second leaves nobody idle: the one with the
 shorter time, by a small model of both, is taken. At m = 256 and 5120 x 25600 it was 75 us against
 85. Parts are added up in the order of their steps, so that a schedule's sums are always the same.
+
+A worker's pieces come first, and are joined when it is through with the item after them: the other
+parts are there by then. Last, all workers would wait for the slowest of them at the end.
 """
 
 from dataclasses import dataclass
@@ -35,10 +38,11 @@ from sparsebench.kernels._schedule import first_of
 BAND = 8  # tiles of tokens
 SHORTEST = 2  # steps of a piece, or what there is for each worker: its sums are written and read
 READ_AHEAD = 1  # items past the end, where there are none
+PIECES_FIRST = True  # else they are the last of a worker's items
 # What an H200 reads from memory, and what one of its SMs brings and multiplies, in bytes and in
 # multiply-adds of 16 bits a ns (4.3 TB/s and 790 TFLOP/s, kernels/NOTES.md).
 FROM_MEMORY, BROUGHT, PRODUCTS = 4300, 90, 395_000 / 132
-JOIN, SUMMED, SUM_BYTES = 2000, 3500, 4  # ns that sums of parts wait for; bytes of them a ns
+JOIN, SUMMED, SUM_BYTES = 2000, 3500, 4  # ns that a worker waits at its end; bytes of sums a ns
 SPARSE = 0.7  # of a dense tile's time on the tensor cores: shared memory is what limits (.cu)
 
 Ints = NDArray[np.integer[Any]]
@@ -89,7 +93,8 @@ def schedule(
     place, counter = _before(parts * cut)[item], _before(cut)[item]
     part = np.arange(len(item)) - _before(parts)[item]
     columns = group[item], token[item] * tokens, first, count, part, parts[item], place, counter
-    listed = np.argsort(pieces.owner, kind="stable")
+    turn = cut[item] != PIECES_FIRST  # among its owner's
+    listed = np.lexsort((turn, pieces.owner))
     items = np.zeros((len(item) + READ_AHEAD, 8), np.int32)
     items[: len(item)] = np.column_stack(columns)[listed]
     starts = np.searchsorted(pieces.owner[listed], np.arange(workers + 1)).astype(np.int32)
@@ -114,9 +119,10 @@ class _Pieces:
         upto[:, 1:] = costs.cumsum(1)
         cost = upto[self.item, self.first + self.count] - upto[self.item, self.first]
         busy = float(np.bincount(self.owner, cost, workers).max())
-        parts = np.bincount(self.item)
-        joined = int(parts[parts > 1].sum())
-        return max(busy, memory) + (JOIN if joined else 0) + 2 * joined * sums / SUMMED
+        cut = np.bincount(self.item)[self.item] > 1
+        later = self.owner[~cut] if PIECES_FIRST else ()  # they have items after their pieces
+        wait = JOIN if len(np.setdiff1d(self.owner[cut], later)) else 0
+        return max(busy, memory) + wait + 2 * int(cut.sum()) * sums / SUMMED
 
 
 def _in_line(costs: Floats, workers: int) -> _Pieces:

@@ -31,10 +31,11 @@
 //   half of every box of X and sends it to both.
 //
 // Where items are few, several CTAs have a part of an item's steps each (_spense.py). A warpgroup
-// then writes its sums to memory. When a CTA has been through its list it waits for the other parts
-// of its items, and adds up every so many tokens of all: the parts share that work, too. They do so
-// always in the same order: equal inputs give equal bits. All CTAs run at the same time, since they
-// wait for one another: the launch is a cooperative one.
+// then writes its sums to memory. One item later, or when it has been through its list, it waits for
+// the other parts, and adds up every so many tokens of all: the parts share that work, too. They do
+// so always in the same order: equal inputs give equal bits. All CTAs run at the same time, since
+// they wait for one another: the launch is a cooperative one. What one waits for is written before
+// its writer waits: a list has its parts side by side, at most two, at its start or at its end.
 //
 // Everything is in units of bytes, so that the same code multiplies 16 and 8 bits: a product takes
 // 32 bytes of each row of W, stored or dense, and 64 or 32 bytes of each token. fp8 is added up as
@@ -511,7 +512,8 @@ __device__ __forceinline__ void wait_for(const int* counter, int parts) {
   }
 }
 
-// Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give.
+// Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give, from
+// `out`.
 template <int GROUP, int UNROLL>
 __device__ __forceinline__ void add_parts(const float4* from, int parts, int granule, int end,
                                           const Scales& scales, const Out* to, u32 out,
@@ -597,6 +599,31 @@ __device__ __forceinline__ void put_out(const Sums& d, const Out* to, u32 out, i
   }
 }
 
+// ---- the end of an item ----
+
+// Store what item i gives, or its part of that; then join the item before, if it was in parts, and
+// after the last one that, too. They are stored from the last chunk's buffer: the next item's first
+// chunk goes into another one, if any.
+__device__ __forceinline__ void finish(Sums& d, const Item* items, int begin, int i, int end,
+                                       const Weights& w, const Scales& scales, float4* partial,
+                                       int* counters, const Out* to, u32 out, int share, int half) {
+  const Item& item = items[i];  // read where it is used: registers are sums
+  const int feature = row_of(w, item.work, share) * ROWS;
+  if (item.join.parts > 1) {
+    put_part(d, item.join, partial, counters, share, half);
+  } else {
+    if (FP8) scale<TOKENS / 8>(d, scales, feature, item.work.token);
+    put_out(d, to, out, feature, item.work.token, half);
+  }
+  for (int j = max(i - 1, begin); j < (i + 1 < end ? i : end); j++) {
+    const Item& done = items[j];
+    if (done.join.parts > 1)
+      join_parts(done, sums_of(partial, done.join, share),
+                 counters + done.join.counter * SHARES + share, scales, to,
+                 out + (BUFFERS - 1) * CHUNK_BYTES, row_of(w, done.work, share) * ROWS, half);
+  }
+}
+
 // ---- the kernel: as many workers as the GPU has room for, each with its own list of items ----
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -636,28 +663,16 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
     const u32 out = tiles + XRing::END + 2 * WRing::END + half * BUFFERS * CHUNK_BYTES;
     Sums d;
     for (int i = begin; i < end; i++) {
-      const Item& item = items[i];  // read where it is used: registers are sums
-      const int row = row_of(w, item.work, share);
+      const Work& item = items[i].work;
+      const int row = row_of(w, item, share);
       // What products depend on is the same in a warp, and ptxas is to know: else it waits for each.
-      const int sparse = __shfl_sync(~0u, sparse_steps(w, item.work, row), 0);
-      const int dense = __shfl_sync(~0u, item.work.count, 0) - sparse;
+      const int sparse = __shfl_sync(~0u, sparse_steps(w, item, row), 0);
+      const int dense = __shfl_sync(~0u, item.count, 0) - sparse;
       #pragma unroll
       for (int j = 0; j < TOKENS / 2; j++) d[j] = 0.f;
       add_sparse(d, x, w_ring, sparse);
       add_dense(d, x, w_ring, 2 * dense);
-      if (item.join.parts > 1) {
-        put_part(d, item.join, partial, counters, share, half);
-      } else {
-        if (FP8) scale<TOKENS / 8>(d, scales, row * ROWS, item.work.token);
-        put_out(d, &maps.out, out, row * ROWS, item.work.token, half);
-      }
-    }
-    for (int i = begin; i < end; i++) {
-      const Item& item = items[i];
-      if (item.join.parts > 1)
-        join_parts(item, sums_of(partial, item.join, share),
-                   counters + item.join.counter * SHARES + share, scales, &maps.out, out,
-                   row_of(w, item.work, share) * ROWS, half);
+      finish(d, items, begin, i, end, w, scales, partial, counters, &maps.out, out, share, half);
     }
     if (threadIdx.x % 128 == 0) stores_are_done();
   }

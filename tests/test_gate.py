@@ -48,16 +48,7 @@ static void run() {
     for (int j = 0; j < TOKENS / 2; j++)
       d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
                 j / 4 * 8 + thread % 4 * 2 + j % 2];
-    const Item& item = p.items[i];
-    if (item.join.parts > 1) put_part(d, item.join, p.partial, p.counters, share, half);
-    else put_out(d, &to, out, row_of(w, item.work, share) * ROWS, item.work.token, half);
-  }
-  for (int i = begin; i < end; i++) {
-    const Item& item = p.items[i];
-    if (item.join.parts > 1)
-      join_parts(item, sums_of(p.partial, item.join, share),
-                 p.counters + item.join.counter * SHARES + share, Scales{}, &to, out,
-                 row_of(w, item.work, share) * ROWS, half);
+    finish(d, p.items, begin, i, end, w, Scales{}, p.partial, p.counters, &to, out, share, half);
   }
 }
 extern "C" void call(void** pointers, int* sizes, int grid) {

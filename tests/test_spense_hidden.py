@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from on_hopper import KERNELS, hopper
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels import spense_wgmma
+from sparsebench.kernels import _spense, spense_wgmma
 from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
-from sparsebench.kernels._spense import rows_in_turn, schedule
+from sparsebench.kernels._spense import Schedule, rows_in_turn, schedule
 from sparsebench.kernels.spense_ffn import TURN, interleaved, joined, parted
 from sparsebench.kernels.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
@@ -121,21 +122,7 @@ static void run() {
     for (int j = 0; j < TOKENS / 2; j++)
       d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
                 j / 4 * 8 + thread % 4 * 2 + j % 2];
-    const Item& item = p.items[i];
-    const int feature = row_of(w, item.work, share) * ROWS;
-    if (item.join.parts > 1) {
-      put_part(d, item.join, p.partial, p.counters, share, half);
-    } else {
-      if (FP8) scale<TOKENS / 8>(d, scales, feature, item.work.token);
-      put_out(d, &map, out, feature, item.work.token, half);
-    }
-  }
-  for (int i = begin; i < end; i++) {
-    const Item& item = p.items[i];
-    if (item.join.parts > 1)
-      join_parts(item, sums_of(p.partial, item.join, share),
-                 p.counters + item.join.counter * SHARES + share, scales, &map, out,
-                 row_of(w, item.work, share) * ROWS, half);
+    finish(d, p.items, begin, i, end, w, scales, p.partial, p.counters, &map, out, share, half);
   }
   if (thread == 0) stores_have_read<0>();
 }
@@ -211,10 +198,52 @@ def layout(case: Case, dtype: torch.dtype) -> Spense:
 def test_its_threads_write_the_hidden_units_on_a_cpu(
     name: str, activation: str | None, case: Case, tmp_path: Path
 ) -> None:
+    assert_written(case, name, activation, work_of(case, DTYPES[name]), tmp_path)
+
+
+# Whose workers have which lists, p a piece and w a whole item: one piece alone, or two; one or two
+# of them and whole items, of one chunk and of four.
+LISTS = [
+    (Case(Config(64, 1, 4), 50, 40, 40, 0.0, 9), {"p"}),
+    (Case(Config(128, 2, 4), 123, 136, 12, 0.0, 6), {"p", "pp"}),
+    (Case(Config(16, 1, 4), 36, 136, 7, 0.0, 4), {"pww", "ppw"}),
+    (Case(Config(256, 1, 4), 516, 136, 7, 0.0, 4), {"pww", "ppw"}),
+]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("case", "lists"), LISTS, ids=str)
+@pytest.mark.parametrize(("name", "activation"), [("bf16", None), ("fp8", "relu")])
+def test_its_threads_join_pieces_on_a_cpu(
+    name: str,
+    activation: str | None,
+    case: Case,
+    lists: set[str],
+    first: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_spense, "PIECES_FIRST", first)
+    work = work_of(case, DTYPES[name])
+    kinds = "".join("p" if parts > 1 else "w" for parts in work.items[: work.starts[-1], 5])
+    found = {kinds[start:end] for start, end in pairwise(work.starts)}
+    assert found == {own if first else own[::-1] for own in lists}
+    assert_written(case, name, activation, work, tmp_path)
+
+
+def work_of(case: Case, dtype: torch.dtype) -> Schedule:
+    tokens, cluster = case.config.tokens, case.config.cluster
+    return schedule(layout(case, dtype), case.m, tokens, cluster, case.ctas // cluster)
+
+
+def assert_written(
+    case: Case, name: str, activation: str | None, work: Schedule, folder: Path
+) -> None:
+    """Hold what the threads write of sums of small integers against the definition."""
     dtype, config, share = DTYPES[name], case.config, 2 * case.config.cluster
     w, m = layout(case, dtype), case.m
     n = w.shape[0]
-    work = schedule(w, m, config.tokens, config.cluster, case.ctas // config.cluster)
     items, rows = work.items[: work.starts[-1]], -(-n // 64)
     rng = np.random.default_rng(0)
     wide = -(-m // config.tokens) * config.tokens
@@ -238,7 +267,7 @@ def test_its_threads_write_the_hidden_units_on_a_cpu(
     address = [t.ctypes.data if isinstance(t, np.ndarray) else t.data_ptr() for t in kept]
     sizes = rows, w.sparse.shape[0], n, m, out.shape[1] * out.itemsize
     constants = spense_wgmma.constants_of(config, dtype, activation)
-    run = on_cpu(KERNEL + TMA, constants, tmp_path).call
+    run = on_cpu(KERNEL + TMA, constants, folder).call
     for _ in range(2):  # counters are as they were
         run((ctypes.c_void_p * 8)(*address), (ctypes.c_int * 5)(*sizes), case.ctas)
     assert not counters.any()

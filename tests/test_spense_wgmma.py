@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,10 @@ def test_every_step_is_assigned_once(m: int, config: Config, shape: tuple[int, i
     pieces = items[items[:, 5] > 1]
     assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.places))
     assert len(np.unique(pieces[:, 7])) == work.counters
+    for start, end in pairwise(work.starts):
+        cut = (items[start:end, 5] > 1).tolist()
+        assert cut == sorted(cut, reverse=True)  # at most two pieces, first: nobody waits for ever
+        assert sum(cut) <= 2
     for counter in range(work.counters):
         own = pieces[pieces[:, 7] == counter]
         own = own[own[:, 4].argsort()]
