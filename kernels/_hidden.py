@@ -45,15 +45,15 @@ def quantised(x: Tensor) -> Program:
     return Program(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
 
 
-def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round X [m, k], of rows of any stride, to e4m3 times fp32 [m]; of a token the largest is 448.
+def scaled(x: Tensor, out: Tensor) -> Tensor:
+    """Write X [m, k], of rows of any stride, in e4m3, and return fp32 [m] that it is to be times.
 
-    Enqueued at once, on the current stream.
+    Of each token the largest element is 448. Enqueued at once, on the current stream.
     """
     (m, k), columns = x.shape, triton.next_power_of_2(x.shape[1])
-    out, scales = x.new_empty(x.shape, dtype=DTYPES["fp8"]), x.new_empty(m, dtype=torch.float32)
+    scales = x.new_empty(m, dtype=torch.float32)
     constants = {"COLUMNS": columns, "num_warps": min(max(columns // 512, 1), 16)}
-    return Program(_scale, (m,), (x, out, scales, k, x.stride(0)), constants, out)(), scales
+    return Program(_scale, (m,), (x, out, scales, k, x.stride(0)), constants, scales)()
 
 
 def scale_of(problem: Problem, columns: int) -> float:

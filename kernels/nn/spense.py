@@ -328,10 +328,11 @@ def _linear(
     if not len(x):
         return _empty(x, n, activation, scale)
     with torch.cuda.device_of(x):
-        x, tokens = readable(x), None
-        if x.dtype != w.dtype:
-            x, tokens = _hidden.scaled(x)
-        return spense_wgmma.bind(_planned(x, w, activation), x, w, Scales(scale, tokens))()
+        x = readable(x)
+        read = x if x.dtype == w.dtype else x.new_empty(x.shape, dtype=w.dtype)
+        plan = _planned(read, w, activation)
+        tokens = None if read is x else _hidden.scaled(x, read)
+        return spense_wgmma.bind(plan, read, w, Scales(scale, tokens))()
 
 
 def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
