@@ -1,6 +1,7 @@
 """What stands between the products of a feed-forward layer, in Triton.
 
     before    X [m, k] in 16 bits ──> X in e4m3                        `quantised`, in fp8 alone
+                                      and a scale for each token       `scaled`, for layers
     between   G | U [m, 2 n] ───────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
 
 To e4m3 they round to the nearest and keep NaN, and what is beyond 448 becomes 448: Triton's cast
@@ -42,6 +43,17 @@ def quantised(x: Tensor) -> Program:
     tokens, grid = _tiles(m, k)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES}
     return Program(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
+
+
+def scaled(x: Tensor, out: Tensor) -> Tensor:
+    """Write X [m, k], of rows of any stride, in e4m3, and return fp32 [m] that it is to be times.
+
+    Of each token the largest element is 448. Enqueued at once, on the current stream.
+    """
+    (m, k), columns = x.shape, triton.next_power_of_2(x.shape[1])
+    scales = x.new_empty(m, dtype=torch.float32)
+    constants = {"COLUMNS": columns, "num_warps": min(max(columns // 512, 1), 16)}
+    return Program(_scale, (m,), (x, out, scales, k, x.stride(0)), constants, scales)()
 
 
 def scale_of(problem: Problem, columns: int) -> float:
@@ -99,3 +111,12 @@ def _quantise(  # type: ignore[no-untyped-def]
     row, column = token.to(tl.int64)[:, None], column[None, :]
     values = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
     tl.store(out + row * k + column, values.to(out.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(x, out, scales, k, x_stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    values = tl.load(x + row * x_stride + column, column < k, 0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values)) / 448, 1e-30)  # of zeros, too
+    tl.store(scales + row, scale)
+    tl.store(out + row * k + column, (values / scale).to(out.dtype.element_ty), column < k)

@@ -325,6 +325,24 @@ def test_interpreted_inputs_are_rounded_whatever_their_stride(m: int, k: int) ->
         assert same_bits(program(), x.clamp(-448, 448).to(E4M3))
 
 
+def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (x.float().abs().amax(1) / 448).clamp_min(1e-30)
+    return (x.float() / scales[:, None]).clamp(-448, 448).to(E4M3), scales
+
+
+@interpreted
+@pytest.mark.usefixtures("casts")
+@pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
+def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
+    wide = 100 * torch.randn(m, k + 24).half()
+    wide[-1] = 0
+    wide[0, 9] = 60000
+    for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, :k].contiguous()):
+        found, (right, expected) = torch.empty(m, k, dtype=E4M3), by_token(x)
+        assert torch.equal(_hidden.scaled(x, found), expected)
+        assert same_bits(found, right)
+
+
 @interpreted
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
@@ -373,6 +391,9 @@ def test_interpreted_hybrid_layers_are_right(fraction: float, monkeypatch: Any) 
     assert_right(launch, asked, drawn)
 
 
+SCALED = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"}
+
+
 def ptx(function: Any, pointers: dict[str, str], constants: dict[str, Any]) -> str:
     kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     names = [name for name in function.arg_names if name not in (*constants, "m")]
@@ -390,11 +411,14 @@ def test_casts_saturate_and_memory_is_read_in_16_bytes(tmp_path: Path, monkeypat
     codes = [
         ptx(_hidden._activate, {"products": "*bf16", "h": "*fp8e4nv"}, tiles | how),
         ptx(_hidden._quantise, {"x": "*bf16", "out": "*fp8e4nv"}, tiles),
+        ptx(_hidden._scale, SCALED, {"COLUMNS": 8192}),
     ]
     for code in codes:
         assert code.count("cvt.rn.satfinite.e4m3x2.f32") == code.count("e4m3x2") > 0
         assert code.count("ld.global.v4") == code.count("ld.global") > 0
-        assert code.count("st.global.v") == code.count("st.global") > 0
+        words = code.count("st.global.b32")  # a scale
+        assert code.count("st.global.v") == code.count("st.global") - words > 0
+        assert words <= (code is codes[2])
 
 
 # ---- on a GPU ----
@@ -410,6 +434,25 @@ def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
     found = _hidden.quantised(x)()
     assert torch.equal(found.float().isnan(), x.isnan())
     assert torch.equal(found.float().nan_to_num(7), right.float().nan_to_num(7))
+
+
+@pytest.mark.gpu
+def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
+    if reason := cublas.lacks_fp8(CUDA):
+        pytest.skip(reason)
+    for m, k in ((1, 16), (19, 5120), (300, 27648)):
+        x = 10.0 ** torch.linspace(-6, 4, m, device=CUDA)[:, None] * torch.randn(m, k, device=CUDA)
+        x = x.to(BF16)
+        x[-1, : k // 2] = 0
+        found, (right, expected) = torch.empty_like(x, dtype=E4M3), by_token(x)
+        torch.testing.assert_close(_hidden.scaled(x, found), expected, rtol=2**-22, atol=0)
+        # A quotient may be one unit of fp32 away, and then at a tie the next of e4m3.
+        apart = found.view(torch.uint8).int() - right.view(torch.uint8).int()
+        assert apart.abs().max() <= 1
+        assert (apart != 0).float().mean() < 1e-3
+        x[0, 3] = float("nan")
+        _hidden.scaled(x, found)
+        assert found.float().isnan().sum() == 1
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import spense as layers
 from sparsebench.results.record import Contender, Problem, Status
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of Triton's interpreter")
 
@@ -139,15 +140,139 @@ def test_an_mlps_state_dict_fills_another_one(h, k, dense):
     assert torch.equal(empty(x), saved(x))
 
 
+# ---- fp8 ----
+
+
+def by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix as e4m3 holds it, in fp64, and the scale of each row."""
+    scale = (matrix.float().abs().amax(-1, keepdim=True) / 448).clamp_min(1e-30)
+    return (matrix.float() / scale).to(E4M3).double(), scale.double()
+
+
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS[:4])
+def test_a_layer_in_fp8_gives_the_scaled_product(n, k, fraction, split, tokens):
+    w, b = layer_of(n, k, fraction, split)[1:]
+    given = {"dense_fraction": fraction, "split": split, "bias": b}
+    w[0] = 0
+    layer = SpenseLinear.from_dense(w, dtype=E4M3, **given)
+    x = torch.randn(*tokens, k).to(BF16)
+    (of_x, token), (of_w, row) = by_row(x), by_row(w)
+    product = (of_x @ of_w.T * row[:, 0] * token).to(BF16)
+    y = layer(x)
+    assert y.dtype == BF16
+    torch.testing.assert_close(y, product + b)
+    exact = linear(x.double(), w.double())
+    assert (product.double() - exact).square().mean() < 0.05**2 * exact.square().mean()
+    torch.testing.assert_close(layer.to_dense().weight.double(), of_w * row, rtol=2**-8, atol=0)
+    # As a checkpoint in fp8 has it: one scale a row, of two shapes, or one of all.
+    stored = of_w.float().to(E4M3)
+    for scale in (row.float(), row.float()[:, 0]):
+        again = SpenseLinear.from_dense(stored, scale=scale, **given)
+        assert torch.equal(again(x), y)
+    given["bias"] = None
+    of_one = SpenseLinear.from_dense(stored, scale=torch.tensor(0.25), **given)
+    assert torch.equal(of_one(x), SpenseLinear.from_dense(stored, **given)(x) / 4)
+    # X in e4m3 is taken as it is.
+    rounded = SpenseLinear.from_dense(w, dtype=E4M3, **given)
+    as_it_is = rounded(of_x.float().to(E4M3))
+    torch.testing.assert_close(as_it_is, (of_x @ of_w.T * row[:, 0]).to(BF16))
+
+
+def test_a_state_dict_in_fp8_has_scales_and_loads_into_fp8_alone():
+    w, b = layer_of(256, 144, 0.5, "rows")[1:]
+    saved = SpenseLinear.from_dense(w, dense_fraction=0.5, bias=b, dtype=E4M3)
+    assert list(saved.state_dict()) == ["bias", "sparse", "dense", "scale", "_extra_state"]
+    empty, x = SpenseLinear(144, 256, dense_fraction=0.5, dtype=E4M3), torch.randn(3, 144).to(BF16)
+    assert empty(x).eq(0).all()
+    empty.load_state_dict(saved.state_dict())
+    assert torch.equal(empty(x), saved(x))
+    with pytest.raises(FormatError, match=r"found \[256, 144, 128, 144, 2\]"):
+        layer_of(256, 144, 0.5, "rows")[0].load_state_dict(saved.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("activation", [*layers.ACTIVATIONS])
+@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
+def test_an_mlp_in_fp8_rounds_x_and_h(h, k, dense, activation):
+    _, right = mlp_of(h, k, dense, activation)
+    weights, x = (right.gate, right.up, right.down), torch.randn(2, 3, k).to(BF16)
+    (gate, up, down), (of_gate, of_up, of_down) = zip(*map(by_row, weights), strict=True)
+    of_x, token = by_row(x)
+    g, u = (of_x @ w.T * row[:, 0] * token for w, row in ((gate, of_gate), (up, of_up)))
+    hidden = ACT[activation](g) * u
+    for largest in (float(hidden.abs().max()), float(hidden.abs().max()) / 4):  # of few it is more
+        rounded = (hidden / largest * 448).clamp(-448, 448).float().to(E4M3).double()
+        product = rounded @ down.T * of_down[:, 0] * largest / 448
+        packed = SpenseGatedMLP.from_dense(
+            *weights, dense=dense, activation=activation, dtype=E4M3, largest=largest
+        )
+        y = packed(x).double()
+        assert (y - product).square().mean() < 0.01**2 * product.square().mean()
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(packed(x).double(), y)
+        stored = [w.float().to(E4M3) for w in (gate, up, down)]
+        given = {"scales": (of_gate.float(), of_up.float(), of_down.float())}
+        again = SpenseGatedMLP.from_dense(
+            *stored, dense=dense, activation=activation, largest=largest, **given
+        )
+        assert torch.equal(again(x).double(), y)
+        empty = SpenseGatedMLP(k, h, dense=dense, activation=activation, dtype=E4M3)
+        empty.load_state_dict(packed.state_dict())
+        assert torch.equal(empty(x).double(), y)
+    dense_gate, dense_up, dense_down = (w.double() for w in packed.to_dense())
+    of_dense = (
+        ACT[activation](x.double() @ dense_gate.T) * (x.double() @ dense_up.T)
+    ) @ dense_down.T
+    exact = hidden @ (down * of_down).T
+    assert (of_dense - exact).square().mean() < 0.05**2 * exact.square().mean()
+
+
+def test_what_fp8_cannot_hold_is_refused():
+    w = pruned(256, 64, 256, 64)
+    make, stored, scale = SpenseLinear.from_dense, w.to(E4M3), torch.ones(64)
+    with pytest.raises(FormatError, match=r"^weight: expected a scale of \[256\] or one, found"):
+        make(stored, scale=scale)
+    with pytest.raises(
+        FormatError, match=r"weight: expected no scale with torch.bfloat16, found one"
+    ):
+        make(w, dtype=E4M3, scale=scale)
+    with pytest.raises(FormatError, match=r"weight: expected torch.float16, found torch.bfloat16"):
+        make(w, dtype=FP16)
+    with pytest.raises(FormatError, match=r"weight: .* floating-point matrix, found torch.int8"):
+        make(w.to(torch.int8), dtype=E4M3)
+    gate = pruned(256, 64, 128, 64)
+    mlp = partial(SpenseGatedMLP.from_dense, gate, gate, pruned(64, 256, 64, 128), dense=128)
+    with pytest.raises(FormatError, match=r"largest: expected more than 0, found None"):
+        mlp(dtype=E4M3)
+    with pytest.raises(FormatError, match=r"largest: expected none with torch.bfloat16, found 3"):
+        mlp(largest=3.0)
+    layer, x = make(w, dtype=E4M3), torch.zeros(3, 64)
+    with pytest.raises(
+        Unsupported, match=r"expected torch.bfloat16 as the layer has, found torch.f"
+    ):
+        layer(x.half())
+    with pytest.raises(Unsupported, match=r"expected fp32 scales \[256\], found torch.bfloat16"):
+        layer.to(BF16)(x.to(BF16))
+
+
 @compiled
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_layers_compile_into_one_graph(dynamic: bool):
-    mlp, _ = mlp_of()
-    stack = nn.Sequential(mlp, layer_of(328, 136, 0.5, "rows")[0])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_layers_compile_into_one_graph(dtype: torch.dtype, dynamic: bool):
+    stack = stack_of(dtype)
     run = torch.compile(stack, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for m in (3, 5):
         x = torch.randn(m, 136).to(BF16)
         torch.testing.assert_close(run(x), stack(x))
+
+
+def stack_of(dtype: torch.dtype) -> nn.Module:
+    mlp, right = mlp_of()
+    layer, w, b = layer_of(328, 136, 0.5, "rows")
+    if dtype == E4M3:
+        weights = right.gate, right.up, right.down
+        mlp = SpenseGatedMLP.from_dense(*weights, dense=200, dtype=E4M3, largest=10.0)
+        layer = SpenseLinear.from_dense(w, dense_fraction=0.5, bias=b, dtype=E4M3)
+    return nn.Sequential(mlp, layer)
 
 
 def test_operators_are_what_torch_compile_expects():
@@ -156,6 +281,9 @@ def test_operators_are_what_torch_compile_expects():
     gate_up = mlp_of(200, 400, 72)[0].gate_up
     sizes = 400, 400, *gate_up.sparse_shape, "silu"
     torch.library.opcheck(layers.linear, (x, gate_up.sparse, gate_up.dense, *sizes))
+    layer = SpenseLinear.from_dense(pruned(72, 400, 72, 400), dtype=E4M3)
+    sizes = 72, 400, *layer.sparse_shape, None
+    torch.library.opcheck(layers.linear, (x, layer.sparse, layer.dense, *sizes, layer.scale))
 
 
 def test_autocast_takes_inputs_to_the_dtype_of_the_weights():
@@ -170,9 +298,11 @@ def test_what_a_layer_cannot_hold_is_refused():
     w[3, 4:7] = 1
     with pytest.raises(FormatError, match=r"^weight: expected at most 2 of 4 .* row 3, group 1 "):
         SpenseLinear.from_dense(w)
-    with pytest.raises(FormatError, match="weight: expected fp16 or bf16, found"):
+    with pytest.raises(
+        FormatError, match=r"weight: expected fp16, bf16 or fp8 .* found torch.float32"
+    ):
         SpenseLinear.from_dense(w.float())
-    with pytest.raises(FormatError, match="weight: expected a split by rows or columns"):
+    with pytest.raises(FormatError, match=r"weight: expected a split by rows or columns"):
         SpenseLinear.from_dense(w, split="both")
     with pytest.raises(FormatError, match=r"bias: expected \[256\], found \[64\]"):
         SpenseLinear.from_dense(pruned(256, 64, 256, 64), bias=w[0])
@@ -200,7 +330,9 @@ def test_inputs_that_a_layer_cannot_multiply_are_refused():
     layer = layer_of(200, 144, 0.0, "rows")[0]
     with pytest.raises(Unsupported, match=r"expected \[\.\.\., 144\], found \[3, 145\]"):
         layer(torch.zeros(3, 145))
-    with pytest.raises(Unsupported, match="as the weights have, found torch"):
+    with pytest.raises(
+        Unsupported, match=r"expected torch.bfloat16 as the layer has, found torch.float32"
+    ):
         layer(torch.zeros(3, 144))
     x = torch.zeros(3, 144, dtype=BF16, requires_grad=True)
     with pytest.raises(Unsupported, match=r"expected inference \(torch.no_grad\)"):
@@ -451,18 +583,62 @@ def test_layers_are_right_on_a_gpu(dtype):
                 close_on_a_gpu(packed.cuda()(x), GatedMLP(gate, up, down, activation)(x))
 
 
+class OnCpu(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cpu())
+
+
+def close_in_fp8(y: Tensor, right: Tensor) -> None:
+    """Sums of the tensor cores have 13 bits, so that a few elements of H are rounded otherwise."""
+    y, right = y.float(), right.float().to(y.device)
+    assert (y - right).square().mean() < 0.03**2 * right.square().mean()
+
+
+@pytest.mark.gpu
+@hopper
+def test_layers_in_fp8_are_right_on_a_gpu():
+    with torch.no_grad():
+        for n, k, *how in (
+            (200, 144, 0.0, "rows"),
+            (72, 400, 0.4, "columns"),
+            (192, 272, 1.0, "rows"),
+        ):
+            w, b = layer_of(n, k, *how)[1:]
+            given = {"dense_fraction": how[0], "split": how[1], "bias": b, "dtype": E4M3}
+            layer, wide = SpenseLinear.from_dense(w, **given), torch.randn(300, k + 24).to(BF16)
+            for x in (wide[:, :k], wide[:, 3 : k + 3], wide[:17, :k], wide[:0, :k]):
+                right = layer.cpu()(x)
+                y = layer.cuda()(x.cuda())
+                assert y.dtype == BF16
+                close_on_a_gpu(y, right.cuda())
+        for h, k, dense in ((336, 144, 200), (512, 80, 128), (208, 144, 0)):
+            for activation in layers.ACTIVATIONS:
+                _, dense_mlp = mlp_of(h, k, dense, activation)
+                weights, x = (dense_mlp.gate, dense_mlp.up, dense_mlp.down), torch.randn(2, 150, k)
+                packed = SpenseGatedMLP.from_dense(
+                    *weights, dense=dense, activation=activation, dtype=E4M3, largest=40.0
+                )
+                right = packed(x.to(BF16))
+                close_in_fp8(packed.cuda()(x.to(BF16).cuda()), right)
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
-def test_a_gpu_captures_and_compiles_layers():
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
     mlp, right = mlp_of(1024, 512, 512)
-    mlp, x = mlp.cuda(), torch.randn(40, 512, device="cuda").to(BF16)
-    right = GatedMLP(*(t.cuda() for t in (right.gate, right.up, right.down)))
+    weights, x = (right.gate, right.up, right.down), torch.randn(40, 512, device="cuda").to(BF16)
+    right, close = GatedMLP(*(t.cuda() for t in weights)), close_on_a_gpu
+    if dtype == E4M3:
+        mlp = SpenseGatedMLP.from_dense(*weights, dense=512, dtype=E4M3, largest=40.0)
+        right, close = OnCpu(deepcopy(mlp)), close_in_fp8
+    mlp = mlp.cuda()
     layers._PLANS.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         run = torch.compile(mlp, fullgraph=True)
-        close_on_a_gpu(run(x), right(x))
+        close(run(x), right(x))
         mlp(x)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             y = mlp(x)
@@ -470,14 +646,17 @@ def test_a_gpu_captures_and_compiles_layers():
             x.copy_(torch.randn_like(x))
             y.fill_(float("nan"))
             graph.replay()
-            close_on_a_gpu(y, right(x))
+            close(y, right(x))
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_gpu_says_that_a_capture_came_before_the_first_call():
-    layer, x = layer_of(256, 144, 0.5, "rows")[0].cuda(), torch.zeros(4, 144, device="cuda")
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_a_gpu_says_that_a_capture_came_before_the_first_call(dtype: torch.dtype):
+    w = layer_of(256, 144, 0.5, "rows")[1]
+    layer = SpenseLinear.from_dense(w, dense_fraction=0.5, dtype=dtype).cuda()
+    x = torch.zeros(4, 144, device="cuda")
     layers._PLANS.clear()
     graph = torch.cuda.CUDAGraph()
     x = x.to(BF16)

@@ -8,7 +8,13 @@
     CPU                             torch, a product of `to_dense` a call: a reference, not a kernel
 
 Weights and inputs are fp16 or bf16, and there are no gradients: an input that requires one is
-refused. Sizes are multiples of 8 on a GPU. torch.compile sees operators; a CUDA graph holds the
+refused. Sizes are multiples of 8 on a GPU (in fp8 of 16, but for out_features). Or W is fp8:
+
+    W    e4m3, with a scale for each row
+    X    bf16, rounded at each call, of each token the largest element to 448; or e4m3, as it is
+    H    e4m3, with one scale, which the scales of up and down hold                  Y    bf16
+
+torch.compile sees operators; a CUDA graph holds the
 kernels alone, and is captured after a first call with as many tokens, which compiles them and
 assigns the work. Work is assigned once for equal layers and tiles of tokens, and kept.
 """
@@ -22,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
 
-from sparsebench.formats._format import FormatError, require, require_size
+from sparsebench.formats._format import FormatError, require, require_matrix, require_size
 from sparsebench.formats.spense import (
     DENSE_BYTES,
     ROWS,
@@ -31,16 +37,19 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels import spense_wgmma
+from sparsebench.kernels import _hidden, spense_wgmma
 from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._tuned import Sizes, lookup
 from sparsebench.kernels.nn._ops import readable
-from sparsebench.kernels.spense_ffn import TURN, joined, parted
+from sparsebench.kernels.spense_ffn import TURN, interleaved, joined, parted
+from sparsebench.kernels.spense_wgmma import Scales
 from sparsebench.results.record import Problem
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-ITEMSIZE = 2  # bytes of both
-SPARSE_BYTES = VALUE_BYTES * 9 // 8  # a code of 4 bits with two values of 16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # in the order that state dicts have
+KNOWN = "expected fp16, bf16 or fp8 (float8_e4m3fn)"
+LARGEST = 448  # of e4m3
+CODE_BYTES = 2048  # over the bytes of a value: of a sparse tile, 4 bits with two values
 FIRST_TWO = 0x44  # metadata of two groups that store their elements 0 and 1
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -54,6 +63,7 @@ class SpenseLinear(nn.Module):
 
     dense_fraction  of the rows or columns (`split`), the last ones, may have any elements
     sparse, dense   buffers, the tiles of both parts; zeros until they are loaded
+    scale           fp32 [out_features], a buffer: W is fp8 times it; None of 16 bits
 
     The bias is added to the rounded product. The dtype is that of W for good. A state dict has the
     layout, too, and loads into no other one. Raises FormatError.
@@ -61,6 +71,7 @@ class SpenseLinear(nn.Module):
 
     sparse: Tensor
     dense: Tensor
+    scale: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -72,21 +83,29 @@ class SpenseLinear(nn.Module):
         split: str = "rows",
         bias: bool = True,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = BF16,
     ) -> None:
         """Make a layer of zeros, for a state dict to fill."""
         super().__init__()
-        require(dtype in NAMES, f"expected fp16 or bf16, found {dtype}")
+        require(dtype in NAMES, f"{KNOWN}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         n, k = out_features, in_features
-        rows, columns = sparse_shape_of(n, k, ITEMSIZE, dense_fraction, split)
+        size = dtype.itemsize
+        rows, columns = sparse_shape_of(n, k, size, dense_fraction, split)
         self.sparse_shape = rows, columns
         rest = (n, k - columns) if columns < k else (n - rows, k)
         zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
-        self.register_buffer("sparse", zeros(*_grid(rows, columns), SPARSE_BYTES))
-        self.register_buffer("dense", zeros(*_grid(*rest), DENSE_BYTES))
+        sparse_bytes = VALUE_BYTES + CODE_BYTES // size
+        self.register_buffer("sparse", zeros(*_grid(rows, columns, size), sparse_bytes))
+        self.register_buffer("dense", zeros(*_grid(*rest, size), DENSE_BYTES))
         self.sparse[..., VALUE_BYTES:] = FIRST_TWO
-        self.bias = _frozen(torch.zeros(n, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
+        self.bias = _frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
+
+    @property
+    def outside(self) -> torch.dtype:
+        """Return the dtype of X, Y and the bias."""
+        return BF16 if self.dtype == E4M3 else self.dtype
 
     @classmethod
     def from_dense(
@@ -96,16 +115,24 @@ class SpenseLinear(nn.Module):
         dense_fraction: float = 0.0,
         split: str = "rows",
         bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        scale: Tensor | None = None,
     ) -> Self:
         """Pack a weight [n, k] that is 2:4 outside of its dense part; -0.0 counts as +0.0.
 
-        Raises FormatError, which names the first group that is not.
+        Given float8_e4m3fn as the `dtype`, weights of 16 or 32 bits are rounded to it, of each row
+        the largest to 448; weights that are so already come with the `scale` of each row, [n] or
+        [n, 1], or of all, or without. Raises FormatError, which names the first group that is not.
         """
-        return cls.from_spense(_packed("weight", weight, dense_fraction, split), bias)
+        kind = dtype or weight.dtype
+        w, of_rows = _packed("weight", weight, dense_fraction, split, kind, scale)
+        return cls.from_spense(w, bias, of_rows)
 
     @classmethod
-    def from_spense(cls, w: Spense, bias: Tensor | None = None) -> Self:
-        """Take packed weights as they are, in their memory, and a copy of the bias [n]."""
+    def from_spense(
+        cls, w: Spense, bias: Tensor | None = None, scale: Tensor | None = None
+    ) -> Self:
+        """Take packed weights as they are, in their memory, a copy of the bias [n], and scales."""
         (n, k), (rows, columns) = w.shape, w.sparse_shape
         layer = cls(
             *(k, n),
@@ -118,7 +145,9 @@ class SpenseLinear(nn.Module):
         layer.sparse, layer.dense = w.sparse, w.dense
         if bias is not None:
             require(bias.shape == (n,), f"bias: expected [{n}], found {list(bias.shape)}")
-            layer.bias = _frozen(bias.detach().to(w.sparse.device, w.dtype, copy=True))
+            layer.bias = _frozen(bias.detach().to(w.sparse.device, layer.outside, copy=True))
+        if layer.scale is not None:
+            layer.scale = torch.ones(n, device=w.sparse.device) if scale is None else scale
         return layer
 
     @property
@@ -128,12 +157,16 @@ class SpenseLinear(nn.Module):
         return Spense(shape, self.dtype, self.sparse_shape, self.sparse, self.dense)
 
     def to_dense(self) -> nn.Linear:
-        """Return the layer as nn.Linear."""
+        """Return the layer as nn.Linear; of fp8 W times its scale, rounded to bf16."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        linear.weight = _frozen(self.spense.to_dense())
+        linear.weight = _frozen(self._weight())
         linear.bias = None if self.bias is None else _frozen(self.bias.detach().clone())  # type: ignore[assignment]
         return linear
+
+    def _weight(self) -> Tensor:
+        w = self.spense.to_dense()
+        return w if self.scale is None else (w.float() * self.scale[:, None]).to(self.outside)
 
     def get_extra_state(self) -> Tensor:
         """Return n, k, rows and columns of the sparse part, and which dtype, int64 [5]."""
@@ -143,7 +176,7 @@ class SpenseLinear(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Refuse another layout: fp16's bytes would be taken for bf16's. Raises FormatError."""
         expected, found = self.get_extra_state().tolist(), state.tolist()
-        what = "n, k, sparse rows, sparse columns, bf16"
+        what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
         require(found == expected, f"{what}: expected {expected}, found {found}")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,13 +191,13 @@ class SpenseLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise Unsupported("expected inference (torch.no_grad), found an input with a gradient")
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.dtype != self.dtype:
-            raise Unsupported(f"expected {self.dtype} as the weights have, found {x.dtype}")
+            x = x if x.dtype == E4M3 else x.to(torch.get_autocast_dtype(x.device.type))
+        if x.dtype not in (self.outside, self.dtype):
+            raise Unsupported(f"expected {self.outside} as the layer has, found {x.dtype}")
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         sizes = self.out_features, self.in_features, *self.sparse_shape
         op = linear if torch.compiler.is_compiling() else _linear
-        y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation)
+        y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation, self.scale)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
     def extra_repr(self) -> str:
@@ -192,7 +225,7 @@ class SpenseGatedMLP(nn.Module):
         dense: int,
         activation: str = "silu",
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = BF16,
     ) -> None:
         """Make a layer of zeros, for a state dict to fill."""
         super().__init__()
@@ -203,34 +236,57 @@ class SpenseGatedMLP(nn.Module):
         names = ", ".join(ACTIVATIONS)
         require(known, f"activation: expected one of {names}; found {activation!r}")
         self.hidden_features, self.activation = h, activation
-        rows, _ = sparse_shape_of(h, k, ITEMSIZE, dense / h, "rows")
+        rows, _ = sparse_shape_of(h, k, dtype.itemsize, dense / h, "rows")
         made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.gate_up = SpenseLinear(k, 2 * h, dense_fraction=1 - rows / h, split="rows", **made)
         self.down = SpenseLinear(h, k, dense_fraction=dense / h, split="columns", **made)
 
     @classmethod
     def from_dense(
-        cls, gate: Tensor, up: Tensor, down: Tensor, *, dense: int, activation: str = "silu"
+        cls,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        *,
+        dense: int,
+        activation: str = "silu",
+        dtype: torch.dtype | None = None,
+        scales: tuple[Tensor, Tensor, Tensor] | None = None,
+        largest: float | None = None,
     ) -> Self:
         """Pack gate and up [h, k] and down [k, h], as pruning left them; -0.0 counts as +0.0.
+
+        dtype, scales  as SpenseLinear's, for the three
+        largest        in fp8: of |act(G) * U|, as calibration saw it; what is beyond becomes that
 
         Raises FormatError, which names the weight and the first group that is not 2:4.
         """
         require(gate.dim() == 2, f"gate: expected a matrix [h, k], found {list(gate.shape)}")
-        (h, k), made = gate.shape, {"dtype": gate.dtype, "device": "meta"}
-        mlp = cls(k, h, dense=dense, activation=activation, **made)  # type: ignore[arg-type]
+        (h, k), kind = gate.shape, dtype or gate.dtype
+        mlp = cls(k, h, dense=dense, activation=activation, dtype=kind, device="meta")
         for name, weight, shape in (("up", up, (h, k)), ("down", down, (k, h))):
             of = f"{name}: expected {gate.dtype} as gate has, found {weight.dtype}"
             require(weight.dtype == gate.dtype, of)
             _named(name, require_size, weight, shape)
-        both = (_packed(n, w, dense / h, "rows") for n, w in (("gate", gate), ("up", up)))
-        mlp.gate_up = SpenseLinear.from_spense(joined(*both))
-        mlp.down = SpenseLinear.from_spense(_packed("down", down, dense / h, "columns"))
+        wanted = "more than 0" if kind == E4M3 else f"none with {kind}"
+        fits = largest is None if kind != E4M3 else largest is not None and largest > 0
+        require(fits, f"largest: expected {wanted}, found {largest}")
+        named = zip(("gate", "up", "down"), (gate, up, down), scales or (None,) * 3, strict=True)
+        (g, of_gate), (u, of_up), (d, of_down) = (
+            _packed(name, w, dense / h, "columns" if name == "down" else "rows", kind, scale)
+            for name, w, scale in named
+        )
+        of_both = None
+        if of_gate is not None and of_up is not None and of_down is not None and largest:
+            of_h = largest / LARGEST  # H is linear in U: the scales of up and of down hold its own
+            of_both, of_down = interleaved(of_gate, of_up / of_h), of_down * of_h
+        mlp.gate_up = SpenseLinear.from_spense(joined(g, u), scale=of_both)
+        mlp.down = SpenseLinear.from_spense(d, scale=of_down)
         return mlp
 
     def to_dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate and up [h, k] and down [k, h]."""
-        return *parted(self.gate_up.spense.to_dense()), self.down.spense.to_dense()
+        """Return gate and up [h, k] and down [k, h]; of fp8 up by H's scale, and down times it."""
+        return *parted(self.gate_up._weight()), self.down._weight()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., k] of X [..., k]. Raises Unsupported."""
@@ -254,26 +310,49 @@ def _linear(
     rows: int,
     columns: int,
     activation: str | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Return Y [m, n] of X [m, k]; `rows` and `columns` of W are sparse. Raises Unsupported.
 
-    With an activation W is gate and up, as spense_ffn.py orders them, and Y is H [m, n / 2].
+    With an activation W is gate and up, as spense_ffn.py orders them, and Y is H [m, n / 2]. With a
+    scale W is fp8, and so is H.
     """
-    w = Spense((n, k), x.dtype, (rows, columns), sparse, dense)
+    w = Spense((n, k), x.dtype if scale is None else E4M3, (rows, columns), sparse, dense)
     if not x.device == sparse.device == dense.device:
         raise Unsupported(f"expected inputs on {sparse.device}, found {x.device}")
+    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
+        raise Unsupported(f"expected fp32 scales [{n}], found {scale.dtype} {list(scale.shape)}")
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            y = x @ w.to_dense().T
-        if activation is None:
-            return y
-        gate, up = parted(y.T)
-        return (ACTIVATIONS[activation](gate) * up).T.contiguous()
+            return _in_torch(x, w, activation, scale)
     if not len(x):
-        return x.new_empty(0, n // 2 if activation else n)
+        return _empty(x, n, activation, scale)
     with torch.cuda.device_of(x):
         x = readable(x)
-        return spense_wgmma.bind(_planned(x, w, activation), x, w)()
+        read = x if x.dtype == w.dtype else x.new_empty(x.shape, dtype=w.dtype)
+        plan = _planned(read, w, activation)
+        tokens = None if read is x else _hidden.scaled(x, read)
+        return spense_wgmma.bind(plan, read, w, Scales(scale, tokens))()
+
+
+def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
+    """Return Y or H on a CPU; of fp8 by sums in fp32, as on a GPU."""
+    if scale is None:
+        y = x @ w.to_dense().T
+    else:
+        x, tokens = _rounded_by_row(x) if x.dtype != E4M3 else (x, x.new_ones(1, dtype=scale.dtype))
+        y = x.float() @ w.to_dense().float().T * scale * tokens[:, None]
+    if activation is None:
+        return y if scale is None else y.to(BF16)
+    gate, up = parted(y.T)
+    h = (ACTIVATIONS[activation](gate) * up).T.contiguous()
+    return h if scale is None else h.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:
+    """Return Y or H without its elements."""
+    kind = x.dtype if scale is None else E4M3 if activation else BF16
+    return x.new_empty(x.shape[0], n // 2 if activation else n, dtype=kind)
 
 
 linear = torch.library.custom_op("sparsebench::spense_linear", _linear, mutates_args=())
@@ -289,8 +368,9 @@ def _(
     rows: int,
     columns: int,
     activation: str | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], n // 2 if activation else n)
+    return _empty(x, n, activation, scale)
 
 
 # ---- plans ----
@@ -341,13 +421,46 @@ _PLANS: dict[tuple[Call, spense_wgmma.Config], spense_wgmma.Plan] = {}
 # ---- weights ----
 
 
-def _packed(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spense:
-    """Convert a weight, -0.0 as +0.0; a FormatError names it."""
-    require(weight.dtype in NAMES, f"{name}: expected fp16 or bf16, found {weight.dtype}")
-    positive = (weight.detach() + 0.0).contiguous()
+def _packed(
+    name: str,
+    weight: Tensor,
+    dense_fraction: float,
+    split: str,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+) -> tuple[Spense, Tensor | None]:
+    """Convert a weight, -0.0 as +0.0, and return its scale; a FormatError names it."""
+    rounded, of_rows = _rounded(name, weight.detach(), dtype, scale)
+    positive = (rounded.float() + 0.0).to(dtype).contiguous()  # there is no sum of fp8
     pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
-    packed: Spense = _named(name, pack, positive)
-    return packed
+    return _named(name, pack, positive), of_rows
+
+
+def _rounded(
+    name: str, weight: Tensor, dtype: torch.dtype, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a weight in this dtype, and in fp8 the fp32 scale of each of its rows."""
+    require(dtype in NAMES, f"{name}: {KNOWN}, found {dtype}")
+    found, n = weight.dtype, len(weight)
+    require(dtype in (E4M3, found), f"{name}: expected {dtype}, found {found}")
+    scaled = scale is None or found == E4M3
+    require(scaled, f"{name}: expected no scale with {found}, found one")
+    if dtype != E4M3:
+        return weight, None
+    _named(name, require_matrix, weight)
+    if found != E4M3:
+        return _rounded_by_row(weight)
+    of_rows = weight.new_ones(n, dtype=torch.float32) if scale is None else scale.detach().float()
+    fits = of_rows.numel() == 1 or of_rows.shape in ((n,), (n, 1))
+    require(fits, f"{name}: expected a scale of [{n}] or one, found {list(of_rows.shape)}")
+    return weight, of_rows.flatten().expand(n).to(weight.device).contiguous()
+
+
+def _rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3 and the fp32 scale of each row, whose largest element is 448."""
+    wide = matrix.float()
+    scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # of zeros, too
+    return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
 def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -361,6 +474,6 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _grid(rows: int, columns: int) -> tuple[int, int]:
+def _grid(rows: int, columns: int, itemsize: int) -> tuple[int, int]:
     """Return how many rows and columns of tiles hold a part of W."""
-    return -(-rows // ROWS), -(-columns * ITEMSIZE // SPAN_BYTES)
+    return -(-rows // ROWS), -(-columns * itemsize // SPAN_BYTES)
