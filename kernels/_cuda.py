@@ -190,12 +190,8 @@ def load(
     shared_bytes: int,
     device: torch.device,
     target: str = HOPPERS_OWN,
-    ctas: int = 1,
 ) -> tuple[Any, str]:
-    """Return a kernel of kernels/NAME.cu, ready on the device, and the digest of its code.
-
-    So many of its CTAs are to share a multiprocessor, where there is room.
-    """
+    """Return a kernel of kernels/NAME.cu, ready on the device, and the digest of its code."""
     import cupy
 
     code = compiled(name, constants, target)
@@ -204,8 +200,6 @@ def load(
         path.write_bytes(code)
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
-        if ctas > 1:  # percent, not L1: the driver may leave room for one alone
-            kernel.preferred_shared_memory_carveout = 100
     return kernel.kernel, hashlib.sha256(code).hexdigest()[:16]
 
 

@@ -65,9 +65,6 @@ constexpr int MANY = HALVES == 1 ? 152 : 224, FEW = HALVES == 1 ? 104 : 56;
 constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
 constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens, likewise
 constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // registers; else all have enough
-// Steps from the read of a gate to its use: a step is 1.9 us, and such a load takes longer. Of as
-// many parts of the threads that multiply, each reads the gates of every AHEAD-th step.
-constexpr int AHEAD = PRODUCTS / (ROWS * GROUP);
 
 extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
 
@@ -79,7 +76,7 @@ struct Shared {
   List lists[LISTS];
   float parts[2][WARPS][GROUP][ROWS + 4];  // of U, of two steps
   alignas(16) u16 gates[2][GROUP][ROWS + 8];
-  int counts[2][THREADS / 32], next, after;  // turns of groups
+  int counts[2][THREADS / 32], next, after;  // groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
   u64 x_full, x_empty, summed;
 };
@@ -148,8 +145,6 @@ struct Layer {
   int m, n, limit;
   const uint2* bits;
   __device__ __forceinline__ int groups() const { return (m + GROUP - 1) / GROUP; }
-  // The last group comes first: of G, what was written last is still in L2.
-  __device__ __forceinline__ int group_of(int turn) const { return groups() - 1 - turn; }
   __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
   __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
 };
@@ -258,9 +253,8 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
 }
 
 // Bring a group's X, 128 bytes each time, into L2: from memory it takes 3 us and more.
-__device__ __forceinline__ void prefetch_x(const Layer& layer, int turn, const Team& team) {
-  if (!GATED || turn >= layer.groups()) return;
-  const int group = layer.group_of(turn);
+__device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const Team& team) {
+  if (!GATED || group >= layer.groups()) return;
   const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
   #pragma unroll 1
   for (int at = 128 * team.thread; at < 2 * layer.tokens(group) * K; at += 128 * team.threads)
@@ -272,9 +266,8 @@ __device__ __forceinline__ void prefetch_x(const Layer& layer, int turn, const T
 __device__ __forceinline__ void list_next(List& list, const Layer& layer, Place place,
                                           const Team& team, Shared& s) {
   for (;;) {
-    const int turn = s.next, after = s.after;
-    if (turn >= layer.groups()) break;
-    const int group = layer.group_of(turn);
+    const int group = s.next, after = s.after;
+    if (group >= layer.groups()) break;
     int third = layer.groups();  // a cluster has one
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
@@ -449,54 +442,25 @@ __device__ __forceinline__ uint4 eight_columns(const float (*d)[4]) {
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
-// A step of a list; at the end of all lists, `step` is `end`.
-struct Position {
-  int number, step, end;
-  __device__ __forceinline__ void enter(int list_number, Place place, Shared& s) {
-    number = list_number, step = end = 0;
-    const List& list = s.lists[number % LISTS];
-    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
-    if (list.group == END) return;
-    const Steps steps(list, place);
-    step = steps.first, end = steps.end;
-  }
-  __device__ __forceinline__ void advance(Place place, Shared& s) {
-    if (++step == end && SPLIT == 1) enter(number + 1, place, s);
-  }
-};
-
 struct Warp {
   Ring ring;
   Tokens x;
   Sums y;
   u32 h[2];  // of units 2 q, 2 q + 1; and + 8; of token lane / 4, q being lane % 4
-  // Thread t has row t / 8 % ROWS of token t % 8; zero where the unit is off, and nowhere else.
-  u16 gate;
-  Position ahead;  // whose gates are read next
+  u16 gate;  // thread t has row t / 8 of token t % 8; zero where the unit is off, and nowhere else
   int turn;  // of steps: U and gates have two places
 
-  __device__ __forceinline__ static bool has_gates_of(int turn) {
-    return threadIdx.x / (ROWS * GROUP) == turn % AHEAD;
-  }
-  __device__ __forceinline__ static int gate_row() { return threadIdx.x / GROUP % ROWS; }
-  __device__ __forceinline__ void read_gate(const Layer& layer, int turn, Place place, Shared& s) {
-    if (ahead.step == ahead.end) return;
-    if (has_gates_of(turn)) {
-      const List& list = s.lists[ahead.number % LISTS];
-      const u32 row = list.rows[ahead.step * ROWS + gate_row()], token = threadIdx.x % GROUP;
-      gate = 0;
-      if (row >> token & 1)
-        gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
-    }
-    ahead.advance(place, s);
-  }
-  __device__ __forceinline__ void read_first_gates(const Layer& layer, Place place, Shared& s) {
-    ahead.enter(0, place, s);
-    #pragma unroll
-    for (int i = 0; i < AHEAD; i++) read_gate(layer, i, place, s);
+  __device__ __forceinline__ void read_gate(const Layer& layer, const List& list, int step) {
+    gate = 0;
+    if (threadIdx.x >= ROWS * GROUP) return;
+    const u32 row = list.rows[step * ROWS + threadIdx.x / GROUP];
+    const u32 token = threadIdx.x % GROUP;
+    if (row >> token & 1)
+      gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
   }
   __device__ __forceinline__ void put_gate(Shared& s) const {
-    if (has_gates_of(turn)) s.gates[turn % 2][threadIdx.x % GROUP][gate_row()] = gate;
+    if (threadIdx.x < ROWS * GROUP)
+      s.gates[turn % 2][threadIdx.x % GROUP][threadIdx.x / GROUP] = gate;
   }
   // Wait for 16 rows; returns where the lane's one of them starts, this warp's columns.
   __device__ __forceinline__ u32 rows_of(int row) {
@@ -569,7 +533,16 @@ struct Warp {
       free_rows();
     }
   }
-  // This CTA's steps of a group: its sums.
+  // The gates of the first step of a list, when there is one.
+  __device__ __forceinline__ void read_first_gate(const Layer& layer, int number, Place place,
+                                                  Shared& s) {
+    const List& list = s.lists[number % LISTS];
+    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+    if (list.group == END) return;
+    const Steps steps(list, place);
+    if (steps.first < steps.end) read_gate(layer, list, steps.first);
+  }
+  // This CTA's steps of a group: its sums. The gates of the first step have been read.
   __device__ __forceinline__ void walk(const Layer& layer, int number, Place place, Shared& s) {
     #pragma unroll
     for (int i = 0; i < HALVES * 64; i++) y[i / 64][i / 4 % 16][i % 4] = 0;
@@ -578,7 +551,8 @@ struct Warp {
     const Steps steps(list, place);
     for (int step = steps.first; step < steps.end; step++, turn++) {
       put_gate(s);
-      read_gate(layer, turn + AHEAD, place, s);
+      if (step + 1 < steps.end) read_gate(layer, list, step + 1);
+      else if (SPLIT == 1) read_first_gate(layer, number + 1, place, s);
       if (GATED) put_up(s);
       if (GATED && step > steps.first) add_down();
       in_step(2, PRODUCTS);  // by then the other place has been read
@@ -605,6 +579,9 @@ struct Warp {
 constexpr int PIECES_OF_WARP = 8 * HALVES;
 __device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
 constexpr int MOST_PIECES = (PIECES_OF_WARP + SPLIT - 1) / SPLIT, PIECE_BYTES = 2 * 32 * 16;
+
+static_assert(SPLIT * WARPS * MOST_PIECES * PIECE_BYTES <=
+              GROUP * X_PITCH + STAGES * STAGE_BYTES, "too little room for sums");
 
 __device__ __forceinline__ u32 place_of_sums(int from, int piece) {
   return ((from * WARPS + threadIdx.x / 32 % WARPS) * MOST_PIECES + piece) * PIECE_BYTES +
@@ -649,7 +626,7 @@ __device__ __forceinline__ void add_up(u16* y, int tokens, int rank, bool dry) {
 
 __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place, Shared& s) {
   Warp warp{Ring(s, 0)};
-  warp.read_first_gates(layer, place, s);
+  warp.read_first_gate(layer, 0, place, s);
   for (int i = 0; s.lists[i % LISTS].group != END; i++) {
     const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
     warp.walk(layer, i, place, s);

@@ -95,10 +95,9 @@ def threads_of(k: int) -> tuple[int, int]:
     return products, products + (256 if k <= 2048 else 128)
 
 
-def shared_bytes(k: int, split: int) -> int:
-    """Return the shared memory of a CTA: X and stages, of eight rows; or its sums."""
-    row = 16 * threads_of(k)[0]
-    return max(6 * GROUP * row, 4 * GROUP * (k + 4) if split > 1 else 0)
+def shared_bytes(k: int) -> int:
+    """Return the shared memory of a CTA: X and stages, of eight rows."""
+    return 6 * GROUP * 16 * threads_of(k)[0]
 
 
 def clusters(split: int, k: int, device: torch.device) -> int:
@@ -138,7 +137,7 @@ def launch(
     kernel, code = load("ffn_sparse", "up_and_down", constants, SHARED_BYTES, device)
     groups, (_, threads) = len(rest.heavy), threads_of(k)
     grid = groups * split if split > 1 else min(groups, multiprocessors(device))
-    shared = shared_bytes(k, split)
+    shared = shared_bytes(k)
     loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
     at = 0 if bits is None else bits.data_ptr()

@@ -82,7 +82,7 @@ def launch(x: Tensor, w: Spense, config: Config) -> Program:
     grid, shared = workers(device, config), config.shared_bytes
     work = schedule(w, m, config.tokens, 1, grid, in_turn=False)
     constants, target = constants_of(config, w.dtype), target_of(device)
-    kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target, CTAS)
+    kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
     items, starts = (torch.from_numpy(a).to(device) for a in (work.items, work.starts))
     sums = x.new_empty(max(work.places * ROW_STEP * config.tokens, 1), dtype=torch.float32)
     counters = x.new_zeros(max(work.counters, 1), dtype=torch.int32)  # the kernel leaves them so

@@ -185,4 +185,3 @@ template <class T> static T at_same_place(const void* own, int cta) {
   return value;
 }
 static int int_of(const int* own, int cta) { return at_same_place<int>(own, cta); }
-static float4 floats_of(const float* own, int cta) { return at_same_place<float4>(own, cta); }

@@ -190,7 +190,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     stored, bits = packed_gate(g) if packed else (g, g)
     kept = x, stored, wu, wd_t, y, rest.left, rest.heavy, bits
     pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
-    bytes_ = ctypes.c_size_t(ffn_sparse.shared_bytes(k, split))
+    bytes_ = ctypes.c_size_t(ffn_sparse.shared_bytes(k))
     sizes = (ctypes.c_int * 3)(m, n, limit)
     constants = ffn_sparse.constants_of(k, split, squared, gated, as_stored, packed)
     groups = len(rest.heavy)

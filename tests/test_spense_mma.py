@@ -8,13 +8,10 @@ import ctypes
 import re
 import shutil
 import subprocess
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,21 +231,6 @@ def test_other_devices_and_dtypes_are_refused(
 def test_it_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert _cuda.target_of(torch.device("cuda")) == "sm_86"
-
-
-@pytest.mark.parametrize("ctas", [1, 2])
-def test_ctas_that_share_a_multiprocessor_have_all_its_shared_memory(
-    ctas: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = SimpleNamespace(kernel="kernel")
-    module = SimpleNamespace(get_function=lambda name: kernel)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=lambda path: module))
-    monkeypatch.setattr(_cuda, "compiled", lambda *given: b"code")
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    given = "spense_mma", "multiply_tiles", (), 99 * 1024, torch.device("cuda"), "sm_90", ctas
-    _cuda.load.__wrapped__(*given)
-    assert kernel.max_dynamic_shared_size_bytes == 99 * 1024
-    assert getattr(kernel, "preferred_shared_memory_carveout", None) == {1: None, 2: 100}[ctas]
 
 
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 8192])
