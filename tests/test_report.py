@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from sparsebench.reports.build import build, figures
+from sparsebench.reports.figures import storage
 from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._html import percent, significant, times
 from sparsebench.reports.figures._sweep import _bounds
@@ -264,6 +265,12 @@ def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> No
 def test_a_baseline_that_ran_alone_has_beaten_nothing() -> None:
     rows = [r if r.case.contender == DENSE else bad(r, Status.FAILED, "") for r in quick()]
     assert "only dense/cublas ran." in build(run(rows))
+
+
+def test_bytes_are_drawn_where_a_format_saves_some() -> None:
+    dense = [row for row in sweep() if row.case.contender.format == "dense"]
+    assert not storage.draw(frames(dense))
+    assert storage.draw(frames(sweep()))
 
 
 def test_cases_with_one_reason_are_counted_together() -> None:

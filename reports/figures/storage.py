@@ -17,11 +17,14 @@ BYTES = Quantity("percent", "percent", "percent", "bytes, % of dense", baseline=
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a panel for each block and shape of weights; kernels of one format share its line."""
+    """Draw a panel for each block and shape of weights; kernels of one format share its line.
+
+    Nothing where all weights are dense.
+    """
     stored = frames.cases[frames.cases.bytes_of_dense.notna() & frames.cases.level.notna()]
     stored = stored[stored.label.isin(frames.series)]
     stored = stored.drop_duplicates(["n", "k", "dtype", "pattern", "block", "level", "format"])
-    if stored.empty:
+    if not (stored.format != "dense").any():
         return NOTHING
     stored = stored.assign(percent=100 * stored.bytes_of_dense)
     axis = sweep(stored, "level")
