@@ -83,23 +83,25 @@ constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
 // Rows of a slot are 16 bytes more than a multiple of 128, so that eight of them, read at once, are
 // in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
 // In the end come sums of Y: those of all CTAs, pushed to where adders had theirs, while the other
-// CTA may still have its list and ring; then those of a CTA's own warps.
+// CTA may still have its list and ring; then those of a CTA's own warps. Barriers are last, and
+// nothing else is ever there: the hardware keeps their states, and puts them back. Where sums of Y
+// were written over them, 28 of those were states: NaN.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
 constexpr int LAG = CTAS / 2, DEPTH = 2 * LAG + 2;  // tiles; see Adder
-constexpr int SHARED_BYTES = 226 * 1024, AT_PUSHED = SHARED_BYTES - 16, MOST_SLOTS = 16;
+constexpr int SHARED_BYTES = 226 * 1024, MOST_SLOTS = 16;
+constexpr int AT_BARRIERS = SHARED_BYTES - rounded_up(8 * (2 * MOST_SLOTS + 5 + DEPTH), 16);
 constexpr int AT_PARTS = 2 * 4 * PARTIAL;
 constexpr int AT_GATES = AT_PARTS + (CTAS == 1 ? 0 : DEPTH * 4 * ROWS * TOKENS);
 constexpr int PUSHED_BYTES = 4 * TOKENS * WIDTH, AT_OUT = PUSHED_BYTES;
 constexpr int AT_UNITS = larger(AT_GATES + TILES * 8 * SHARE, PUSHED_BYTES);
 constexpr int AT_FLAGS = AT_UNITS + TILES * 2 * ROWS;
-constexpr int AT_BARRIERS = AT_FLAGS + TILES * ROWS * CTAS;
-constexpr int AT_FOUND = AT_BARRIERS + 8 * (2 * MOST_SLOTS + 4 + DEPTH);
+constexpr int AT_FOUND = AT_FLAGS + TILES * ROWS * CTAS;
 constexpr int AT_KNOWN = AT_FOUND + 16;
 constexpr int AT_LIST = AT_KNOWN + 16 * ALL_WORDS;
 constexpr int AT_RING = rounded_up(AT_LIST + 2 * ((N + SPLIT - 1) / SPLIT), 128);
-constexpr int RING_BYTES = AT_PUSHED - AT_RING;
+constexpr int RING_BYTES = AT_BARRIERS - AT_RING;
 constexpr int SLOTS = smaller(MOST_SLOTS, RING_BYTES / SLOT_BYTES);
 static_assert(RING_BYTES > 0 && SLOTS >= 1, "too many units, or too long rows");
 
@@ -116,7 +118,7 @@ struct Barriers {
   __device__ __forceinline__ u32 added(int i) const { return at + 8 * (2 * MOST_SLOTS + i); }
   __device__ __forceinline__ u32 summed(int i) const { return added(2 + i); }  // partial sums
   __device__ __forceinline__ u32 parts(int i) const { return added(4 + i); }
-  __device__ __forceinline__ u32 pushed() const { return at - AT_BARRIERS + AT_PUSHED; }
+  __device__ __forceinline__ u32 pushed() const { return parts(DEPTH); }  // sums of Y
   __device__ __forceinline__ void init_all() const {
     init(pushed(), 1);
     for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), WARPS);
@@ -597,7 +599,7 @@ constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE);
 constexpr int STAGES = smaller(8, RING_BYTES / (WARPS * STAGE_BYTES));
 static_assert(UNIT_WARPS * COLUMN_WARPS == WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
-static_assert(AT_OUT + 4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= AT_PUSHED, "too little room for Y");
+static_assert(AT_OUT + 4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= AT_BARRIERS, "no room for Y");
 
 // Copy PIECES of 16 bytes, from `skipped` on, of UNITS rows of a list, of which so many are there.
 template <int PIECES, int STRIDE, int ROW_BYTES>

@@ -74,6 +74,9 @@ static void proceed(Barrier& b) {
   if (!b.missing && !b.bytes) b.missing = b.arrivals, b.phase++;
 }
 static void init(u32 barrier, int arrivals) {
+  const u32 size = mine().dynamic.size();
+  char* at = barrier < size ? dynamic_shared() + barrier : fixed_shared() + (barrier - size);
+  mine().barriers.push_back((u64*)at), *(u64*)at = BARRIER;
   barriers[{&mine(), barrier}] = Barrier{arrivals, arrivals, 0, 0};
 }
 static void arrive_expecting(u32 barrier, int bytes) {
