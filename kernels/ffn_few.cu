@@ -84,8 +84,8 @@ constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
 // in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
 // In the end come sums of Y: those of all CTAs, pushed to where adders had theirs, while the other
 // CTA may still have its list and ring; then those of a CTA's own warps. Barriers are last, and
-// nothing else is ever there: the hardware keeps their states, and puts them back. Where sums of Y
-// were written over them, 28 of those were states: NaN.
+// nothing else is ever there: to write over a valid one is undefined (PTX ISA, mbarrier.inval). On
+// an H200 28 sums of Y that lay over them were NaN.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
