@@ -84,8 +84,8 @@ constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
 // in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
 // In the end come sums of Y: those of all CTAs, pushed to where adders had theirs, while the other
 // CTA may still have its list and ring; then those of a CTA's own warps. Barriers are last, and
-// nothing else is ever there: the hardware keeps their states, and puts them back. Where sums of Y
-// were written over them, 28 of those were states: NaN.
+// nothing else is ever there: to write over a valid one is undefined (PTX ISA, mbarrier.inval). On
+// an H200 28 sums of Y that lay over them were NaN.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
@@ -262,8 +262,10 @@ struct Producer {
       if (lane < rows) bring_row(tile, lane, wg + own(ROWS * tile + lane));
     }
   }
-  // On their way from memory before there is room for them, or X is there.
+  // On their way from memory before there is room for them, or X is there, but not before the first
+  // slot is: behind all of Wg, 5.4 us of memory's time, X came last.
   __device__ __forceinline__ void send_gates_to_l2(int tile, const char* wg) const {
+    if (tile < work.tiles) wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
     for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
       if (work.bytes()) send_to_l2(wg + own(unit), work.bytes());
@@ -784,10 +786,10 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
       if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
       __syncwarp();
       producer.bring_gates(0, min(FIRST, work.tiles), wg);
-      producer.send_gates_to_l2(FIRST, wg);
     }
     zero_what_is_not_copied(work);
     if (CTAS > 1) come_to_cluster(true);
+    if (warp == PRODUCER) producer.send_gates_to_l2(FIRST, wg);
   }
   if (CTAS > 1) wait_for_cluster();
   else __syncthreads();
