@@ -313,19 +313,28 @@ struct Producer {
 
 using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
 
+// Each CTA begins elsewhere in its columns: 132 SMs that ask for the same lines of X at one time wait
+// for a few slices of L2. Returns what comes i-th, of 32 columns each.
+__device__ __forceinline__ int turned(int i) {
+  constexpr int ALL = COLUMNS / 32;
+  return (i + (int)blockIdx.x / CTAS) % ALL;
+}
+
 // Asked for before any weight: behind 190 KB of those, X would come last.
 __device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
-  const int column = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
+  const int first = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
   #pragma unroll
-  for (int i = 0; i < COLUMNS / 32; i++)
+  for (int i = 0; i < COLUMNS / 32; i++) {
+    const int column = first + 32 * turned(i);
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
-      const bool there = token + 8 * j < m && column + 32 * i < K;
-      const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
+      const bool there = token + 8 * j < m && column < K;
+      const int at = (token + 8 * j) * (K / 8) + column / 8;
       *(uint4*)x[i][j] = there ? __ldcg(from + at) : uint4{};
     }
+  }
 }
 
 // Two sums for every eight tokens where there are few: a product waits for the one before.
@@ -338,7 +347,7 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
   #pragma unroll
   for (int i = 0; i < COLUMNS / 16; i++) {
     u32 a[4];
-    matrices(a, own + 32 * i);
+    matrices(a, own + 64 * turned(i / 2) + 32 * (i % 2));
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
       const u32* b = x[i / 2][j] + i % 2 * 2;
@@ -626,10 +635,12 @@ __device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units,
 
 using Sums = float[TALL][TOKENS / 8][4];
 
-// A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns.
+// A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns. Slices
+// begin at different steps, so that they do not all ask for the same rows of H at one time.
 struct Share {
   const u16* list;
   int units, steps, skipped;  // units of the list, from the warp's first on; 16 bytes of columns
+  int turn;
   const char *wd, *h;
   u32 stages;
   __device__ __forceinline__ Share(int length, int column, const char* wd, const char* h)
@@ -637,13 +648,17 @@ struct Share {
     const int warp = threadIdx.x / 32, before = warp / COLUMN_WARPS * UNITS;
     list = ::list() + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
+    turn = steps ? blockIdx.x / SPLIT % steps : 0;
     skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
     stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
   }
   __device__ __forceinline__ u32 stage(int step) const {
     return stages + step % STAGES * STAGE_BYTES;
   }
-  __device__ __forceinline__ int before(int step) const { return step * UNITS * UNIT_WARPS; }
+  __device__ __forceinline__ int before(int step) const {
+    const int turned = step + turn < steps ? step + turn : step + turn - steps;
+    return turned * UNITS * UNIT_WARPS;
+  }
   __device__ __forceinline__ void bring_wd(int step) const {
     if (step < steps)
       bring_pieces<OWN / 8, W_STRIDE, 2 * K>(stage(step), list + before(step),
@@ -679,20 +694,17 @@ struct Share {
     #pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) bring_wd(step);
   }
-  // The first round is a dry run: instructions come from memory before H is there, not after.
   __device__ __forceinline__ void add_all(Sums& d) const {
     #pragma unroll 1
-    for (int step = -STAGES; step < steps; step++) {
-      if (step == 1 - STAGES) listers_in_step();  // H is there
+    for (int step = 1 - STAGES; step < steps; step++) {
       if (step >= 0) {
         copies_left<STAGES - 2>();
         __syncwarp();
         bring_wd(step + STAGES - 1);
       }
-      if (step > -STAGES) bring_h(step + STAGES - 1), end_of_copies();
-      if (step == -STAGES || step >= 0) add(d, stage(max(step, 0)));
-      if (step == -STAGES)
-        for (int i = 0; i < TALL * TOKENS / 2; i++) (&d[0][0][0])[i] = 0;
+      bring_h(step + STAGES - 1);
+      end_of_copies();
+      if (step >= 0) add(d, stage(step));
     }
   }
 };
@@ -813,6 +825,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     const Share share(segment.length, column, wd, (const char*)h);
     if (warp < WARPS) {
       share.begin();
+      listers_in_step();  // H is there
       share.add_all(sums);
     } else {
       wait_for_h(counts);
