@@ -121,6 +121,7 @@ struct Barriers {
   __device__ __forceinline__ u32 pushed() const { return parts(DEPTH); }  // sums of Y
   __device__ __forceinline__ void init_all() const {
     init(pushed(), 1);
+    #pragma unroll 1
     for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), WARPS);
     for (int i = 0; i < 2; i++) init(summed(i), WARPS), init(added(i), ADDERS);
     for (int i = 0; i < DEPTH; i++) init(parts(i), 1);
@@ -254,6 +255,7 @@ struct Producer {
   }
   __device__ __forceinline__ void bring_gates(int tile, int end, const char* wg) const {
     const int lane = threadIdx.x % 32;
+    #pragma unroll 1
     for (; tile < end; tile++) {
       const int rows = work.rows(tile);
       wait_free(tile);
@@ -313,26 +315,21 @@ struct Producer {
 
 using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
 
-// Each CTA begins elsewhere in its columns: 132 SMs that ask for the same lines of X at one time wait
-// for a few slices of L2. Returns what comes i-th, of 32 columns each.
-__device__ __forceinline__ int turned(int i) {
-  constexpr int ALL = COLUMNS / 32;
-  return (i + (int)blockIdx.x / CTAS) % ALL;
-}
-
-// Asked for before any weight: behind 190 KB of those, X would come last.
+// Asked for before any weight: behind 190 KB of those, X would come last. By as few instructions as
+// can be, for these come from memory, too: one address for a row. Where there are no more tokens it is
+// the last again, which has no unit on that is not on already.
 __device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
-  const int first = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
+  const int column = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
   #pragma unroll
-  for (int i = 0; i < COLUMNS / 32; i++) {
-    const int column = first + 32 * turned(i);
+  for (int j = 0; j < WIDE; j++) {
+    const uint4* row = from + min(token + 8 * j, m - 1) * (K / 8) + column / 8;
+    asm("" : "+l"(row));
     #pragma unroll
-    for (int j = 0; j < WIDE; j++) {
-      const bool there = token + 8 * j < m && column < K;
-      const int at = (token + 8 * j) * (K / 8) + column / 8;
-      *(uint4*)x[i][j] = there ? __ldcg(from + at) : uint4{};
+    for (int i = 0; i < COLUMNS / 32; i++) {
+      const bool there = K == CTAS * PART || column + 32 * i < K;
+      *(uint4*)x[i][j] = there ? __ldcg(row + 4 * i) : uint4{};
     }
   }
 }
@@ -347,7 +344,7 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
   #pragma unroll
   for (int i = 0; i < COLUMNS / 16; i++) {
     u32 a[4];
-    matrices(a, own + 64 * turned(i / 2) + 32 * (i % 2));
+    matrices(a, own + 32 * i);
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
       const u32* b = x[i / 2][j] + i % 2 * 2;
@@ -635,12 +632,10 @@ __device__ __forceinline__ void bring_pieces(u32 to, const u16* list, int units,
 
 using Sums = float[TALL][TOKENS / 8][4];
 
-// A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns. Slices
-// begin at different steps, so that they do not all ask for the same rows of H at one time.
+// A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns.
 struct Share {
   const u16* list;
   int units, steps, skipped;  // units of the list, from the warp's first on; 16 bytes of columns
-  int turn;
   const char *wd, *h;
   u32 stages;
   __device__ __forceinline__ Share(int length, int column, const char* wd, const char* h)
@@ -648,17 +643,13 @@ struct Share {
     const int warp = threadIdx.x / 32, before = warp / COLUMN_WARPS * UNITS;
     list = ::list() + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
-    turn = steps ? blockIdx.x / SPLIT % steps : 0;
     skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
     stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
   }
   __device__ __forceinline__ u32 stage(int step) const {
     return stages + step % STAGES * STAGE_BYTES;
   }
-  __device__ __forceinline__ int before(int step) const {
-    const int turned = step + turn < steps ? step + turn : step + turn - steps;
-    return turned * UNITS * UNIT_WARPS;
-  }
+  __device__ __forceinline__ int before(int step) const { return step * UNITS * UNIT_WARPS; }
   __device__ __forceinline__ void bring_wd(int step) const {
     if (step < steps)
       bring_pieces<OWN / 8, W_STRIDE, 2 * K>(stage(step), list + before(step),
@@ -771,10 +762,12 @@ __device__ __forceinline__ void put_out(const Sums& d, u16* y, int cta, int colu
 // By warps that do not ask for X.
 __device__ __forceinline__ void zero_what_is_not_copied(const Work& work) {
   constexpr int BUSY = 32 * WARPS;
+  #pragma unroll 1
   for (int i = threadIdx.x - BUSY; i < TILES * ROWS * CTAS; i += THREADS - BUSY)
     shared[AT_FLAGS + i] = 0;
   if (K == CTAS * PART) return;
   const int first = work.bytes() / 16, pieces = PART / 8 - first;
+  #pragma unroll 1
   for (int i = threadIdx.x - BUSY; i < SLOTS * ROWS * pieces; i += THREADS - BUSY)
     *(uint4*)(shared + AT_RING + i / pieces * STRIDE + 16 * (first + i % pieces)) = uint4{};
 }
