@@ -121,7 +121,6 @@ struct Barriers {
   __device__ __forceinline__ u32 pushed() const { return parts(DEPTH); }  // sums of Y
   __device__ __forceinline__ void init_all() const {
     init(pushed(), 1);
-    #pragma unroll 1
     for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), WARPS);
     for (int i = 0; i < 2; i++) init(summed(i), WARPS), init(added(i), ADDERS);
     for (int i = 0; i < DEPTH; i++) init(parts(i), 1);
@@ -255,7 +254,6 @@ struct Producer {
   }
   __device__ __forceinline__ void bring_gates(int tile, int end, const char* wg) const {
     const int lane = threadIdx.x % 32;
-    #pragma unroll 1
     for (; tile < end; tile++) {
       const int rows = work.rows(tile);
       wait_free(tile);
@@ -315,23 +313,20 @@ struct Producer {
 
 using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
 
-// Asked for before any weight: behind 190 KB of those, X would come last. By as few instructions as
-// can be, for these come from memory, too: one address for a row. Where there are no more tokens it is
-// the last again, which has no unit on that is not on already.
+// Asked for before any weight: behind 190 KB of those, X would come last. An address for each load
+// is 80 instructions ahead of the first; with one for a row all SMs ask at 1 us, and wait longer.
 __device__ __forceinline__ void ask_for_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
   const int column = rank * PART + warp % K_WARPS * COLUMNS + lane % 4 * 8;
   #pragma unroll
-  for (int j = 0; j < WIDE; j++) {
-    const uint4* row = from + min(token + 8 * j, m - 1) * (K / 8) + column / 8;
-    asm("" : "+l"(row));
+  for (int i = 0; i < COLUMNS / 32; i++)
     #pragma unroll
-    for (int i = 0; i < COLUMNS / 32; i++) {
-      const bool there = K == CTAS * PART || column + 32 * i < K;
-      *(uint4*)x[i][j] = there ? __ldcg(row + 4 * i) : uint4{};
+    for (int j = 0; j < WIDE; j++) {
+      const bool there = token + 8 * j < m && column + 32 * i < K;
+      const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
+      *(uint4*)x[i][j] = there ? __ldcg(from + at) : uint4{};
     }
-  }
 }
 
 // Two sums for every eight tokens where there are few: a product waits for the one before.
@@ -762,12 +757,10 @@ __device__ __forceinline__ void put_out(const Sums& d, u16* y, int cta, int colu
 // By warps that do not ask for X.
 __device__ __forceinline__ void zero_what_is_not_copied(const Work& work) {
   constexpr int BUSY = 32 * WARPS;
-  #pragma unroll 1
   for (int i = threadIdx.x - BUSY; i < TILES * ROWS * CTAS; i += THREADS - BUSY)
     shared[AT_FLAGS + i] = 0;
   if (K == CTAS * PART) return;
   const int first = work.bytes() / 16, pieces = PART / 8 - first;
-  #pragma unroll 1
   for (int i = threadIdx.x - BUSY; i < SLOTS * ROWS * pieces; i += THREADS - BUSY)
     *(uint4*)(shared + AT_RING + i / pieces * STRIDE + 16 * (first + i % pieces)) = uint4{};
 }
