@@ -188,14 +188,6 @@ __device__ __forceinline__ int counted(const int* counter) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
-// As cluster_in_step, in two halves. With nothing to show a thread waits for none of its own reads.
-__device__ __forceinline__ void come_to_cluster(bool to_show) {
-  if (to_show) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 // ---- whose units ----
 
@@ -382,6 +374,11 @@ __device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers 
 // ranks do not wait for each other. When a rank sends tile i it has taken i - LAG - 1; so all have
 // sent that one, and have taken i - 2 LAG - 2: a place is free again after DEPTH tiles.
 
+__device__ __forceinline__ void add_to(float4& sum, const float* from) {
+  const float4 v = *(const float4*)from;
+  sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
+
 struct Adder {
   const Work& work;
   Barriers bars;
@@ -394,10 +391,7 @@ struct Adder {
         (float*)shared + buffer * PARTIAL + place_of_sum(quad / QUADS, quad % QUADS * 4);
     float4 sum{};
     #pragma unroll
-    for (int w = 0; w < K_WARPS; w++) {
-      const float4 v = *(const float4*)(own + w * ROWS * TOKENS);
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
+    for (int w = 0; w < K_WARPS; w++) add_to(sum, own + w * ROWS * TOKENS);
     return sum;
   }
   __device__ __forceinline__ void have_added(int buffer) const {
@@ -442,10 +436,7 @@ struct Adder {
       }
       const float* own = (float*)(shared + AT_PARTS) + 4 * (place * ROWS * QUADS + quad(e));
       #pragma unroll
-      for (int rank = 0; rank < CTAS; rank++) {
-        const float4 v = *(const float4*)(own + 4 * rank * SHARE);
-        sums[e].x += v.x, sums[e].y += v.y, sums[e].z += v.z, sums[e].w += v.w;
-      }
+      for (int rank = 0; rank < CTAS; rank++) add_to(sums[e], own + 4 * rank * SHARE);
     }
     if (CTAS == 1) have_added(taken % 2);
     else __syncwarp();
@@ -695,10 +686,6 @@ struct Share {
   }
 };
 
-__device__ __forceinline__ void add_to(float4& sum, const float* from) {
-  const float4 v = *(const float4*)from;
-  sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-}
 __device__ __forceinline__ void write(u16* y, int token, int column, float4 v) {
   if (column < K)
     *(uint2*)(y + (u64)token * K + column) = uint2{pair_of(v.x, v.y), pair_of(v.z, v.w)};

@@ -123,15 +123,22 @@ __device__ __forceinline__ void let_next_start() {
 __device__ __forceinline__ void warpgroup_in_step(int barrier) {  // 1 to 15
   asm volatile("bar.sync %0, 128;" :: "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void cluster_in_step() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n"
-               "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+// All threads of a cluster come, and wait. With something to show a thread waits, before it comes,
+// until all that it wrote is in memory, and for its own reads.
+__device__ __forceinline__ void come_to_cluster(bool to_show) {
+  if (to_show) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-
-// As above, of what has been read alone: `release` waits until all that was written is in memory.
-__device__ __forceinline__ void cluster_has_read() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
-               "barrier.cluster.wait.aligned;" ::: "memory");
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_in_step() {
+  come_to_cluster(true);
+  wait_for_cluster();
+}
+__device__ __forceinline__ void cluster_has_read() {  // and has nothing to show
+  come_to_cluster(false);
+  wait_for_cluster();
 }
 
 // The address, for this CTA, of what another of the cluster has at the same place.

@@ -182,12 +182,3 @@ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
   warp_in_step();
 }
-template <class T> static T at_same_place(const void* own, int cta) {
-  const char *p = (const char*)own, *base = dynamic_shared();
-  const bool dynamic = p >= base && p < base + mine().dynamic.size();
-  T value;
-  std::memcpy(&value, dynamic ? of_cluster(cta).dynamic.data() + (p - base)
-                              : of_cluster(cta).fixed.data() + (p - fixed_shared()), sizeof value);
-  return value;
-}
-static int int_of(const int* own, int cta) { return at_same_place<int>(own, cta); }

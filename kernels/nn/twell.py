@@ -17,7 +17,7 @@ nothing is lost: the call is dense, gate and up are made again in backward (11 p
 what is kept is as large as before. The device decides; the host never waits, and a CUDA graph holds
 both ways, which is why backward has room for two matrices [tokens, units] in any case.
 
-Such a step takes up to 1.6 times as long as dense layers do (kernels/NOTES.md). A layer with many
+Such a step takes up to 1.8 times as long as dense layers do (kernels/NOTES.md). A layer with many
 units on, as one has that is not trained yet, can be told to be dense (`sparse`), or to decide
 (`settle`, by what the last call counted): products by cuBLAS, and what dense layers keep. It never
 changes by itself: when the host hears of a count depends on how far the device has come, and so
