@@ -1,16 +1,13 @@
 """A feed-forward layer of two block-sparse products: interpreted, on paper, and on a GPU."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import triton
+from interpreter import assert_passes, has_interpreter
 from on_hopper import hopper
 
 from sparsebench.formats.bsr import Bsr
@@ -27,7 +24,6 @@ OP = load_op("ffn")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
-NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, triton))
 
 
 def problem(m: int, n: int, k: int, dtype: str, block: Any, **more: Value) -> Problem:
@@ -62,21 +58,9 @@ def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
 
 
 @compiled
-@pytest.mark.skipif(
-    NUMPY >= (2, 4) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
-)
+@has_interpreter
 def test_the_layer_is_right_in_tritons_interpreter() -> None:
-    # A process of its own: the variable is read when triton is imported.
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", "interpreted_", __file__]
-    run = subprocess.run(
-        [*command, "-W", "default", "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert " passed" in run.stdout
+    assert_passes(__file__, "-k", "interpreted_", "-W", "default", "-p", "no:cacheprovider")
 
 
 # Blocks that divide n and k, that do not, and a layer with few units on.

@@ -4,8 +4,6 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 import triton
 from cuda_on_cpu import built
+from interpreter import assert_passes
 from on_hopper import KERNELS, assert_compiles_cleanly, hopper
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -217,14 +216,7 @@ def test_its_threads_give_the_product_on_a_cpu(
 
 @compiled
 def test_triton_products_are_right_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [*(sys.executable, "-P", "-m", "pytest", "-q"), "-k", "interpreted_", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert " passed" in run.stdout
+    assert_passes(__file__, "-k", "interpreted_")
 
 
 @interpreted

@@ -1,8 +1,6 @@
 """Gated feed-forward layers in fp8, and the dense peer of two products, in every dtype."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +12,7 @@ import numpy
 import pytest
 import torch
 import triton
+from interpreter import assert_passes, has_interpreter
 from on_hopper import hopper
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -40,7 +39,6 @@ SPLITS = {"wg": "rows", "wu": "rows", "wd": "columns"}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
-NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, triton))
 
 
 def problem(dtype: str = "fp8", **fields: Value) -> Problem:
@@ -280,20 +278,9 @@ def test_both_libraries_and_layouts_are_tried_and_in_fp8_both_accumulations(
 
 
 @compiled
-@pytest.mark.skipif(
-    NUMPY >= (2, 4) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
-)
+@has_interpreter
 def test_layers_are_right_in_the_interpreter() -> None:
-    # A process of its own: the variable is read when triton is imported.
-    run = subprocess.run(
-        [*(sys.executable, "-P", "-m", "pytest", "-q"), "-k", "interpreted_", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert " passed" in run.stdout
+    assert_passes(__file__, "-k", "interpreted_")
 
 
 @pytest.fixture

@@ -4,18 +4,14 @@ import copy
 import ctypes
 import gc
 import io
-import os
 import struct
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton
+from interpreter import assert_passes, has_interpreter
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -71,23 +67,13 @@ def test_output_and_gradients_are_those_of_nn_linear(n, k, block, sparsity, toke
     torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
 
 
-NUMPY, TRITON = (tuple(map(int, v.split(".")[:2])) for v in (np.__version__, triton.__version__))
-
-
-@pytest.mark.skipif(
-    NUMPY >= (2, 4) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
-)
+@has_interpreter
 def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
-    # A process of its own: the variable is read when triton is imported.
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        [*command, "-k", "those_of_nn_linear or same_bits or shares_with_the_old"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+    assert_passes(
+        __file__,
+        *("-p", "no:cacheprovider"),
+        *("-k", "those_of_nn_linear or same_bits or shares_with_the_old"),
     )
-    assert run.returncode == 0, run.stdout[-5000:]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -13,6 +11,7 @@ import numpy
 import pytest
 import torch
 import triton
+from interpreter import assert_passes, has_interpreter
 from on_hopper import hopper
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -371,8 +370,6 @@ def test_a_gpu_without_the_kernel_is_refused(monkeypatch):
 
 # ---- the op ffn ----
 
-NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, triton))
-
 
 def test_gate_and_up_that_do_not_fit_are_not_joined():
     w = torch.zeros(256, 256, dtype=BF16)
@@ -435,20 +432,9 @@ def assert_activates(m: int, n: int, activation: str, dtype: Any, device: str) -
 
 
 @compiled
-@pytest.mark.skipif(
-    NUMPY >= (2, 4) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
-)
+@has_interpreter
 def test_the_activation_is_right_in_the_interpreter():
-    # A process of its own: the variable is read when triton is imported.
-    run = subprocess.run(
-        [*(sys.executable, "-P", "-m", "pytest", "-q"), "-k", "interpreted_", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert " passed" in run.stdout
+    assert_passes(__file__, "-k", "interpreted_")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")

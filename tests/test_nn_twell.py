@@ -4,16 +4,15 @@ import copy
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
+from interpreter import assert_passes, has_interpreter
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear, relu
@@ -430,32 +429,12 @@ def test_what_is_kept_is_a_small_part_of_what_dense_layers_keep():
 
 # ---- its kernels, in Triton's interpreter ----
 
-NUMPY, TRITON = (tuple(map(int, v.split(".")[:2])) for v in (np.__version__, triton.__version__))
-
 
 @compiled
-@pytest.mark.skipif(
-    NUMPY >= (2, 4) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
-)
+@has_interpreter
 def test_the_kernels_are_right_in_tritons_interpreter() -> None:
-    # A process of its own: the variable is read when triton is imported.
-    run = subprocess.run(
-        # Triton 3.6's interpreter makes scalars in a way that numpy 2.3 warns of.
-        [
-            *(sys.executable, "-P", "-m", "pytest", "-q"),
-            "-W",
-            "default",
-            "-k",
-            "interpreted_",
-            __file__,
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert " passed" in run.stdout
+    # Triton 3.6's interpreter makes scalars in a way that numpy 2.3 warns of.
+    assert_passes(__file__, "-W", "default", "-k", "interpreted_")
 
 
 @pytest.fixture

@@ -1,15 +1,11 @@
 """The Triton kernels: right in Triton's interpreter, and refused where Triton cannot run."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
-import triton
+from interpreter import assert_passes, has_interpreter
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_op
@@ -22,23 +18,9 @@ from sparsebench.results.record import Problem
 KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton]
 
 
-NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, triton))
-
-
-@pytest.mark.skipif(
-    NUMPY >= (2, 4) and TRITON < (3, 7),
-    reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
-)
+@has_interpreter
 def test_every_product_is_right_in_tritons_interpreter():
-    # A process of its own: the variable is read when triton is imported.
-    cases = Path(__file__).with_name("triton_interpreted.py")
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
+    assert_passes(Path(__file__).with_name("triton_interpreted.py"), "-p", "no:cacheprovider")
 
 
 @pytest.mark.parametrize("module", KERNELS)
