@@ -398,13 +398,15 @@ def _wide() -> Console:
 @contextmanager
 def _measuring(again: str = "run --resume") -> Iterator[Callable[[int, int, str], None]]:
     """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _progress() as show:
             yield show
     except KeyboardInterrupt as stop:
         err.print(f"interrupted; what was measured is kept, and {again} goes on")
         raise typer.Exit(INTERRUPTED) from stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

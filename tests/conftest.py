@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers: `wrong.zeros`, `faulty.hangs`
+os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
 
 

@@ -1,12 +1,12 @@
 """Every command, end to end, on the CPU."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command import sparsebench
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -29,11 +29,9 @@ raise SystemExit(main())
 """
 
 
-def sparsebench(*arguments: object, blocked: bool = False) -> subprocess.CompletedProcess[str]:
-    how = ["-c", WITHOUT_GPU_PACKAGES] if blocked else ["-m", "sparsebench"]
-    command = [sys.executable, "-P", *how, *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def without_gpu_packages(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", WITHOUT_GPU_PACKAGES, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_list_and_report_start_cold_without_gpu_packages(run: Path, tmp_path: Path) -> None:
-    listed = sparsebench("list", "--json", blocked=True)
+    listed = without_gpu_packages("list", "--json")
     assert listed.returncode == 0, listed.stderr
     found = json.loads(listed.stdout)
     assert {"linear", "ffn"} <= found["ops"].keys()
@@ -58,7 +56,7 @@ def test_list_and_report_start_cold_without_gpu_packages(run: Path, tmp_path: Pa
     assert {"bsr_triton", "cublas", "cusparse_csr"} <= found["kernels"].keys()
     assert {"quick", "sparsity"} <= found["suites"].keys()
     page = tmp_path / "page.html"
-    reported = sparsebench("report", run, "--out", page, blocked=True)
+    reported = without_gpu_packages("report", run, "--out", page)
     assert reported.returncode == 0, reported.stderr
     assert "Small &amp; quick" in page.read_text()
 
@@ -78,9 +76,9 @@ def test_check_says_what_would_run_and_writes_nothing(run: Path) -> None:
 
 def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    only = ("--only", "sparsity=0.5 kernel=scipy_bsr")
+    less = "--only", "sparsity=0.5 kernel=scipy_bsr", "--replicates", 1
     suite = run / "suite.yaml"
-    done = sparsebench("run", suite, "--device", "cpu", *only, "--out", out, "--json")
+    done = sparsebench("run", suite, "--device", "cpu", *less, "--out", out, "--json")
     found = json.loads(done.stdout)
     assert found["run"] == str(out)
     assert found["cases"] == {"unsupported": 1, "ok": 2}
@@ -141,7 +139,8 @@ def test_a_wrong_case_is_exit_3_and_in_the_report(run: Path, tmp_path: Path) -> 
             "bsr, kernel: cusparse_bsr, params: {block: $block}", "dense, kernel: wrong.zeros"
         )
     )
-    done = sparsebench("run", suite, "--device", "cpu", "--out", tmp_path / "run")
+    flags = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
+    done = sparsebench("run", suite, *flags)
     assert done.returncode == 3, done.stderr
     assert "2 wrong" in done.stdout
     assert "all zero" in (tmp_path / "run" / "report.html").read_text()

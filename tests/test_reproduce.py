@@ -1,15 +1,13 @@
 """Bundles measured again, on a simulated GPU and on the CPU; agreement on made-up rows."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import sparsebench
 
 from sparsebench.harness.confirm import headlines
 from sparsebench.results import bundle, store
@@ -154,12 +152,6 @@ def test_a_headline_says_what_the_confirming_run_found(
     assert found.sentence.startswith(said)
     assert found.sentence.endswith("kernel time, cold cache, NVIDIA H200.")
     assert found.confirmed == said.startswith("Confirmed")
-
-
-def sparsebench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "sparsebench", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -123,18 +123,19 @@ def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) 
 
 
 def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Path) -> None:
-    path = measure(suite, Flags("cpu"), tmp_path / "run", None)
+    flags = Flags("cpu", replicates=1)
+    path = measure(suite, flags, tmp_path / "run", None)
     other = Suite(suite.name, suite.title, suite.text + "\n", suite.contests)
     with pytest.raises(SuiteError, match="found another suite"):
-        measure(other, Flags("cpu"), None, path)
-    with pytest.raises(SuiteError, match="expected replicates 3, found 8"):
+        measure(other, flags, None, path)
+    with pytest.raises(SuiteError, match="expected replicates 1, found 8"):
         measure(suite, Flags("cpu", replicates=8), None, path)
     environment = json.loads((path / "environment.json").read_text())
     environment["code_sha256"] = "0" * 64
     (path / "environment.json").write_text(json.dumps(environment))
     before = (path / "rows.jsonl").read_bytes()
     with pytest.raises(SuiteError, match="expected code_sha256 0000"):
-        measure(suite, Flags("cpu"), None, path)
+        measure(suite, flags, None, path)
     assert (path / "rows.jsonl").read_bytes() == before
 
 

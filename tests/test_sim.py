@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import sparsebench
 
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.ceilings import Ceilings
@@ -41,11 +42,6 @@ baselines:
 """
 BSR = Contender("bsr", "bsr_triton")
 STILL = Spec(noise={1.0: 0.0}, drift=0.0, step=0.0, process=0.0, bandwidth_gb_per_s=1000.0)
-
-
-def sparsebench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "sparsebench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
