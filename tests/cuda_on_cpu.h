@@ -1,7 +1,9 @@
 // Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster, or of a grid that runs
 // together, is a fiber; they take turns, in another order each round, and change at whatever
-// threads of a GPU wait for each other.
+// threads of a GPU wait for each other. Contexts start fibers, jumps change between them: a
+// context's change asks the kernel twice for a signal mask that nothing here has.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -44,23 +46,32 @@ struct Cta {
   u32 words[1024][6];
   std::vector<u64*> barriers;  // nothing else may ever be there
 };
-struct Fiber { ucontext_t context; std::vector<char> stack; int cta, thread; bool done; };
+struct Fiber {
+  ucontext_t start;
+  jmp_buf place;
+  std::vector<char> stack;
+  int cta, thread, round;
+  const Meeting* at;  // it is there until the meeting's round is another
+  bool started, done;
+
+  bool waits() const { return done || (at && at->round == round); }
+};
 static std::vector<Cta> ctas;
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> clusters;
 static Fiber* now;
-static ucontext_t home;
+static jmp_buf home;
 static int first, threads, cluster_size;
 static void (*body)();
 
 static void others_first() {
-  Fiber* me = now;
-  swapcontext(&me->context, &home);
+  if (!_setjmp(now->place)) _longjmp(home, 1);
 }
 static void meet(Meeting& m, int count) {
-  const int round = m.round;
+  now->round = m.round, now->at = &m;
   if (++m.arrived == count) m.arrived = 0, m.round++;
-  while (m.round == round) others_first();
+  while (now->waits()) others_first();
+  now->at = nullptr;
 }
 static Cta& mine() { return ctas[now->cta]; }
 static int lane() { return now->thread % 32; }
@@ -80,7 +91,14 @@ static char* fixed_shared() { return mine().fixed.data(); }
 static void enter() {
   body();
   now->done = true;
-  swapcontext(&now->context, &home);
+  _longjmp(home, 1);
+}
+static void go_on(Fiber& fiber) {
+  now = &fiber, threadIdx.x = fiber.thread;
+  if (_setjmp(home)) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
 }
 static void run_ctas(int size, size_t bytes) {
   ctas.assign(size, Cta{}), clusters.assign(size / cluster_size, Meeting{});
@@ -88,19 +106,19 @@ static void run_ctas(int size, size_t bytes) {
   fibers = std::vector<Fiber>((size_t)size * threads);
   for (size_t i = 0; i < fibers.size(); i++) {
     Fiber& f = fibers[i];
-    f.cta = i / threads, f.thread = i % threads, f.done = false, f.stack.resize(1 << 15);
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
-    makecontext(&f.context, enter, 0);
+    f.cta = i / threads, f.thread = i % threads, f.stack.resize(1 << 15);
+    f.at = nullptr, f.started = f.done = false;
+    getcontext(&f.start);
+    f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.start, enter, 0);
   }
   const size_t count = fibers.size();
   for (size_t left = count, round = 0; left; round++) {
     if (round == 1 << 20) std::fprintf(stderr, "threads wait for ever\n"), std::abort();
     for (size_t i = 0; i < count; i++) {
       const size_t turn = (i + round * 37) % count;
-      now = &fibers[round % 2 ? turn : count - 1 - turn];
-      threadIdx.x = now->thread;
-      if (!now->done) swapcontext(&home, &now->context), left -= now->done;
+      Fiber& fiber = fibers[round % 2 ? turn : count - 1 - turn];
+      if (!fiber.waits()) go_on(fiber), left -= fiber.done;
     }
   }
   for (const Cta& c : ctas)

@@ -13,7 +13,7 @@ def built(
     """Compile C++ with its constants as macros; return the library, loaded."""
     file, library = folder / f"{name}.cpp", folder / f"{name}.so"
     file.write_text(source)
-    macros = [f"-D{macro}={value}" for macro, value in constants]
+    macros = ["-U_FORTIFY_SOURCE", *(f"-D{macro}={value}" for macro, value in constants)]
     where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
     command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
     run = subprocess.run(command, capture_output=True, text=True)

@@ -24,7 +24,7 @@ READ = """
 static uint4 read(u32 at) {  // some warps much later than others, now the first, now the last
   static int calls;
   const int warp = now->thread / 32 % 4, late = calls++ / 4096 % 2 ? warp : 3 - warp;
-  for (int i = 0; i < 12 * late; i++) yield();
+  for (int i = 0; i < 12 * late; i++) others_first();
   uint4 v;
   memcpy(&v, dynamic_shared() + at, 16);
   return v;
