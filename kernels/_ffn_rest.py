@@ -115,6 +115,17 @@ def _act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _add(x, w, total, KIND: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    # What is made of X on the way stands second: as a first operand, from registers, Triton 3.6
+    # overwrites it before it has been read, wherever loads are pipelined.
+    if KIND == "activated":
+        total = tl.dot(w, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
+    else:
+        total = tl.dot(x, w.T, total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
     x,
     boxes,
@@ -159,8 +170,6 @@ def _multiply(  # type: ignore[no-untyped-def]
             there = ((place < count) & (rows < m))[:, None]
             rows = rows.to(tl.int64)[:, None]
 
-            # What is made of X on the way stands second: as a first operand, from registers,
-            # Triton 3.6 overwrites it before it has been read, wherever loads are pipelined.
             if KIND == "activated":
                 total = tl.zeros((FEATURES, TOKENS), tl.float32)
             else:
@@ -169,21 +178,13 @@ def _multiply(  # type: ignore[no-untyped-def]
                 for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
                     x_tile = boxes.load([token, depth])
                     w_tile = w.load([feature, depth])
-                    if KIND == "activated":
-                        x_tile = _act(x_tile.to(tl.float32), SQUARED).to(x_tile.dtype)
-                        total = tl.dot(w_tile, x_tile.T, total)
-                    else:
-                        total = tl.dot(x_tile, w_tile.T, total)
+                    total = _add(x_tile, w_tile, total, KIND, SQUARED)
             else:
                 for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
                     inside = (lanes < k - depth)[None, :]
                     x_tile = tl.load(x + rows * k + (depth + lanes)[None, :], there & inside, 0.0)
                     w_tile = w.load([feature, depth])
-                    if KIND == "activated":
-                        x_tile = _act(x_tile.to(tl.float32), SQUARED).to(x_tile.dtype)
-                        total = tl.dot(w_tile, x_tile.T, total)
-                    else:
-                        total = tl.dot(x_tile, w_tile.T, total)
+                    total = _add(x_tile, w_tile, total, KIND, SQUARED)
 
             if KIND == "activated":
                 total = total.T
