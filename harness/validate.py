@@ -31,7 +31,9 @@ def validate(path: Path, data: Path | None = None) -> Iterator[str]:
     except SuiteError as error:
         yield f"plan: not checked, the suite cannot be expanded here: {error}"
         return
-    yield f"plan: {require_planned(run, suite)} rows a replicate, all that suite.yaml asks for"
+    part = f" with --only {chosen!r}" if (chosen := run.state["flags"]["only"]) else ""
+    count = require_planned(run, suite)
+    yield f"plan: {count} rows a replicate, all that suite.yaml asks for{part}"
 
 
 def data_of(run: Run, data: Path | None) -> Path | None:

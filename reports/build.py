@@ -97,6 +97,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "started": str(run.state.get("started", "")),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
+        "only": run.state.get("flags", {}).get("only", ""),
         "cases": f"{ok.sum()} ok, {(~ok).sum()} not, of {cases.problem_id.nunique()} problems",
         "processes": str(frames.rows.replicate.nunique()),
     }

@@ -87,6 +87,14 @@ def test_a_sealed_run_is_valid_and_each_check_is_a_line(run: Path) -> None:
     ]
 
 
+def test_a_part_of_a_suite_is_said_to_be_a_part(run: Path) -> None:
+    store.keep(run, [row for row in store.rows(run) if row.case.problem["m"] == 4])
+    store.set_state(run, STATE | {"flags": FLAGS | {"only": "m=4"}})
+    bundle.seal(run)
+    plan = "plan: 2 rows a replicate, all that suite.yaml asks for with --only 'm=4'"
+    assert list(validate(run))[-1] == plan
+
+
 def test_a_bundle_moves_and_keeps_its_name(run: Path, tmp_path: Path) -> None:
     name = bundle.identity(run)
     moved = Path(shutil.move(run, tmp_path / "elsewhere"))

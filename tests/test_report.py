@@ -283,6 +283,13 @@ def test_a_run_in_several_processes_says_so() -> None:
     assert "the range over 3 processes; they are not confidence intervals" in build(run(rows))
 
 
+def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:
+    part = run(quick())
+    assert "<dt>only</dt>" not in build(part)
+    part = replace(part, state=part.state | {"flags": {"only": "m=16|64 n=4096"}})
+    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in build(part)
+
+
 def test_what_did_not_run_is_said_with_its_reason() -> None:
     text = page_of("without_baseline")
     assert "11 ok cases have no speed-up" in text
