@@ -9,16 +9,19 @@ is cvt.rn.satfinite there. s scales sums of fp8; act(s G) is not rounded. Both r
 element once, and nothing else.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._kernel import DTYPES, unit_scale
-from sparsebench.kernels._triton import Program
+from sparsebench.kernels._triton import Program, Template
 from sparsebench.results.record import Problem
 
 TOKENS, FEATURES = 16, 128  # that a program writes
+BOUND = 256  # launches of `scaled` kept, one for each number of tokens and layout of rows
 
 
 def hidden(
@@ -48,12 +51,25 @@ def quantised(x: Tensor) -> Program:
 def scaled(x: Tensor, out: Tensor) -> Tensor:
     """Write X [m, k], of rows of any stride, in e4m3, and return fp32 [m] that it is to be times.
 
-    Of each token the largest element is 448. Enqueued at once, on the current stream.
+    Of each token the largest element is 448; `out` is contiguous. Both start at multiples of 16
+    bytes. Enqueued at once, on the current stream.
     """
-    (m, k), columns = x.shape, triton.next_power_of_2(x.shape[1])
-    scales = x.new_empty(m, dtype=torch.float32)
+    (scales,) = _scaling(x.shape, x.stride(0), x.dtype, x.device)(x, out)
+    return scales
+
+
+@lru_cache(BOUND)
+def _scaling(
+    shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device
+) -> Template:
+    """Return what makes the scales of X and of room for X in e4m3; bound once on each device."""
+    (m, k), columns = shape, triton.next_power_of_2(shape[1])
+    x = torch.empty_strided(shape, (stride, 1), dtype=dtype, device="meta")
+    out = torch.empty(shape, dtype=DTYPES["fp8"], device="meta")
+    scales = torch.empty(m, dtype=torch.float32, device="meta")
     constants = {"COLUMNS": columns, "num_warps": min(max(columns // 512, 1), 16)}
-    return Program(_scale, (m,), (x, out, scales, k, x.stride(0)), constants, scales)()
+    program = Program(_scale, (m,), (x, out, scales, k, stride), constants, scales)
+    return Template([program], (x, out), [scales])
 
 
 def scale_of(problem: Problem, columns: int) -> float:

@@ -29,7 +29,7 @@ from sparsebench.harness.suite import read
 from sparsebench.kernels import _hidden, spense_ffn, spense_wgmma
 from sparsebench.kernels._kernel import Launch, Operands, Unsupported
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
-from sparsebench.kernels.nn import spense as layers
+from sparsebench.kernels.nn import _spense as layers
 from sparsebench.results.record import Contender, Problem, Status
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
