@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_cli import sparsebench
+from command import sparsebench
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
@@ -146,13 +146,13 @@ def test_a_malformed_table_is_one_line_that_names_the_file(
 
 
 def test_a_run_with_a_malformed_table_is_refused_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    monkeypatch.setenv("SPARSEBENCH_TUNED", str(tmp_path))
-    (tmp_path / "sm80_108.json").write_text("[]")
+    file = folders["user"] / "sm80_108.json"
+    file.write_text("[]")
     done = sparsebench("run", "quick", "--device", "cpu", "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert f"{tmp_path}/sm80_108.json: top: expected" in done.stderr
+    assert f"{file}: top: expected" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
