@@ -1,10 +1,5 @@
-"""Every configuration of the Triton kernels compiles ahead of time, without a GPU or a spill.
+"""Every configuration of the Triton kernels compiles ahead of time, without a GPU or a spill."""
 
-Each for one of the capabilities it is for, in turn, or with SPARSEBENCH_COMPILES=all for each of
-them: 2,150 compiles, a quarter of an hour of one core.
-"""
-
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -134,21 +129,14 @@ def complaint_about(this: Compile) -> str | None:
     return f"{usage.split('REG')[1][:40]}: {this}" if any(map(int, spilled.groups())) else None
 
 
-def some_compiles() -> set[Compile]:
-    """Return each configuration for one capability."""
-    found: dict[Compile, list[Compile]] = {}
-    for this in dict.fromkeys(all_compiles()):
-        found.setdefault(this._replace(capability=0), []).append(this)
-    return {same[turn % len(same)] for turn, same in enumerate(found.values())}
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [*SHARED_BYTES])
-def test_every_configuration_compiles_without_a_spill(capability, tmp_path, monkeypatch):
+@pytest.mark.parametrize("module", [*FUNCTIONS])
+def test_every_configuration_compiles_without_a_spill(module, capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a compile, not a memory of one
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    some = {*all_compiles()} if os.environ.get("SPARSEBENCH_COMPILES") == "all" else some_compiles()
-    mine = [this for this in some if this.capability == capability]
+    every = dict.fromkeys(all_compiles())
+    mine = [this for this in every if (this.module, this.capability) == (module, capability)]
     complaints = [text for this in mine if (text := complaint_about(this))]
     assert not complaints, "\n".join(complaints)
 
