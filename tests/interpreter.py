@@ -13,8 +13,11 @@ import numpy
 import pytest
 import triton
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, triton))
 
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
 has_interpreter = pytest.mark.skipif(
     NUMPY >= (2, 4) and TRITON < (3, 7),
     reason="Triton 3.6's interpreter makes scalars in a way that numpy 2.4 refuses",
@@ -23,8 +26,9 @@ has_interpreter = pytest.mark.skipif(
 
 def assert_passes(tests: str | Path, *options: str) -> None:
     """Run the tests of a file with these options of pytest; some must be there, and all pass."""
+    command = sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"
     run = subprocess.run(
-        [*(sys.executable, "-P", "-m", "pytest", "-q"), *options, str(tests)],
+        [*command, *options, str(tests)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -1,13 +1,12 @@
 """A feed-forward layer of two block-sparse products: interpreted, on paper, and on a GPU."""
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, has_interpreter
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from on_hopper import hopper
 
 from sparsebench.formats.bsr import Bsr
@@ -21,9 +20,6 @@ from sparsebench.results.record import Problem, Value
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("ffn")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
 
 
 def problem(m: int, n: int, k: int, dtype: str, block: Any, **more: Value) -> Problem:
@@ -60,7 +56,7 @@ def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
 @compiled
 @has_interpreter
 def test_the_layer_is_right_in_tritons_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_", "-W", "default", "-p", "no:cacheprovider")
+    assert_passes(__file__, "-k", "interpreted_", "-W", "default")
 
 
 # Blocks that divide n and k, that do not, and a layer with few units on.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from math import log
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import sparsebench
 from fake_nvml import pynvml
 
 from sparsebench.harness import crosscheck, doctor, findings, host
@@ -173,8 +173,7 @@ def test_a_call_and_its_twin_are_timed_on_the_host_clock() -> None:
 
 
 def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> None:
-    command = [sys.executable, "-P", "-m", "sparsebench", "doctor", "--device", "cpu", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = sparsebench("doctor", "--device", "cpu", "--json")
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["fit"] else 4)
     names = [finding["check"] for finding in answer["findings"]]

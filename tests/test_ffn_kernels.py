@@ -1,7 +1,6 @@
 """The kernels of the feed-forward layer: on a CPU, thread by thread and interpreted; on a GPU."""
 
 import ctypes
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 import triton
 from cuda_on_cpu import built
-from interpreter import assert_passes
+from interpreter import assert_passes, compiled, interpreted
 from on_hopper import KERNELS, assert_compiles_cleanly, hopper
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -38,9 +37,6 @@ from sparsebench.results.record import Problem
 
 CPU = torch.device("cpu")
 OP = load_op("ffn")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
 
 
 def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:

@@ -1,6 +1,5 @@
 """Gated feed-forward layers in fp8, and the dense peer of two products, in every dtype."""
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, has_interpreter
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from on_hopper import hopper
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -36,9 +35,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 OP = load_op("ffn")
 SPLITS = {"wg": "rows", "wu": "rows", "wd": "columns"}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
 
 
 def problem(dtype: str = "fp8", **fields: Value) -> Problem:

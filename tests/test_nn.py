@@ -69,11 +69,7 @@ def test_output_and_gradients_are_those_of_nn_linear(n, k, block, sparsity, toke
 
 @has_interpreter
 def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
-    assert_passes(
-        __file__,
-        *("-p", "no:cacheprovider"),
-        *("-k", "those_of_nn_linear or same_bits or shares_with_the_old"),
-    )
+    assert_passes(__file__, "-k", "those_of_nn_linear or same_bits or shares_with_the_old")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Layers of 2:4 hybrid weights against dense ones, and the op ffn with such weights."""
 
 import io
-import os
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import numpy
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, has_interpreter
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from on_hopper import hopper
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -33,8 +32,6 @@ from sparsebench.kernels.nn import _spense as layers
 from sparsebench.results.record import Contender, Problem, Status
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of Triton's interpreter")
 
 
 @pytest.fixture(autouse=True)
@@ -437,7 +434,7 @@ def test_the_activation_is_right_in_the_interpreter():
     assert_passes(__file__, "-k", "interpreted_")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@interpreted
 @pytest.mark.parametrize("activation", [*ACT])
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (19, 328), (5, 512), (33, 200)])
 def test_interpreted_activations_are_right(m, n, activation):

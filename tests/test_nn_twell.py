@@ -1,7 +1,6 @@
 """SparseGatedMLP against three dense layers: on a CPU, interpreted, compiled, and on a GPU."""
 
 import copy
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, has_interpreter
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear, relu
@@ -29,9 +28,6 @@ from sparsebench.kernels._triton import Program
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import twell as module
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside of it")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program

@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pandas as pd
 import pytest
+from command import sparsebench
 
 from sparsebench.harness import cli
 from sparsebench.harness.measure import Flags, measure
@@ -161,30 +163,25 @@ def test_errors_that_are_none_are_one_line(written: object, message: str, tmp_pa
     assert "\n" not in str(raised.value)
 
 
-def test_the_command_reads_errors_and_refuses_in_one_line(
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def report(errors: Path) -> int:
-        page = ["--out", str(tmp_path / "page.html")]
-        arguments = ["sparsebench", "report", str(run.path), "--errors", str(errors), *page]
-        monkeypatch.setattr("sys.argv", arguments)
-        return cli.main()
+def test_the_command_reads_errors_and_refuses_in_one_line(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+
+    def report(errors: Path) -> CompletedProcess[str]:
+        return sparsebench("report", run.path, "--errors", errors, "--out", page)
 
     good = tmp_path / "good.json"
     good.write_text(json.dumps(document()))
-    assert report(good) == 0
-    assert "<figure>" in section((tmp_path / "page.html").read_text())
-    capsys.readouterr()
+    assert report(good).returncode == 0
+    assert "<figure>" in section(page.read_text())
     for text in ["not JSON", "{}"]:
         (tmp_path / "bad.json").write_text(text)
-        assert report(tmp_path / "bad.json") == cli.BAD_INPUT
-        [line] = capsys.readouterr().err.splitlines()
+        done = report(tmp_path / "bad.json")
+        assert done.returncode == cli.BAD_INPUT
+        [line] = done.stderr.splitlines()
         assert "bad.json: expected sparsebench/pruning@1" in line
-    assert report(tmp_path / "none.json") == cli.BAD_INPUT
-    assert "expected a readable file" in capsys.readouterr().err
+    done = report(tmp_path / "none.json")
+    assert done.returncode == cli.BAD_INPUT
+    assert "expected a readable file" in done.stderr
 
 
 def test_every_contender_of_the_suite_agrees_with_its_pattern() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command import sparsebench
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -384,11 +385,6 @@ def test_the_reference_has_no_paragraph_twice() -> None:
     assert len(paragraphs) == len(set(paragraphs)) > 1000
 
 
-def sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["sparsebench", "prune", *map(str, arguments)])
-    return cli.main()
-
-
 @pytest.fixture
 def files(tmp_path: Path, mlp: GatedMLP, x: Tensor) -> tuple[Path, Path]:
     weights, activations = tmp_path / "weights.safetensors", tmp_path / "x.safetensors"
@@ -402,14 +398,13 @@ def test_the_command_prunes_an_mlp_of_a_file(
     tmp_path: Path,
     mlp: GatedMLP,
     x: Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     weights, activations = files
     given = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
     out = tmp_path / "pruned.safetensors"
-    assert sparsebench(monkeypatch, *given, "--out", out, "--json") == 0
-    printed = capsys.readouterr().out
+    done = sparsebench("prune", *given, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     report = json.loads(printed)
     assert (report["calibration"], report["held_out"], report["loss"]) == (1536, 512, None)
     (tmp_path / "errors.json").write_text(printed)
@@ -424,8 +419,9 @@ def test_the_command_prunes_an_mlp_of_a_file(
         assert torch.equal(file.get_tensor("d"), expected.mlp.down)
         assert torch.equal(file.get_tensor("permutation"), expected.permutation)
     lists = "--method", "magnitude,wanda", "--dense", "0,0.5"
-    assert sparsebench(monkeypatch, *given, *lists) == 0
-    shown = capsys.readouterr().out.splitlines()
+    done = sparsebench("prune", *given, *lists)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()
     assert shown[0].strip() == "1536 tokens to calibrate on, 512 held out"
     assert [line.split()[:4] for line in shown[2:]] == [
         ["magnitude", "scored", "0", "50.0%"],
@@ -435,17 +431,13 @@ def test_the_command_prunes_an_mlp_of_a_file(
     ]
 
 
-def test_the_command_prunes_a_linear_layer(
-    files: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path) -> None:
     weights, activations = files
     out = tmp_path / "pruned.safetensors"
     given = "--tensors", "g", "--calibration", activations, "--split", "rows", "--device", "cpu"
-    assert sparsebench(monkeypatch, weights, *given, "--method", "wanda", "--out", out) == 0
-    assert "output" in capsys.readouterr().out
+    done = sparsebench("prune", weights, *given, "--method", "wanda", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "output" in done.stdout
     with safe_open(out, framework="pt") as file:
         assert is_two_four(file.get_tensor("g")[:128])
 
@@ -465,16 +457,13 @@ def test_the_command_prunes_a_linear_layer(
     ],
 )
 def test_the_command_refuses_in_one_line(
-    files: tuple[Path, Path],
-    more: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    files: tuple[Path, Path], more: list[str], message: str
 ) -> None:
     weights, activations = files
     more = [*more, "--calibration", str(activations), "--device", "cpu"]
-    assert sparsebench(monkeypatch, weights, *more) == cli.BAD_INPUT
-    [line] = capsys.readouterr().err.splitlines()
+    done = sparsebench("prune", weights, *more)
+    assert done.returncode == cli.BAD_INPUT
+    [line] = done.stderr.splitlines()
     assert message in line
 
 
@@ -512,9 +501,7 @@ def write_gguf(path: Path, model: Gemma, architecture: str = "gemma3") -> None:
     writer.close()
 
 
-def test_a_model_is_read_from_gguf_and_pruned_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_read_from_gguf_and_pruned_by_the_command(tmp_path: Path) -> None:
     model, path, out = small_model(6), tmp_path / "small.gguf", tmp_path / "pruned.safetensors"
     write_gguf(path, model)
     found = read(path, torch.device("cpu"))
@@ -522,8 +509,9 @@ def test_a_model_is_read_from_gguf_and_pruned_by_the_command(
     tokens = torch.tensor([[2, *found.tokenizer.encode("a small model")]])
     assert dense_loss(found.model, tokens) == pytest.approx(dense_loss(model, tokens), rel=1e-5)
     given = path, "--tokens", 1024, "--method", "wanda", "--dense", 0, "--device", "cpu"
-    assert sparsebench(monkeypatch, *given, "--out", out) == 0
-    assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("loss (nats)")
+    done = sparsebench("prune", *given, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].rstrip().endswith("loss (nats)")
     with safe_open(out, framework="pt") as file:
         assert is_two_four(file.get_tensor("blk.5.ffn_down.weight"))
         assert len(file.get_tensor("blk.5.permutation")) == 128

@@ -3,18 +3,18 @@
 import hashlib
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import sparsebench
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from sparsebench.harness import cli, contest
+from sparsebench.harness import contest
 from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.operands import operands, redraw
@@ -161,22 +161,16 @@ def test_a_training_that_diverged_is_said(text: Text) -> None:
 # ---- the command, and suites of its file ----
 
 
-def sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["sparsebench", "train-lm", *map(str, arguments)])
-    return cli.main()
-
-
 LITTLE = {"layers": 2, "width": 32, "hidden": 96, "heads": 2, "context": 32, "batch": 8}
 SMALL = ["--device=cpu", *(f"--{name}={size}" for name, size in LITTLE.items())]
 
 
-def test_the_command_writes_what_a_suite_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_what_a_suite_reads(tmp_path: Path) -> None:
     out = tmp_path / "lm.safetensors"
     given = *SMALL, "--steps", 5, "--l1", "0,1e-3", "--out", out, "--json"
-    assert sparsebench(monkeypatch, *given) == 0
-    report = json.loads(capsys.readouterr().out)
+    done = sparsebench("train-lm", *given)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert report["schema"] == "sparsebench/sparsity@1"
     assert [one["l1"] for one in report["trained"]] == [0, 1e-3]
     assert [len(one["layers"]) for one in report["trained"]] == [2, 2]
@@ -201,14 +195,10 @@ def test_the_command_writes_what_a_suite_reads(
         ("--out nowhere/x.safetensors", "expected a folder to write into; found no nowhere"),
     ],
 )
-def test_the_command_refuses_in_one_line(
-    arguments: str,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert sparsebench(monkeypatch, "--device", "cpu", *arguments.split()) == 2
-    found = capsys.readouterr().err.strip()
+def test_the_command_refuses_in_one_line(arguments: str, line: str) -> None:
+    done = sparsebench("train-lm", "--device", "cpu", *arguments.split())
+    assert done.returncode == 2
+    found = done.stderr.strip()
     assert line in found
     assert "\n" not in found
 

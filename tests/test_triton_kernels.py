@@ -20,7 +20,7 @@ KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton]
 
 @has_interpreter
 def test_every_product_is_right_in_tritons_interpreter():
-    assert_passes(Path(__file__).with_name("triton_interpreted.py"), "-p", "no:cacheprovider")
+    assert_passes(Path(__file__).with_name("triton_interpreted.py"))
 
 
 @pytest.mark.parametrize("module", KERNELS)
