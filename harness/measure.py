@@ -58,6 +58,7 @@ def measure(
     `origin` goes into run.json: the bundle that this run reproduces or confirms.
     """
     contests = planned(suite, flags.device, flags.only)
+    before: Mapping[str, Any] = origin or {}
     _strike(flags.device, planned(suite, flags.device))
     path = resume or out
     if path and not resume and path.exists():
@@ -75,7 +76,6 @@ def measure(
         if resume:
             _same_place(resume, runner.about["environment"])
             before = store.read(resume).state
-            origin = {name: before[name] for name in ORIGINS if name in before}
             bundle.unseal(resume)
             store.keep(resume, done)
             ceilings = store.read(resume).environment["ceilings"]
@@ -86,7 +86,7 @@ def measure(
         runner.log.file = path / "worker.log"
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        _rows(runner, path, suite, flags, contests, wanted, done, progress, origin or {})
+        _rows(runner, path, suite, flags, contests, wanted, done, progress, before)
     finally:
         runner.kill()
     return path
@@ -109,13 +109,19 @@ def _rows(
     wanted: Wanted,
     done: list[Row],
     progress: Progress,
-    origin: Mapping[str, Any],
+    before: Mapping[str, Any],
 ) -> None:
-    """Measure what is left, appending contest by contest; run.json always tells the truth."""
+    """Measure what is left, appending contest by contest; run.json always tells the truth.
+
+    Of `before`, what run.json said until then, origins stay, and times are added to.
+    """
     seen = {(row.replicate, row.case.problem.id) for row in done}
-    spent_s: Counter[str] = Counter()
+    spent_s = Counter[str](before.get("spent_s", {}))
     total, finished = len(contests) * flags.replicates, len(seen)
-    started = _now()
+    now = _now()
+    started = before.get("started", now.isoformat(timespec="seconds"))
+    seconds = before.get("seconds", 0)
+    origin = {name: before[name] for name in ORIGINS if name in before}
 
     def state(status: str) -> dict[str, Any]:
         rows = store.rows(path)  # a stop may fall between writing a contest and counting it
@@ -124,8 +130,8 @@ def _rows(
             "suite": suite.name,
             **origin,
             "status": status,
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": round((_now() - started).total_seconds(), 1),
+            "started": started,
+            "seconds": round(seconds + (_now() - now).total_seconds(), 1),
             "flags": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(flags).items()},
             "contests": {"done": len(contests_done), "of": total},
             "cases": dict(Counter(row.status.value for row in rows if not row.reference)),

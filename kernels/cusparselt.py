@@ -12,7 +12,8 @@ timed, by their numbers. Without a search (search: false) it is the default on X
 which is what torch.sparse.to_sparse_semi_structured calls.
 
 The library takes any matrix for a 2:4 one and multiplies it wrongly: it is given those alone that
-formats/spense.py has checked. Each call plans anew, some 300 µs of the host's time.
+formats/spense.py has checked. Each call plans anew, 0.4 to 2 ms of the host's time, and in fp16 up
+to 0.35 s (0.8.0, suite spense-calls): it is for CUDA graphs.
 Source: docs.nvidia.com/cuda/cusparselt; torch's ATen/native/sparse/cuda/cuSPARSELtOps.cpp.
 """
 

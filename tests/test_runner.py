@@ -116,10 +116,15 @@ def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) 
     done = problems.index(problems[-1])  # the last contest is cut within its first row
     lines = (path / "rows.jsonl").read_text().splitlines(keepends=True)
     (path / "rows.jsonl").write_text("".join(lines[: done + 1]) + lines[done + 1][:50])
+    before = json.loads((path / "run.json").read_text())
     assert measure(suite, flags, None, path) == path
     assert store.rows(path)[:done] == rows[:done]
     assert [(row.case.id, row.reference) for row in store.rows(path)] == asked
-    assert store.read(path).state["contests"] == {"done": 6, "of": 6}
+    state = store.read(path).state
+    assert state["contests"] == {"done": 6, "of": 6}
+    assert state["started"] == before["started"]
+    assert state["seconds"] > before["seconds"]  # of both
+    assert all(state["spent_s"][stage] >= before["spent_s"][stage] for stage in before["spent_s"])
 
 
 def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Path) -> None:
