@@ -18,7 +18,8 @@ from sparsebench.reports.build import build, figures
 from sparsebench.reports.figures import storage
 from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._html import percent, significant, times
-from sparsebench.reports.figures._sweep import _bounds
+from sparsebench.reports.figures._svg import canvas
+from sparsebench.reports.figures._sweep import CHARACTER, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import noise
@@ -328,6 +329,32 @@ def test_noise_around_one_is_not_blown_up_to_the_panels_height() -> None:
     low, high = _bounds(cases[cases.speedup.notna()], SPEEDUP)
     assert high / low >= 4
     assert low < 1 < high
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("m", [16, 64, 128, 256, 1024, 4096, 8192], "16 64 256 1024 8192"),
+        ("m", [16, 64, 128, 256], "16 64 128 256"),
+        ("m", [*range(1, 40)], "1 2 3 4 6 8 12 18 27 39"),
+        ("level", [0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99], "50 70 80 90 95 98 99"),
+        ("active", [8], "8"),
+    ],
+)
+def test_labels_of_ticks_do_not_touch(name: str, values: list[float], shown: str) -> None:
+    axis, (_, axes) = Sweep(name, np.array(values, float)), canvas()
+    axis.dress(axes)
+    assert len(axes.get_xticks()) == len(values)
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert " ".join(filter(None, labels)) == shown
+
+
+def test_the_last_label_stays() -> None:
+    assert apart(np.array([0.0, 2.0 * CHARACTER, 3.0 * CHARACTER]), ["1", "2", "3"]) == [
+        "1",
+        "",
+        "3",
+    ]
 
 
 def test_the_same_run_gives_the_same_bytes() -> None:

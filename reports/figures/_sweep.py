@@ -29,6 +29,7 @@ from sparsebench.reports.figures._svg import (
 )
 
 OPEN = 16  # panels shown at once; more are folded away
+WIDTH, CHARACTER = 205, 6  # CSS pixels: of a panel's x axis, at least, and of a character
 LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks where levels are many
 
 
@@ -47,18 +48,19 @@ class Sweep:
         return np.asarray(np.log2(values)) if self.values.min() > 0 else values
 
     def dress(self, axes: Axes) -> None:
-        """Put ticks at what was measured."""
+        """Put ticks at what was measured, with labels where there is room for them."""
         ticks = self.values
         if self.name == "level" and len(ticks) > 8:
             ticks = np.array([v for v in LEVELS if ticks[0] <= v <= ticks[-1]])
-        elif len(ticks) > 8:
-            ticks = ticks[:: -(-len(ticks) // 8)]
         scale = 100 if self.name == "level" else 1
-        axes.set_xticks(self.place(ticks), [f"{round(scale * v, 2):g}" for v in ticks])
-        axes.set_xlabel("sparsity, %" if self.name == "level" else self.name)
         places = self.place(self.values)
         margin = max(0.06 * np.ptp(places), 0.2)
-        axes.set_xlim(places.min() - margin, places.max() + margin)
+        left, right = places.min() - margin, places.max() + margin
+        labels = [f"{round(scale * v, 2):g}" for v in ticks]
+        at = self.place(ticks)
+        axes.set_xticks(at, apart((at - left) / (right - left) * WIDTH, labels))
+        axes.set_xlabel("sparsity, %" if self.name == "level" else self.name)
+        axes.set_xlim(left, right)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,18 @@ class Quantity:
     name: str
     baseline: float | None = None
     hollow: str = ""
+
+
+def apart(middles: NDArray[np.float64], labels: Sequence[str]) -> list[str]:
+    """Leave out labels that would touch the next one; the last one stays. Pixels, from the left."""
+    kept, free = list(labels), np.inf
+    for i in reversed(range(len(kept))):
+        half = CHARACTER * (len(labels[i]) + 1) / 2
+        if middles[i] + half > free:
+            kept[i] = ""
+        else:
+            free = middles[i] - half
+    return kept
 
 
 def sweep(cases: pd.DataFrame, x: str) -> Sweep:
