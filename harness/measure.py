@@ -75,10 +75,11 @@ def measure(
         path = path or Path("runs") / f"{_now():%Y%m%d-%H%M%S}-{suite.name}-{runner.about['slug']}"
         if resume:
             _same_place(resume, runner.about["environment"])
-            before = store.read(resume).state
+            stopped = store.read(resume)
+            before = stopped.state
             bundle.unseal(resume)
             store.keep(resume, done)
-            ceilings = store.read(resume).environment["ceilings"]
+            ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings()
             environment = runner.about["environment"] | {"ceilings": ceilings}

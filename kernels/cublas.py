@@ -15,7 +15,7 @@ are clamped and cast by torch, each step a kernel of its own, and cuBLASLt scale
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -129,15 +129,10 @@ def scales_on(device: torch.device, of_w: float = 1.0) -> tuple[Tensor, Tensor]:
 
 def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Launch:
     def run() -> Tensor:
-        with preferred(library):
+        with preferred(library), tf32_products(tf32):
             return definition()
 
-    def run_tf32() -> Tensor:
-        with tf32_products(True):
-            return run()
-
-    choice = {"library": library}
-    return Launch(run_tf32, choice | {"fp32_precision": "tf32"}) if tf32 else Launch(run, choice)
+    return Launch(run, {"library": library} | ({"fp32_precision": "tf32"} if tf32 else {}))
 
 
 def _odd_fp8(problem: Problem) -> str | None:
@@ -150,12 +145,13 @@ def _odd_fp8(problem: Problem) -> str | None:
     return None
 
 
-@contextmanager
-def tf32_products(wanted: bool) -> Iterator[None]:
+def tf32_products(wanted: bool) -> AbstractContextManager[None]:
     """Let torch multiply fp32 in TF32 on a GPU, if wanted; as before afterwards."""
-    if not wanted:
-        yield
-        return
+    return _in_tf32() if wanted else nullcontext()
+
+
+@contextmanager
+def _in_tf32() -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:

@@ -29,7 +29,8 @@ from sparsebench.kernels._spense import SHORTEST, Schedule, rows_in_turn, schedu
 from sparsebench.kernels.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
 
-CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4] + [Config(16, 1, 6), Config(64, 2, 5)]
+CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
+CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
 NAMES = "bf16", "fp16", "fp8"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
