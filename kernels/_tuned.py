@@ -7,7 +7,7 @@
 An entry says which configuration of a kernel won at some sizes. Other sizes take an entry of
 
     the same kernel, dtype and block      and the caller's path, where its choice has one
-    the same code of the kernel           a digest of it, comments and docstrings left out
+    the same code of the kernel           a digest of it; comments, docstrings, imports left out
     m, n, k and density at most 2x off    of several the nearest: least sum of |log2| of the ratios
 
 Where the user's table has none the package's is asked. Where that has none there is none: `prepare`
@@ -225,7 +225,8 @@ def write(file: Path, table: Table) -> None:
 def source(kernel: str) -> str:
     """Return a digest of a kernel's code and of the kernels that it imports; "" if there is none.
 
-    Comments, docstrings, layout and what many kernels share (_NAME.py, NAME.cuh) leave it as it is.
+    Comments, docstrings, layout, import lines and what many kernels share (_NAME.py, NAME.cuh)
+    leave it as it is: a file that moves keeps its entries.
     """
     python = Path(str(files("sparsebench.kernels"))) / f"{kernel}.py"
     cuda = python.with_suffix(".cu")
@@ -276,16 +277,19 @@ def _find(
 
 
 def _bare_python(code: str) -> str:
-    """Return Python code without comments, layout and strings that are statements (docstrings).
+    """Return Python code without comments, layout, imports and statements that are a string.
 
     Without any space: Python 3.12 takes f-strings to pieces where 3.11 has one token.
     """
-    kept, before = [], NEWLINE
+    kept, before, importing = [], NEWLINE, False
     for token in generate_tokens(StringIO(code).readline):
         if token.type in (COMMENT, NL):
             continue
         starts = before in BREAKS
-        kept.append(BREAKS.get(token.type, "" if starts and token.type == STRING else token.string))
+        importing = token.string in ("import", "from") if starts else importing
+        if not importing:
+            said = starts and token.type == STRING
+            kept.append(BREAKS.get(token.type, "" if said else token.string))
         before = token.type
     return "".join("".join(kept).split()).replace(";;", ";").replace("{;", "{")
 
