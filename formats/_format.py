@@ -9,12 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparsebench.errors import FormatError
+
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type with as many bytes as a floating-point type."""
-
-
-class FormatError(ValueError):
-    """The matrix cannot be stored in this format; the message says what was expected and found."""
 
 
 class Format(ABC):

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import torch
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import contest
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.device import pick
 from sparsebench.harness.entry import Fatal, Order
 from sparsebench.harness.selection import only

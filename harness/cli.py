@@ -52,12 +52,11 @@ Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a cas
 
 def main() -> int:
     """Run a command and return its exit code; bad input is one line on stderr."""
-    from sparsebench.harness._errors import SuiteError
-    from sparsebench.results._errors import ResultError
+    from sparsebench.errors import SparsebenchError
 
     try:
         app()
-    except (SuiteError, ResultError) as error:
+    except SparsebenchError as error:
         err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         return BAD_INPUT
     except SystemExit as end:

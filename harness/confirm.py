@@ -13,10 +13,10 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.errors import ResultError
 from sparsebench.harness.measure import Progress
 from sparsebench.harness.reproduce import again, whole
 from sparsebench.results import bundle
-from sparsebench.results._errors import ResultError
 from sparsebench.results.compare import KEYS
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields

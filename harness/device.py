@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.sim_clock import simulated
 from sparsebench.kernels import _tuned
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness._nvml import NoNvml, board
 from sparsebench.harness.device import identity
 

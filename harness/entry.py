@@ -17,13 +17,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparsebench.formats._format import Format, FormatError
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import Format
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ceilings import Ceilings
 from sparsebench.harness.operands import DenseOperands
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.timing import Measure, Timed
-from sparsebench.kernels._kernel import Launch, Unsupported
+from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Problem, Row, Status
 
 Announce = Callable[[str, str], None]

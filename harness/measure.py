@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.device import tuned_tables
 from sparsebench.harness.energy import require_meter
 from sparsebench.harness.runner import Runner, Settled, Wanted

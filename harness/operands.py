@@ -24,9 +24,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.formats._format import BITS, is_stored
 from sparsebench.harness import patterns, sources
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, digest, fill, scores
 from sparsebench.harness.grid import Grid, Score, magnitudes
 from sparsebench.harness.ops._op import Op

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import graphs
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import did_you_mean
 from sparsebench.harness.grid import Grid, Score, best
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.catalog import load_format, load_kernel
 from sparsebench.harness.entry import Contest, Entry, bound, synchronize
-from sparsebench.kernels._kernel import Operands, Unsupported
+from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Case, Contender, Problem
 
 

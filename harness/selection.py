@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.references import references, with_twins
 from sparsebench.harness.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem

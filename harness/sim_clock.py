@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.suite import parse
 from sparsebench.harness.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.results.record import Contender

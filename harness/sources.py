@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import did_you_mean
 from sparsebench.harness.patterns import FILE
 from sparsebench.results.record import Source

@@ -35,8 +35,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import patterns, sources
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import (
     did_you_mean,
     keywords,

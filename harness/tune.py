@@ -17,7 +17,7 @@ from time import monotonic
 
 import torch
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.device import tuned_table
 from sparsebench.harness.measure import describe

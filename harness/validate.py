@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.selection import only
 from sparsebench.harness.suite import Contest, Suite, read
 from sparsebench.harness.timing import possible
 from sparsebench.results import bundle, store
-from sparsebench.results._errors import ResultError
 from sparsebench.results.inspection import inspect
 from sparsebench.results.record import Case
 from sparsebench.results.store import Run

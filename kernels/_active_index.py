@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._kernel import Unsupported
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._triton import Program
 
 WORD = 32  # bits

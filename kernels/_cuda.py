@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.results.record import Problem
 
 HOPPER = (9, 0)

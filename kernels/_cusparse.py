@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._kernel import Launch, Operands, Output, Unsupported
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._kernel import Launch, Operands, Output
 from sparsebench.kernels._tune import fastest
 from sparsebench.results.record import Problem
 

@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, clusters_at_once, load
-from sparsebench.kernels._kernel import Unsupported
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
 TOKENS_TO_SPLIT = 16

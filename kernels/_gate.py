@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels import spense_wgmma
 from sparsebench.kernels._cuda import Program
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels.spense_wgmma import Config
 

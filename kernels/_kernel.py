@@ -16,10 +16,6 @@ from sparsebench.formats._format import Format
 from sparsebench.results.record import Problem
 
 
-class Unsupported(Exception):
-    """This kernel cannot run this case here; the message says why."""
-
-
 @dataclass(frozen=True)
 class Operands:
     """What a kernel is given.

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparsebench.kernels._kernel import Unsupported
+from sparsebench.errors import Unsupported
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._flush import flusher
-from sparsebench.kernels._kernel import Unsupported
 
 ROUNDS = 7
 SHORT_US, SHORT_ROUNDS = 100.0, 25  # short ones scatter by 2 to 6 % a sample, and cost little

@@ -32,7 +32,8 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from sparsebench.kernels._kernel import Operands, Unsupported
+from sparsebench.errors import TableError, Unsupported
+from sparsebench.kernels._kernel import Operands
 
 SCHEMA: Final = "sparsebench/tuned@1"
 REACH = 1.0  # |log2| of a ratio of sizes: a factor of 2
@@ -43,10 +44,6 @@ Tuned = bool | Literal["wide"]
 with neither; wide, a search of the kernel's whole space, by which tables are made."""
 
 C = TypeVar("C")  # a kernel's dataclass of a configuration
-
-
-class TableError(ValueError):
-    """A table that cannot be used; the message names the file."""
 
 
 @dataclass(frozen=True)

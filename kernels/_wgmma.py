@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 
 SIDE = 64  # of a tile of W: the height of wgmma, and a row of 128 bytes

@@ -18,10 +18,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _triton, bsr_small, bsr_triton, bsr_wgmma
 from sparsebench.kernels._hidden import hidden
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Tuned
 

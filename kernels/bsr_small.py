@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda
 from sparsebench.kernels._cuda import (
@@ -37,7 +38,7 @@ from sparsebench.kernels._cuda import (
     supports_hopper,
     tensor_map,
 )
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._small import (
     STRIP,
     UNIT,

@@ -22,6 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda
 from sparsebench.kernels._cuda import (
@@ -35,7 +36,7 @@ from sparsebench.kernels._cuda import (
     supports_hopper,
     tensor_map,
 )
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._schedule import WORKERS, schedule
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Tuned, blocked, choose

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._cuda import (
     ADDRESSES,
@@ -30,7 +31,7 @@ from sparsebench.kernels._cuda import (
     supports_hopper,
     tensor_map,
 )
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._wgmma import SIDE

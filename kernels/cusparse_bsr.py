@@ -8,9 +8,10 @@ Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BSR_ALG1.
 
 from functools import partial
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cusparse
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 def prepare(operands: Operands) -> Launch:

@@ -26,8 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels.cublas import lacks_fp8
 from sparsebench.results.record import Problem

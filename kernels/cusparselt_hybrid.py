@@ -23,9 +23,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels import cusparselt
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.cublas import LIBRARIES, fastest_product, preferred, scaled_product
 
 Join = Literal["in place", "copied"]

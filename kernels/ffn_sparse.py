@@ -35,6 +35,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels import _few, _ffn_rest, _gate, cublas, cublas_ffn, ffn_dense_triton
@@ -48,7 +49,7 @@ from sparsebench.kernels._cuda import (
     supports_hopper,
 )
 from sparsebench.kernels._ffn_rest import GROUP
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._tuned import multiprocessors
 from sparsebench.results.record import Problem
 

@@ -12,9 +12,10 @@ given, and a call with more is dense.
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels import _triton
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.nn.twell import SHARE, gated_mlp, gated_mlp_backward
 from sparsebench.results.record import Problem
 

@@ -7,8 +7,9 @@
 All of it as ffn_sparse.py says, with U in the place of the gate, and not packed.
 """
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels import cublas, torch_compile
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.ffn_sparse import Way, prepared, supports
 
 

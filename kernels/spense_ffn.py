@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels import spense_wgmma
 from sparsebench.kernels._hidden import quantised, scale_of
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._tuned import Tuned
 from sparsebench.kernels.spense_wgmma import Scales
 

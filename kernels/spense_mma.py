@@ -18,9 +18,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, VALUE_BYTES, Spense
 from sparsebench.kernels._cuda import Constants, Layout, Loaded, Program, load, target_of
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels._spense import schedule, tiles_of
 from sparsebench.kernels._tune import fastest
 from sparsebench.kernels._tuned import Sizes, Tuned, choose, multiprocessors

@@ -22,6 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES, ROWS, Spense
 from sparsebench.kernels._cuda import (
     TMA_ALIGNMENT,
@@ -33,7 +34,7 @@ from sparsebench.kernels._cuda import (
     supports_hopper,
     tensor_map,
 )
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels._schedule import WORKERS
 from sparsebench.kernels._spense import schedule, tiles_of
 from sparsebench.kernels._tune import fastest

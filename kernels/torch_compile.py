@@ -15,8 +15,9 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels import cublas
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
 MODES = "default", "max-autotune-no-cudagraphs"

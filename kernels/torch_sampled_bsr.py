@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import torch_bsr
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 def prepare(operands: Operands) -> Launch:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.compare import Comparison, compare
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.statistics import FEWEST, Outcome

@@ -18,7 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.record import ROWS_SCHEMA
 
 MANIFEST_SCHEMA = "sparsebench/manifest@1"

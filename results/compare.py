@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.statistics import Outcome

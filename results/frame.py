@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.pairing import logs_over, opponents
 from sparsebench.results.record import Contender, Row, Status, Value
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.bundle import ROWS
 from sparsebench.results.environment import device_name
 from sparsebench.results.record import Row, Status

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 
 SCHEMA: Final = "sparsebench/pruning@1"
 OUTPUT = "output"  # the error of what the layer or the MLP gives, beside those of its parts

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"

@@ -9,13 +9,14 @@ import torch
 from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from on_hopper import hopper
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.check import Expected, check
 from sparsebench.harness.entry import bound
 from sparsebench.harness.operands import DenseOperands, operands, redraw
 from sparsebench.kernels import bsr_ffn
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.results.record import Problem, Value
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

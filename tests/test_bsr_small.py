@@ -10,10 +10,10 @@ import pytest
 import torch
 from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda, bsr_small, bsr_small_dgrad
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels._small import (
     END,
     LAST,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import _cuda, bsr_wgmma, bsr_wgmma_dgrad
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels._schedule import schedule
 from sparsebench.kernels._wgmma import NO_SLICE, groups_of
 from sparsebench.kernels.bsr_wgmma import Config

@@ -11,10 +11,11 @@ import pytest
 import torch
 from on_hopper import assert_compiles_cleanly, hopper, moved
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.check import Expected, check
 from sparsebench.kernels import _cuda, bsr_wgrad
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels._wgrad import (
     TILES,
     Half,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from sparsebench.errors import ResultError
 from sparsebench.harness.suite import read
 from sparsebench.harness.validate import validate
 from sparsebench.results import bundle, store
-from sparsebench.results._errors import ResultError
 from sparsebench.results.record import Case, Row, Status
 
 SUITE = """

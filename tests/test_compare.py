@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.compare import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import sparse
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.harness.ops import linear_dgrad as dgrad
@@ -28,7 +29,7 @@ from sparsebench.kernels import (
     cusparse_csr_dgrad,
     cusparse_csr_wgrad,
 )
-from sparsebench.kernels._kernel import Operands, Unsupported
+from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
 WGRAD_PEERS = [(cusparse_csr_wgrad, None), (cusparse_bsr_wgrad, 4), (cusparse_bsr_wgrad, 3)]

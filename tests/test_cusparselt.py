@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bits import scores
 from sparsebench.harness.check import FP8, FP32, Expected, check
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns import mask
 from sparsebench.kernels import cusparselt, cusparselt_hybrid
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.results.record import Problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
 from sparsebench.harness import contest
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.operands import DenseOperands, operands, redraw
 from sparsebench.harness.ops._active import SEQUENCE, probabilities, share_of_any

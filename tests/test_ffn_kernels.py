@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.check import Expected, check
@@ -31,7 +32,7 @@ from sparsebench.kernels import (
     torch_compile,
 )
 from sparsebench.kernels._cuda import Constants
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels._triton import Program
 from sparsebench.results.record import Problem
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsebench.formats._format import BITS, Format, FormatError
+from sparsebench.errors import FormatError
+from sparsebench.formats._format import BITS, Format
 from sparsebench.harness.catalog import load_format, names
 
 FORMATS = names("formats")

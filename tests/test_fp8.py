@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
 from sparsebench.formats.dense import Dense
 from sparsebench.harness import contest, sources
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, fill
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ceilings import Ceilings

@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
+from sparsebench.errors import SuiteError
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.harness import contest, sim_contest
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.check import Expected, check, roundings
 from sparsebench.harness.entry import bound

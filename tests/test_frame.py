@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sparsebench.results._errors import ResultError
+from sparsebench.errors import ResultError
 from sparsebench.results.frame import fields, frame, to_csv, to_parquet
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
 from sparsebench.results.summary import break_even, summary, winners

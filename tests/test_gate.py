@@ -14,9 +14,10 @@ from on_hopper import assert_compiles_cleanly, hopper
 from test_spense_hidden import KERNEL, Case, on_cpu
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels import _gate, spense_wgmma
-from sparsebench.kernels._kernel import DTYPES, Unsupported
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels._spense import rows_in_turn, schedule
 from sparsebench.kernels.spense_wgmma import Config
 

@@ -11,6 +11,7 @@ import torch
 import wrong_wgrad
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.harness import contest
@@ -27,7 +28,7 @@ from sparsebench.kernels import (
     torch_sampled_csr,
     torch_wgrad,
 )
-from sparsebench.kernels._kernel import Operands, Unsupported
+from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")

@@ -15,9 +15,8 @@ from interpreter import assert_passes, has_interpreter
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels import _cuda, _triton, bsr_small, bsr_wgmma, bsr_wgrad
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._triton import box
 from sparsebench.kernels.nn import BlockSparseLinear, _ops, _plans
 from sparsebench.kernels.nn.linear import index_of, repack

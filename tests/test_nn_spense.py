@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness import contest
 from sparsebench.harness.catalog import load_op
@@ -26,7 +26,7 @@ from sparsebench.harness.operands import operands, redraw
 from sparsebench.harness.pruning.mlp import GatedMLP
 from sparsebench.harness.suite import read
 from sparsebench.kernels import _hidden, spense_ffn, spense_wgmma
-from sparsebench.kernels._kernel import Launch, Operands, Unsupported
+from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense as layers
 from sparsebench.results.record import Contender, Problem, Status

@@ -19,11 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.harness.check import Expected, check
 from sparsebench.kernels import _active_dense, _active_index, _active_products
 from sparsebench.kernels._active_index import Active
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._triton import Program
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import twell as module

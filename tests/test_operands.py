@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import bits, sources
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import UNIT, digest, fill, scores
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.operands import DenseOperands, operands, redraw

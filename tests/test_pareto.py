@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 from command import sparsebench
 
+from sparsebench.errors import ResultError
 from sparsebench.harness import cli
 from sparsebench.harness.measure import Flags, measure
 from sparsebench.harness.suite import read as read_suite
 from sparsebench.reports.build import build
 from sparsebench.reports.figures.pareto import front
 from sparsebench.results import pruning, store
-from sparsebench.results._errors import ResultError
 from sparsebench.results.pruning import SCHEMA, Pruning
 from sparsebench.results.store import Run
 

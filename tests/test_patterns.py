@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import bits
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.bits import scores
 from sparsebench.harness.grid import Grid, magnitudes
 from sparsebench.harness.patterns import PATTERNS, level, mask

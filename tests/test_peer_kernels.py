@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
@@ -24,7 +25,7 @@ from sparsebench.kernels import (
     torch_bsr,
     torch_dense,
 )
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.results.record import Problem
 
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import cli
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.pruning import region, spensegpt, two_four
 from sparsebench.harness.pruning.gemma import Gemma, Layer
 from sparsebench.harness.pruning.gguf_file import read

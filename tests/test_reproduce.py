@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from command import sparsebench
 
+from sparsebench.errors import ResultError
 from sparsebench.harness.confirm import headlines
 from sparsebench.results import bundle, store
-from sparsebench.results._errors import ResultError
 from sparsebench.results.agreement import Agreement, Place, agreement
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import runner as runners
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.measure import Flags, measure
 from sparsebench.harness.runner import Runner, WorkerError
 from sparsebench.harness.suite import Contest, Suite, read

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from command import sparsebench
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.ceilings import Ceilings
 from sparsebench.harness.entry import Order
 from sparsebench.harness.measure import Flags, measure

@@ -9,8 +9,8 @@ import scipy.sparse
 import torch
 from safetensors.torch import save_file
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import sources
-from sparsebench.harness._errors import SuiteError
 
 MASK = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]], dtype=bool)
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import contest
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.operands import operands, redraw
 from sparsebench.harness.ops._active import share_of_any

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsebench.formats._format import BITS, FormatError
+from sparsebench.errors import FormatError
+from sparsebench.formats._format import BITS
 from sparsebench.formats.spense import DTYPES, ROW_STEP, SPLITS, Spense
 
 SHARES = list(zip(DTYPES, [0.5625, 0.5625, 0.625], strict=True))

@@ -19,9 +19,10 @@ from cuda_on_cpu import built
 from on_hopper import KERNELS, hopper
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels import spense_wgmma
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels._spense import rows_in_turn, schedule
 from sparsebench.kernels.spense_ffn import TURN, interleaved, joined, parted
 from sparsebench.kernels.spense_wgmma import Config, Scales

@@ -21,9 +21,10 @@ from on_hopper import CLEAN, KERNELS
 from test_spense_wgmma import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_STEP, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels import _cuda, spense_mma
-from sparsebench.kernels._kernel import Operands, Unsupported
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense_mma import Config
 from sparsebench.results.record import Problem
 

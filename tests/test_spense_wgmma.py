@@ -20,11 +20,12 @@ import triton
 from on_hopper import assert_compiles_cleanly, hopper
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES as PACKED
 from sparsebench.formats.spense import SPAN_BYTES, VALUE_BYTES, Spense
 from sparsebench.harness.check import FP8, FP32, Expected, check
 from sparsebench.kernels import _cuda, spense_wgmma
-from sparsebench.kernels._kernel import DTYPES, Operands, Unsupported
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels._spense import SHORTEST, Schedule, rows_in_turn, schedule
 from sparsebench.kernels.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem

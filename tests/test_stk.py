@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.kernels import stk
-from sparsebench.kernels._kernel import Operands, Unsupported
+from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
 CUDA = torch.device("cuda")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results._errors import ResultError
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 
 PROBLEM = Problem("linear", {"m": 2, "block": [2, 4]}, 3, Source("a.smtx", "00ff"))

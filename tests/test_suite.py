@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel, suites
 from sparsebench.harness.patterns import level
 from sparsebench.harness.selection import only

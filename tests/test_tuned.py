@@ -11,17 +11,17 @@ import pytest
 import torch
 from command import sparsebench
 
+from sparsebench.errors import SuiteError, TableError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.harness import tune as tuning
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.device import environment
 from sparsebench.harness.ops.linear import definition
 from sparsebench.harness.runner import Measured
 from sparsebench.harness.suite import Contest, Suite, read
 from sparsebench.kernels import _tuned, bsr_triton, bsr_wgmma, dense_triton
-from sparsebench.kernels._kernel import Operands, Unsupported
-from sparsebench.kernels._tuned import SCHEMA, Entry, Sizes, Table, TableError, blocked
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels._tuned import SCHEMA, Entry, Sizes, Table, blocked
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 GPU = torch.device("cuda:0")

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsebench.formats._format import BITS, FormatError
+from sparsebench.errors import FormatError
+from sparsebench.formats._format import BITS
 from sparsebench.formats.twell import Twell
 
 # Two tokens of 512 features, of the published description: a tile is a count and 31 entries,

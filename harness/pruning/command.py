@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness import sources
-from sparsebench.harness._errors import SuiteError
 from sparsebench.harness.pruning import gguf_file
 from sparsebench.harness.pruning.layer import (
     Recipe,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.pruning.gemma import GLOBAL_EVERY, LOCAL_BASE, Gemma, Layer
 from sparsebench.harness.pruning.mlp import GatedMLP
 from sparsebench.harness.pruning.tokenizer import Tokenizer

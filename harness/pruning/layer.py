@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.pruning import magnitude, region, spensegpt, wanda
 from sparsebench.harness.pruning.mlp import (
     GatedMLP,

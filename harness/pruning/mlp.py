@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import did_you_mean
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

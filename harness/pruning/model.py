@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.pruning.gemma import Gemma
 from sparsebench.harness.pruning.layer import Recipe, mlp_errors, prune_mlp
 from sparsebench.harness.pruning.mlp import PrunedMLP

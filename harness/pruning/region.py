@@ -12,7 +12,7 @@ Source: Lee et al., arXiv 2606.10445, section 3.3.3 (last: SpenseGPT; scored: Sp
 import torch
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 
 TILE = 128  # a GEMM's tile: neither region should end inside one
 REGIONS = "last", "scored"

@@ -19,7 +19,7 @@ mean diagonal); Lee et al., arXiv 2606.10445, section 3.3 (dense columns last).
 import torch
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.pruning.two_four import kept
 
 BLOCK = 128

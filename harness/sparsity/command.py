@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.sparsity.model import Decoder
 from sparsebench.harness.sparsity.text import evenly, standard_library
 from sparsebench.harness.sparsity.train import Settings, mlp_inputs, train

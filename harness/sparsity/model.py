@@ -26,7 +26,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 
 BYTES = 256
 EPSILON = 1e-6

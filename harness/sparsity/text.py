@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 
 HELD_OUT_EVERY = 16
 LEFT_OUT = {"test", "tests", "encodings", "site-packages", "dist-packages"}

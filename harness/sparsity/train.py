@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparsebench.harness._errors import SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.sparsity.model import Decoder, Sizes
 from sparsebench.harness.sparsity.text import Text, contexts, evenly
 from sparsebench.results.sparsity import LayerCount, Trained

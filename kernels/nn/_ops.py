@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.formats._format import FormatError
-from sparsebench.kernels._kernel import Unsupported
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels.nn._plans import Call, planned
 
 ALIGNMENT = 16  # bytes: what the copy engine and vector loads need of addresses and strides

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from sparsebench.formats._format import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels import (
     bsr_small,
@@ -34,7 +34,6 @@ from sparsebench.kernels import (
     bsr_wgrad,
 )
 from sparsebench.kernels._cuda import HOPPER, supports_hopper
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._triton import Program, Template, choose_path, supports, tensor_of
 from sparsebench.kernels._tuned import blocked, lookup, multiprocessors
 from sparsebench.kernels._wgmma import SIDE, checked

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels import _hidden, spense_wgmma
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._tuned import Sizes, lookup
 from sparsebench.kernels.nn._ops import readable
 from sparsebench.kernels.spense_ffn import parted

@@ -17,9 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels.nn import _ops
 from sparsebench.kernels.nn._plans import replan, require_index
 

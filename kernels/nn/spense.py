@@ -26,7 +26,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sparsebench.formats._format import FormatError, require, require_matrix, require_size
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import require, require_matrix, require_size
 from sparsebench.formats.spense import (
     DENSE_BYTES,
     ROWS,
@@ -35,7 +36,6 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels.nn._spense import (
     ACTIVATIONS,
     BF16,

@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 from triton import knobs
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels import _active_dense, _active_index, _active_products
 from sparsebench.kernels._active_index import Active, require_room
-from sparsebench.kernels._kernel import Unsupported
 from sparsebench.kernels._triton import TMA_ALIGNMENT, Template, supports
 from sparsebench.results.record import Problem
 

@@ -1,0 +1,55 @@
+"""Names to modules. A name in a suite is a file name, and there is no registry.
+
+    kernels/bsr/bsr_wgmma.py                  bsr_wgmma    a folder is searched one level deep
+    kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore is plumbing
+    kernels/nn/linear.py                      (none)       it names no KERNEL
+    entry point diagonal of sparsebench.kernels            what another package adds
+
+Two modules of one name in a folder are an error: a suite could not say which it means.
+"""
+
+import re
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+
+from sparsebench.errors import SuiteError
+
+CONSTANTS = {
+    "formats": "FORMAT",
+    "kernels": "KERNEL",
+    "harness.ops": "OP",
+    "harness.patterns": "PATTERN",
+    "reports.figures": "TITLE",
+}
+"""What a file of each folder must name to be found."""
+
+
+@cache  # reading the metadata of 250 installed packages takes 15 ms, and a suite asks for each case
+def modules(folder: str) -> MappingProxyType[str, str]:
+    """Return the module of every name in a folder ("kernels"), in order. Raises SuiteError."""
+    found = dict(sorted(_own(folder).items()))
+    group = f"sparsebench.{folder.rpartition('.')[2]}"
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        _add(found, entry.name, entry.module)
+    return MappingProxyType(found)
+
+
+def _own(folder: str) -> dict[str, str]:
+    package, found = f"sparsebench.{folder}", dict[str, str]()
+    root, names = Path(str(files(package))), re.compile(rf"^{CONSTANTS[folder]}\b", re.MULTILINE)
+    for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+        place = file.relative_to(root).with_suffix("").parts
+        if not any(part.startswith("_") for part in place) and names.search(file.read_text()):
+            _add(found, place[-1], ".".join([package, *place]))
+    return found
+
+
+def _add(found: dict[str, str], name: str, module: str) -> None:
+    """Add a module. Raises SuiteError where its name is taken."""
+    if name in found and found[name] != module:
+        taken = f"found {found[name]} and {module}"
+        raise SuiteError(f"{name}: expected one module of this name, {taken}")
+    found[name] = module
