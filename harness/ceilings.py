@@ -24,7 +24,7 @@ import torch
 
 from sparsebench.harness.timing import ready, time_together
 from sparsebench.kernels._kernel import DTYPES, Launch
-from sparsebench.kernels.cublas import lacks_fp8, scaled_product, tf32_products
+from sparsebench.kernels.dense.cublas import lacks_fp8, scaled_product, tf32_products
 
 LIGHT = 0.95  # of the bound: ceilings are measured too
 BURSTS = 8

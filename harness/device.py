@@ -14,7 +14,7 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.sim_clock import simulated
-from sparsebench.kernels import _tuned
+from sparsebench.kernels._common import tuned_table
 
 LIBRARIES = (
     *("torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"),
@@ -76,7 +76,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sparsebench": version("sparsebench"),
         **commit(),
         "code_sha256": code_sha256(),
-        "tuned": _tuned.in_force(device),
+        "tuned": tuned_table.in_force(device),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "torch_settings": {
             "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
@@ -91,18 +91,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def tuned_tables() -> None:
-    """Raise SuiteError where a table of tuned configurations cannot be read."""
-    for folder in _tuned.folders().values():
+    """Raise TableError where a table of tuned configurations cannot be read."""
+    for folder in tuned_table.folders().values():
         for file in sorted(folder.glob("sm*.json")):
-            tuned_table(file)
-
-
-def tuned_table(file: Path) -> _tuned.Table:
-    """Read a table of tuned configurations; SuiteError says what is wrong with it."""
-    try:
-        return _tuned.read(file)
-    except _tuned.TableError as error:
-        raise SuiteError(str(error)) from error
+            tuned_table.read(file)
 
 
 def code_sha256() -> str:

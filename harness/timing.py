@@ -9,7 +9,7 @@
                      that no launch gap is inside
              op      as called from Python: events around the call on an idle stream; what the host
                      needs to launch is inside
-    cache    cold    the L2 cache is flushed before each sample (kernels/_flush.py)
+    cache    cold    the L2 cache is flushed before each sample (kernels/_common/l2_flush.py)
              hot     the call itself runs before each sample; each block is queued up behind
                      flushes, since a short call is over before the host has launched the next
 
@@ -25,7 +25,7 @@ from time import perf_counter
 
 import torch
 
-from sparsebench.kernels._flush import flusher
+from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
 BLOCKS = 48

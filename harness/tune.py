@@ -1,4 +1,4 @@
-"""Tuning: a long search for every problem of a suite, into a table of this GPU (kernels/_tuned.py).
+"""Tuning: a long search for every problem of a suite, into a table of this GPU.
 
     suite's problems x contenders that tune ─> contests of {tuned: wide} beside {tuned: false}
       ─> a worker: convert, search, check, time the two in turn, check again ─> rows
@@ -19,14 +19,13 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel
-from sparsebench.harness.device import tuned_table
 from sparsebench.harness.measure import describe
 from sparsebench.harness.runner import Runner
 from sparsebench.harness.selection import meets, only
 from sparsebench.harness.sim_clock import simulated
 from sparsebench.harness.suite import Contest, Suite
-from sparsebench.kernels import _tuned
-from sparsebench.kernels._tuned import SCHEMA, Entry, Sizes, Table
+from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
 from sparsebench.results.record import Case, Row, Status
 
 TIMEOUT_S = 300.0  # of silence: a first search compiles some forty programs
@@ -88,8 +87,8 @@ def tune(
         libraries = runner.about["environment"]["versions"]
         versions = {"driver": gpu.get("driver")} | {n: libraries[n] for n in ("torch", "triton")}
         major, minor = map(int, gpu["compute_capability"].split("."))
-        name = _tuned.file_name((major, minor), gpu["multiprocessors"])
-        file = out or _tuned.folders()["user"] / name
+        name = tuned_table.file_name((major, minor), gpu["multiprocessors"])
+        file = out or tuned_table.folders()["user"] / name
         known = _known(file)
         done = {case for case, entry in known.items() if entry.versions == versions}
         todo = [part for contest in contests if (part := _lacking(contest, done))]
@@ -107,7 +106,7 @@ def tune(
                 tuning.failed += failed
             tuning.table = Table(SCHEMA, gpu["name"], list(known.values()))
             file.parent.mkdir(parents=True, exist_ok=True)
-            _tuned.write(file, tuning.table)
+            tuned_table.write(file, tuning.table)
             tuning.left -= 1
     finally:
         runner.kill()
@@ -137,7 +136,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
 
 def _known(file: Path) -> dict[str, Entry]:
     """Return what a table has of the present code, by case."""
-    entries = tuned_table(file).entries if file.exists() else []
+    entries = tuned_table.read(file).entries if file.exists() else []
     return {entry.case: entry for entry in entries if entry.current}
 
 
@@ -174,7 +173,7 @@ def _entry(wide: Row, default: Row, versions: Mapping[str, str | None]) -> Entry
         choice={k: v for k, v in best.choice.items() if k not in ("by", "sizes")},
         time_us=times_us[id(best)],
         untuned_us=untuned_us,
-        source=_tuned.source(kernel),
+        source=tuned_table.source(kernel),
         case=wide.case.id,
         versions=dict(versions),
     )

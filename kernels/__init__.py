@@ -1,1 +1,1 @@
-"""Kernels, one a file: what multiplies a format."""
+"""Kernels, one a file, in a folder a family: what multiplies a format."""

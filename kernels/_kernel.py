@@ -74,7 +74,8 @@ class Kernel:
     device    "cuda", "cpu" or "any"
     supports  (problem, device) to a reason why not, or None
     prepare   (operands, **options) to a Launch; raises Unsupported, and never falls back
-    tunes     `prepare` takes the option `tuned` of _tuned.py: tables hold its configurations
+    tunes     `prepare` takes the option `tuned` (_common/tuned_table.py): tables hold its
+              configurations
     """
 
     op: str

@@ -11,24 +11,31 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.check import Expected, check
-from sparsebench.kernels import _cuda
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES
 
-KERNELS = Path(__file__).parents[1] / "kernels"
 CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
 hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != _cuda.HOPPER,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != cuda.HOPPER,
     reason="needs a GPU of compute capability 9.0",
 )
 
 
 def assert_compiles_cleanly(
-    name: str, constants: _cuda.Constants, folder: Path, allowed: str = "", clean: str = CLEAN
+    name: str, constants: cuda.Constants, folder: Path, allowed: str = "", clean: str = CLEAN
 ) -> None:
-    """Compile kernels/NAME.cu by nvcc: no spill, no warning, no serialised product (C75..)."""
+    """Compile NAME.cu by nvcc: no spill, no warning, no serialised product (C75..)."""
     command = ["nvcc", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-    command += ["-Xptxas", "-v", "-o", str(folder / "kernel.cubin"), str(KERNELS / f"{name}.cu")]
+    command += [
+        "-I",
+        str(cuda.HEADERS),
+        "-Xptxas",
+        "-v",
+        "-o",
+        str(folder / "kernel.cubin"),
+        str(cuda.source_of(name)),
+    ]
     command += [f"-D{macro}={value}" for macro, value in constants]
     run = subprocess.run(command, capture_output=True, text=True)
     log = run.stdout + run.stderr

@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "formats": set(),
     "results": set(),
@@ -29,6 +29,25 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _kernel.py
+    "_common": set(),
+    "bsr": set(),
+    "dense": set(),
+    "spense": set(),
+    "peers": {"dense"},
+    "sparse_activations": {"dense", "spense"},
+    "nn": {"bsr", "spense", "sparse_activations"},
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*/*.py")), ids=str)
+def test_families_of_kernels_stand_apart(path: Path) -> None:
+    family = path.parent.name
+    ours = [name.split(".") for name in imported(path) if name.startswith("sparsebench.kernels.")]
+    others = {parts[2] for parts in ours} - {"_common", "_kernel", family}
+    assert others <= FAMILY_MAY_IMPORT[family]
 
 
 def folder_of(path: Path) -> str:

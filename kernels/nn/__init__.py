@@ -1,6 +1,6 @@
 """What people train with, and run pruned models with: drop-ins for nn.Linear and gated MLPs."""
 
 from sparsebench.kernels.nn.linear import BlockSparseLinear as BlockSparseLinear
+from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP as SparseGatedMLP
 from sparsebench.kernels.nn.spense import SpenseGatedMLP as SpenseGatedMLP
 from sparsebench.kernels.nn.spense import SpenseLinear as SpenseLinear
-from sparsebench.kernels.nn.twell import SparseGatedMLP as SparseGatedMLP

@@ -8,7 +8,7 @@
         +----+----+----+----+        Gradients and optimizer state are as large as the values.
 
 Blocks of the last row and column may leave W: what they hold outside is zero, and stays so by its
-gradient. Which kernel multiplies, and where none can: kernels/nn/_plans.py.
+gradient. Which kernel multiplies, and where none can: kernels/nn/_bsr_plans.py.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.nn import _ops
-from sparsebench.kernels.nn._plans import replan, require_index
+from sparsebench.kernels.nn import _bsr_autograd
+from sparsebench.kernels.nn._bsr_plans import replan, require_index
 
 Index = tuple[Tensor, Tensor]
 """Offsets and columns of a BSR matrix, int32."""
@@ -183,7 +183,7 @@ class BlockSparseLinear(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), values.to(dtype)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = _ops.multiply(flat, values, self.offsets, self.columns, self.out_features)
+        y = _bsr_autograd.multiply(flat, values, self.offsets, self.columns, self.out_features)
         bias = self.bias
         if bias is not None:
             y.add_(bias)

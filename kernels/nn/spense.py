@@ -36,7 +36,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels.nn._spense import (
+from sparsebench.kernels.nn._spense_op import (
     ACTIVATIONS,
     BF16,
     E4M3,
@@ -46,7 +46,7 @@ from sparsebench.kernels.nn._spense import (
     linear,
     rounded_by_row,
 )
-from sparsebench.kernels.spense_ffn import TURN, interleaved, joined, parted
+from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
 KNOWN = "expected fp16, bf16 or fp8 (float8_e4m3fn)"
 CODE_BYTES = 2048  # over the bytes of a value: of a sparse tile, 4 bits with two values

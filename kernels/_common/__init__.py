@@ -1,0 +1,1 @@
+"""What kernels of more than one family share."""

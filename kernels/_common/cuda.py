@@ -1,0 +1,303 @@
+"""What the CUDA C++ kernels share: NVRTC, tensor maps for the copy engine, a launch through CuPy.
+
+    NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> Program: call it
+
+CuPy's own RawModule(code=...) compiles for sm_90; wgmma needs sm_90a, and NVRTC takes one target
+alone. So NVRTC is called here, and CuPy loads what it gave. A kernel that asks nothing of Hopper
+alone is compiled for the device's own target.
+
+A tensor map is 128 bytes that describe a matrix to the copy engine (TMA): address, sizes, strides,
+and the box that one instruction copies. Maps go into a kernel by value (__grid_constant__): in
+device memory they would need a fence before their first use.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from struct import Struct, calcsize
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.results.record import Problem
+
+HEADERS = Path(__file__).parent  # *.cuh, which every family's kernels may include
+HOPPER = (9, 0)
+HOPPERS_OWN = "sm_90a"  # the target with wgmma, and nothing newer
+TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
+ADDRESSES = 256  # of operands for which a plan keeps the arguments, each about a kilobyte
+
+Constants = tuple[tuple[str, int], ...]
+Arguments = tuple[Any, Any]
+"""What cuLaunchKernel takes, a pointer to each argument, and the memory that they point to."""
+
+
+class Layout:
+    """A kernel's parameters, in the letters of `struct`: Layout("128s", "P")(map, address)."""
+
+    def __init__(self, *parameters: str) -> None:
+        """Lay them out one after the other; the driver knows where the kernel has them."""
+        sizes = [calcsize("".join(parameters[: i + 1])) for i in range(len(parameters))]
+        self._starts = [end - calcsize(p) for end, p in zip(sizes, parameters, strict=True)]
+        self._pack, self._memory = Struct("".join(parameters)).pack, ctypes.c_char * sizes[-1]
+        self._pointers = ctypes.c_void_p * len(parameters)
+
+    def __call__(self, *args: int | bytes) -> Arguments:
+        """Return arguments in memory of their own, which nothing writes into later."""
+        memory = self._memory.from_buffer_copy(self._pack(*args))
+        base = ctypes.addressof(memory)
+        return self._pointers(*[base + start for start in self._starts]), memory
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: its number, and up to three words of 64 bytes."""
+
+    _fields_ = [
+        *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
+        *(("words", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: grid, block, shared memory, stream and attributes."""
+
+    _fields_ = [
+        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *(("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(LaunchAttribute)), ("number", ctypes.c_uint)),
+    ]
+
+
+EARLY = LaunchAttribute(6, 0, (1,))  # programmatic stream serialization is allowed
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel that is ready on a device, and its grid; `code` is a digest of its machine code.
+
+    All CTAs of a grid that is there `together` run at the same time, and may wait for one another.
+    One that comes `early` waits by itself for what is before it in the stream (hopper.cuh).
+    """
+
+    kernel: Any
+    code: str
+    device: int
+    grid: int
+    threads: int
+    shared_bytes: int
+    together: bool = False
+    early: bool = False
+
+    def enqueue(self, args: Arguments) -> None:
+        """Enqueue the kernel on torch's current stream of the device. Raises RuntimeError.
+
+        By the driver: CuPy's own launch and torch's Stream objects take longer than all of this.
+        """
+        _set_device()(self.device)  # a new thread has no context
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton ask
+        shape = self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes
+        if self.together:  # arguments are copied by the call, or by the capture of a graph
+            result = _driver().cuLaunchCooperativeKernel(*shape, stream, args[0])
+        elif self.early:
+            config = LaunchConfig(*shape[1:], stream, ctypes.pointer(EARLY), 1)
+            result = _driver().cuLaunchKernelEx(ctypes.byref(config), shape[0], args[0], None)
+        else:
+            result = _driver().cuLaunchKernel(*shape, stream, args[0], None)
+        if result:
+            require_success(result, f"launch of {self.grid} CTAs of {self.threads}")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel and its arguments: call it to compute `out`, into the same buffer.
+
+    `kept` are the tensors whose addresses are in `args`.
+    """
+
+    loaded: Loaded
+    args: Arguments
+    kept: tuple[Tensor, ...]
+    out: Tensor
+
+    def __call__(self) -> Tensor:
+        """Enqueue the kernel on torch's current stream. Raises RuntimeError."""
+        self.loaded.enqueue(self.args)
+        return self.out
+
+    @property
+    def code(self) -> str:
+        """Return the digest of the machine code."""
+        return self.loaded.code
+
+
+def supports_hopper(
+    problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
+) -> str | None:
+    """Say why a kernel of Hopper's own instructions cannot run the problem here, or None."""
+    wanted = "an NVIDIA GPU of compute capability 9.0"
+    if device.type != "cuda":
+        return f"needs {wanted}, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found != HOPPER:
+        return f"needs {wanted}, found {found[0]}.{found[1]}"
+    if problem["dtype"] not in dtypes:
+        return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
+    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+
+
+def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+    """Say what keeps X @ W.T, or X @ W if transposed, from every kernel here, or None.
+
+    TMA has conditions of its own: `tensor_map`.
+    """
+    (n, k), values = w.shape, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
+        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dim() != 2 or x.shape[1] != depth:
+        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    if not values.is_contiguous():
+        return f"expected contiguous blocks, found strides {list(values.stride())}"
+    if width % 8:
+        return f"expected a multiple of 8 columns to write, found {width}"
+    return None
+
+
+def target_of(device: torch.device) -> str:
+    """Return what to compile for, to run what every GPU has on this one: sm_80."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def load(
+    name: str,
+    function: str,
+    constants: Constants,
+    shared_bytes: int,
+    device: torch.device,
+    target: str = HOPPERS_OWN,
+) -> tuple[Any, str]:
+    """Return a kernel of NAME.cu, ready on the device, and the digest of its code."""
+    import cupy
+
+    code = compiled(name, constants, target)
+    with TemporaryDirectory() as folder, torch.cuda.device(device):
+        path = Path(folder) / f"{name}.cubin"
+        path.write_bytes(code)
+        kernel = cupy.RawModule(path=str(path)).get_function(function)
+        kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
+    return kernel.kernel, hashlib.sha256(code).hexdigest()[:16]
+
+
+def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:
+    """Return the machine code of NAME.cu; needs no GPU. Raises RuntimeError."""
+    from cupy.cuda import nvrtc
+
+    source = source_of(name).read_text()
+    shared = {p.name.encode(): p.read_bytes() for p in HEADERS.glob("*.cuh")}
+    macros = tuple(f"-D{macro}={value}" for macro, value in constants)
+    program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
+    try:
+        nvrtc.compileProgram(program, ("-std=c++17", f"-arch={target}", *macros))
+        code: bytes = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).strip().splitlines() or [str(error)]
+        what = next((line for line in log if "error" in line), log[0])
+        raise RuntimeError(f"NVRTC, {name}.cu {' '.join(macros)}: {what}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return code
+
+
+def source_of(name: str) -> Path:
+    """Return the path of NAME.cu, in whichever family's folder it is."""
+    return next(HEADERS.parent.glob(f"*/{name}.cu"))
+
+
+@cache
+def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
+    """Return how many clusters of such CTAs the device runs at one time (clusters.cu)."""
+    kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
+    of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
+    shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
+    config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
+    found = ctypes.c_int()
+    pointer, reference = ctypes.c_void_p(kernel.ptr), ctypes.byref(config)
+    result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, reference)
+    require_success(result, f"clusters of {ctas} CTAs of {threads}")
+    return found.value
+
+
+@lru_cache(4096)  # the allocator hands out the same addresses again
+def tensor_map(
+    address: int,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    box: tuple[int, int],
+) -> bytes:
+    """Describe a fp16 or bf16 matrix that is copied in boxes of rows x columns, swizzled.
+
+    A row of a box has 32, 64 or 128 bytes, and the pattern of the swizzle as many (hopper.cuh).
+    What a box has outside of the matrix is read as zero and not written. Raises Unsupported.
+    """
+    (height, width), (rows, columns), size = shape, box, dtype.itemsize
+    step = strides[0] * size
+    if strides[1] != 1 or step % TMA_ALIGNMENT or address % TMA_ALIGNMENT:
+        raise Unsupported(
+            f"TMA expected contiguous rows of a multiple of {TMA_ALIGNMENT} bytes at a multiple of "
+            f"{TMA_ALIGNMENT}, found [{height}, {width}] with strides {list(strides)} of {size} "
+            f"bytes at address {address % TMA_ALIGNMENT} modulo {TMA_ALIGNMENT}"
+        )
+    driver = _driver()
+    space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    place = -(-ctypes.addressof(space) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    sizes, steps = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(step)
+    tile, every = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    result = driver.cuTensorMapEncodeTiled(
+        *(ctypes.c_void_p(place), MAP_TYPES[dtype], 2),
+        *(ctypes.c_void_p(address), sizes, steps, tile, every),
+        *(0, SWIZZLES[columns * size], L2_PROMOTION_128B, 0),
+    )
+    what = f"[{height}, {width}] with rows of {step} bytes, in boxes of {rows} x {columns}"
+    require_success(result, f"cuTensorMapEncodeTiled, {what}")
+    return ctypes.string_at(place, MAP_BYTES)
+
+
+@cache
+def _set_device() -> Callable[[int], None]:
+    from cupy.cuda import runtime
+
+    set_device: Callable[[int], None] = runtime.setDevice
+    return set_device
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver, (pointer, u32) = ctypes.CDLL("libcuda.so.1"), (ctypes.c_void_p, ctypes.c_uint32)
+    driver.cuLaunchKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 3
+    driver.cuLaunchKernelEx.argtypes = pointer, pointer, pointer, pointer
+    driver.cuLaunchCooperativeKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 2
+    return driver
+
+
+def require_success(result: int, what: str) -> None:
+    """Raise RuntimeError unless the driver's call succeeded."""
+    if result:
+        error = ctypes.c_char_p()
+        _driver().cuGetErrorName(result, ctypes.byref(error))
+        raise RuntimeError(f"{what}: {(error.value or b'?').decode()}")

@@ -1,0 +1,140 @@
+"""What stands between the products of a feed-forward layer, in Triton.
+
+    before    X [m, k] in 16 bits ──> X in e4m3                        `quantised`, in fp8 alone
+                                      and a scale for each token       `scaled`, for layers
+    between   G | U [m, 2 n] ───────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
+
+To e4m3 they round to the nearest and keep NaN, and what is beyond 448 becomes 448: Triton's cast
+is cvt.rn.satfinite there. s scales sums of fp8; act(s G) is not rounded. Both read and write an
+element once, and nothing else.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.kernels._common.triton import Program, Template
+from sparsebench.kernels._kernel import DTYPES, unit_scale
+from sparsebench.results.record import Problem
+
+TOKENS, FEATURES = 16, 128  # that a program writes
+BOUND = 256  # launches of `scaled` kept, one for each number of tokens and layout of rows
+
+
+def hidden(
+    products: Tensor, activation: str, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> Program:
+    """Return the program of H [m, n] from products [m, 2 n], contiguous.
+
+    activation  silu, relu, relu2 or gelu_tanh, GELU by its tanh approximation
+    dtype       of H; that of the products if None
+    scale       that the products are multiplied by first
+    """
+    m, n = len(products), products.shape[1] // 2
+    h = products.new_empty(m, n, dtype=dtype)
+    tokens, grid = _tiles(m, n)
+    constants = {"TOKENS": tokens, "FEATURES": FEATURES, "ACTIVATION": activation, "SCALE": scale}
+    return Program(_activate, grid, (products, h, m, n), constants, h)
+
+
+def quantised(x: Tensor) -> Program:
+    """Return the program of X [m, k] in e4m3, of rows of any stride."""
+    (m, k), out = x.shape, x.new_empty(x.shape, dtype=DTYPES["fp8"])
+    tokens, grid = _tiles(m, k)
+    constants = {"TOKENS": tokens, "FEATURES": FEATURES}
+    return Program(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
+
+
+def scaled(x: Tensor, out: Tensor) -> Tensor:
+    """Write X [m, k], of rows of any stride, in e4m3, and return fp32 [m] that it is to be times.
+
+    Of each token the largest element is 448; `out` is contiguous. Both start at multiples of 16
+    bytes. Enqueued at once, on the current stream.
+    """
+    (scales,) = _scaling(x.shape, x.stride(0), x.dtype, x.device)(x, out)
+    return scales
+
+
+@lru_cache(BOUND)
+def _scaling(
+    shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device
+) -> Template:
+    """Return what makes the scales of X and of room for X in e4m3; bound once on each device."""
+    (m, k), columns = shape, triton.next_power_of_2(shape[1])
+    x = torch.empty_strided(shape, (stride, 1), dtype=dtype, device="meta")
+    out = torch.empty(shape, dtype=DTYPES["fp8"], device="meta")
+    scales = torch.empty(m, dtype=torch.float32, device="meta")
+    constants = {"COLUMNS": columns, "num_warps": min(max(columns // 512, 1), 16)}
+    program = Program(_scale, (m,), (x, out, scales, k, stride), constants, scales)
+    return Template([program], (x, out), [scales])
+
+
+def scale_of(problem: Problem, columns: int) -> float:
+    """Return what sums of products with weights [n, columns] are multiplied by: 1, but in fp8."""
+    return unit_scale(columns) if problem["dtype"] == "fp8" else 1.0
+
+
+def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
+    """Return the tokens of a program, and the grid."""
+    tokens = min(TOKENS, triton.next_power_of_2(m))
+    return tokens, (triton.cdiv(m, tokens) * triton.cdiv(n, FEATURES),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    products,
+    h,
+    m,
+    n,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    tiles = tl.cdiv(n, FEATURES)
+    token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
+    feature = tl.program_id(0) % tiles * FEATURES + tl.arange(0, FEATURES)
+    inside = (token < m)[:, None] & (feature < n)[None, :]
+    row = token.to(tl.int64)[:, None]
+
+    at = products + row * (2 * n) + feature[None, :]
+    gate = tl.load(at, inside, 0.0).to(tl.float32) * SCALE
+    up = tl.load(at + n, inside, 0.0).to(tl.float32) * SCALE
+
+    if ACTIVATION == "silu":
+        gate = gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        gate = gate / (1 + tl.exp(-z))
+    else:
+        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        if ACTIVATION == "relu2":
+            gate = gate * gate
+    tl.store(h + row * n + feature[None, :], (gate * up).to(h.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise(  # type: ignore[no-untyped-def]
+    x, out, m, k, x_stride, TOKENS: tl.constexpr, FEATURES: tl.constexpr
+):
+    tiles = tl.cdiv(k, FEATURES)
+    token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(0) % tiles * FEATURES + tl.arange(0, FEATURES)
+    inside = (token < m)[:, None] & (column < k)[None, :]
+    row, column = token.to(tl.int64)[:, None], column[None, :]
+    values = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * k + column, values.to(out.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(x, out, scales, k, x_stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    values = tl.load(x + row * x_stride + column, column < k, 0.0).to(tl.float32)
+    # By rounded division: one element in a thousand lies between two of e4m3, and is to be even.
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values)), 448.0), 1e-30)  # of zeros, too
+    tl.store(scales + row, scale)
+    rounded = tl.div_rn(values, scale).to(out.dtype.element_ty)
+    tl.store(out + row * k + column, rounded, column < k)

@@ -1,0 +1,39 @@
+"""A digest of a compiled kernel that is equal wherever the same code was compiled.
+
+A cubin is an ELF file. Triton's also holds the folder that the kernel's source lies in (.debug_line),
+so that two installations of one version would differ. Counted are the sections that a GPU runs or
+is configured by:
+
+    .text.NAME        instructions
+    .nv.constant*     constants
+    .nv.info*         registers, barriers, shared memory
+"""
+
+import hashlib
+from collections.abc import Iterator
+from struct import unpack_from
+
+COUNTED = b".text.", b".nv.constant", b".nv.info"
+SECTION_NUMBERS = 0x3A  # where an ELF64 header has the size of a section header, count, names
+NO_BITS = 8  # the type of a section without bytes in the file
+
+
+def digest(*cubins: bytes) -> str:
+    """Return the SHA-256 of the sections that count, the first 16 digits."""
+    found = hashlib.sha256()
+    for cubin in cubins:
+        for name, content in sorted(_sections(cubin)):
+            if name.startswith(COUNTED):
+                found.update(name + b"\0" + content)
+    return found.hexdigest()[:16]
+
+
+def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield name and content of each section of an ELF64 file (man 5 elf)."""
+    (table,) = unpack_from("<Q", elf, 0x28)
+    size, count, names = unpack_from("<HHH", elf, SECTION_NUMBERS)
+    headers = [unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    names_at = headers[names][4]
+    for name_at, kind, _, _, start, length in headers:
+        end = elf.index(b"\0", names_at + name_at)
+        yield elf[names_at + name_at : end], b"" if kind == NO_BITS else elf[start : start + length]

@@ -1,0 +1,264 @@
+"""What the Triton kernels share: where they run, and when the tensor memory accelerator (TMA) may.
+
+Two paths read the operands: TMA (box copies, compute capability 9 and newer), and pointers with
+masks (any shape, any alignment). The choice is made in `prepare` and recorded.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.machine_code import digest
+from sparsebench.results.record import Problem
+
+Path = Literal["tma", "pointers"]
+Precision = Literal["ieee", "tf32"]  # of products of fp32, as tl.dot names it
+
+SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of an A100 or H100
+SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
+TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
+COMPILE_THREADS = 8
+ADDRESSES = 64  # of a program's matrices for which a template keeps the boxes
+SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer.
+
+    `before` is a program that writes what this one reads.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    out: Tensor
+    before: "Program | None" = None
+
+    def __call__(self) -> Tensor:
+        """Enqueue the kernel on the current stream."""
+        if self.before:
+            self.before()
+        self.kernel[self.grid](*self.args, **self.constants)
+        return self.out
+
+    @property
+    def code(self) -> str | None:
+        """Return the digest of the machine code (machine_code.py); None when interpreted."""
+        if self.out.device.type != "cuda":
+            return None
+        return digest(*self._binaries())
+
+    def _binaries(self) -> list[bytes]:
+        compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.constants)
+        return [*(self.before._binaries() if self.before else ()), bytes(compiled.asm["cubin"])]
+
+
+class Template:
+    """Programs of tensors without data, device meta: call it with operands to run them on those.
+
+    Operands take the places of those given here, and must have their shapes, strides and dtypes, at
+    multiples of 16 bytes. What else has no data is made anew at each call. So Triton binds and
+    compiles once; later launches are given addresses.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        operands: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> None:
+        """Find the arguments without data; a call returns `results` as they are then."""
+        flat = [one for each in programs for one in (each.before, each) if one]
+        bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]
+        given = {id(t): t for t in operands}
+        rest = {id(t): t for t in bases if t is not None and t.is_meta and id(t) not in given}
+        place = {at: i for i, at in enumerate((*given, *rest))}
+        self._made = [(t.shape, t.dtype) for t in rest.values()]
+        self._results = [place[id(t)] for t in results]
+        self._launches = [_Launch(each, place) for each in flat]
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        """Enqueue the kernels on the current stream; return the results."""
+        new_empty = operands[0].new_empty
+        tensors = [*operands, *[new_empty(shape, dtype=dtype) for shape, dtype in self._made]]
+        addresses = [t.data_ptr() for t in tensors]
+        for launch in self._launches:
+            launch(tensors, addresses)
+        return [tensors[i] for i in self._results]
+
+
+class _Launch:
+    """A program of a template; `place` says which tensor is which, by id."""
+
+    def __init__(self, program: Program, place: Mapping[int, int]) -> None:
+        self._program, self._args = program, [*program.args]
+        self._run: Callable[..., None] | None = None
+        self._rest: list[Any] = []
+        found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
+        holes = [
+            (at, i, isinstance(arg, TensorDescriptor)) for at, i, arg in found if i is not None
+        ]
+        self._plain = [(at, i) for at, i, boxed in holes if not boxed]
+        self._boxed = [(at, i) for at, i, boxed in holes if boxed]
+        self._boxes: dict[tuple[int, ...], list[tuple[int, TensorDescriptor]]] = {}
+
+    def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
+        """Enqueue the kernel; from the second call on by addresses alone."""
+        args = self._args.copy()
+        if self._run:
+            for at, i in self._plain:
+                args[at] = addresses[i]
+            if self._boxed:
+                for at, box in self._boxes_at(tuple([addresses[i] for _, i in self._boxed])):
+                    args[at] = box
+            self._run(*args, *self._rest)
+            return
+        for at, i in self._plain:
+            args[at] = tensors[i]
+        for at, i in self._boxed:
+            args[at] = _box_of(args[at], tensors[i])
+        kernel, grid, constants = self._program.kernel, self._program.grid, self._program.constants
+        compiled = kernel[grid](*args, **constants)
+        if compiled:  # the interpreter never gives a compiled kernel
+            self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+            self._run = compiled[(*grid, 1, 1)[:3]]
+
+    def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
+        """Return boxes of matrices at addresses, mostly the same: the allocator repeats itself."""
+        if (boxes := self._boxes.get(addresses)) is None:
+            if len(self._boxes) == ADDRESSES:
+                self._boxes.clear()
+            given = [(at, self._args[at]) for at, _ in self._boxed]
+            boxes = self._boxes[addresses] = [
+                (at, _box_of(box, _Place(address, box.base.dtype)))
+                for (at, box), address in zip(given, addresses, strict=True)
+            ]
+        return boxes
+
+
+class _Place(NamedTuple):
+    """Where a matrix starts: what a descriptor needs of a tensor, without the memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _box_of(box: TensorDescriptor, base: Tensor | _Place) -> TensorDescriptor:
+    return TensorDescriptor(base, box.shape, box.strides, box.block_shape)
+
+
+def tensor_of(arg: Any) -> Tensor | None:
+    """Return the tensor of a kernel's argument, None if it is something else."""
+    arg = arg.base if isinstance(arg, TensorDescriptor) else arg
+    return arg if isinstance(arg, Tensor) else None
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why Triton cannot run the problem here, or None."""
+    if problem["dtype"] == "fp8":
+        return "expected fp16, bf16, fp32 or tf32, found fp8"
+    if device.type == "cpu" and knobs.runtime.interpret:
+        return (
+            "Triton's interpreter multiplies bf16 wrongly" if problem["dtype"] == "bf16" else None
+        )
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, found {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, found {major}.{minor}"
+
+
+def choose_path(path: Path | None, obstacle: str | None, device: torch.device) -> Path:
+    """Return the path asked for, or the best one here; raise Unsupported if it cannot be taken."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    obstacle = "compute capability below 9.0" if old else obstacle
+    if path == "tma" and obstacle:
+        raise Unsupported(f"no TMA path: {obstacle}")
+    return path or ("tma" if device.type == "cuda" and not obstacle else "pointers")
+
+
+def precision_of(dtype: str) -> Precision:
+    """Return how a problem's products are made; of 16-bit operands they are exact."""
+    return "tf32" if dtype == "tf32" else "ieee"
+
+
+def without_tensor_cores(itemsize: int, precision: Precision) -> bool:
+    """Say whether products need the units of fp32: of all our types, fp32 itself."""
+    return itemsize == 4 and precision == "ieee"
+
+
+def whole_tile(side: int) -> int:
+    """Return the least side of a tile that holds so many rows or columns: a power of two."""
+    return max(SMALLEST_TILE, 1 << (side - 1).bit_length())
+
+
+def misaligned(*matrices: Tensor) -> str | None:
+    """Say which matrix TMA cannot address, or None."""
+    for t in matrices:
+        if t.data_ptr() % TMA_ALIGNMENT or t.stride(1) != 1:
+            return f"a {list(t.shape)} operand is not aligned to {TMA_ALIGNMENT} bytes"
+        if reason := odd_row(t.stride(0), t.element_size()):
+            return reason
+    return None
+
+
+def odd_row(columns: int, itemsize: int) -> str | None:
+    """Say why TMA cannot address rows of this many elements, or None."""
+    size = columns * itemsize
+    fits = size % TMA_ALIGNMENT == 0
+    return None if fits else f"rows of {size} bytes, not a multiple of {TMA_ALIGNMENT}"
+
+
+def box(matrix: Tensor, rows: int, columns: int, path: Path) -> Any:
+    """Return what a kernel reads or writes the matrix through: a descriptor or the tensor."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns]) if path == "tma" else matrix
+
+
+def fitting_depth(tokens: int, features: int, depth: int, warps: int, path: Path) -> int:
+    """Return the depth at which the tile's registers suffice on this path; 0 if at none.
+
+    Pointers cost registers for addresses and masks: at most 64 sums a thread, and 32 of k from 32
+    sums on, compile without a spill for compute capability 8.0 to 10.0.
+    """
+    sums = tokens * features // (32 * warps)
+    if path == "tma":
+        return depth
+    return 0 if sums > 64 else min(depth, 32 if sums >= 32 else 64)
+
+
+def stages(
+    tokens: int, features: int, depth: int, itemsize: int, path: Path, precision: Precision = "ieee"
+) -> int:
+    """Return how many tiles of both operands to keep in flight."""
+    # Each costs a pointer registers; fp32 arithmetic is slow enough to hide any load.
+    most = 3 if without_tensor_cores(itemsize, precision) else 8 if path == "tma" else 4
+    held = most_stages(tokens, features, depth, itemsize)
+    return min(most, held, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))
+
+
+def most_stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
+    """Return how many tiles of both operands one SM holds.
+
+    A tile of Y in fp32 leaves through shared memory of its own; one of 16 bits, through a stage's.
+    """
+    out = tokens * features * itemsize if itemsize == 4 else 0
+    return (SM_BYTES - out) // (itemsize * (tokens + features) * depth)
+
+
+def options(warps: int, path: Path) -> dict[str, int]:
+    """Return how to compile.
+
+    Left to itself, ptxas spills a register or two of some tiles to reach a rounder occupancy:
+    pointers are given all the registers that a thread can name.
+    """
+    return {"num_warps": warps} | ({} if path == "tma" else {"maxnreg": 255})

@@ -1,0 +1,1 @@
+"""Kernels that multiply block-sparse weights (BSR)."""

@@ -1,0 +1,229 @@
+"""The steps of bsr_small.cu: which block rows are multiplied together, and in what order.
+
+    row     a block row of W (a block column, for dX): 16 or 32 features of Y
+    unit    32 features: one row of 32, or two of 16, which stay together so that Y is written in
+            rows of 64 bytes (kernels/NOTES.md)
+    group   the units of an item, which a CTA multiplies together: those that touch the same strips
+    strip   32 of the products' depth, that is of X's columns
+    step    up to four strips with all the blocks that the group has there; what one slot holds
+    share   of a step, the blocks of one warpgroup's rows
+    place   where in the step's strips a block is: 0 to 7 for blocks of 16, 0 to 3 for 32
+
+        strips     0   1   2   3   4        a step: strips 0, 1 and 3 (2 and 4 are not touched)
+        row 0      #.  ..  ..  .#  ..         row 0: places 0 and 5
+        row 1      ..  .#  ..  ##  ..         row 1: places 3, 4 and 5
+
+A strip costs 64 bytes a token whether one row uses it or all of them, and is the limit. So rows are
+united two by two, four by four, ..., each time those pairs first that share the most. For uniform
+random blocks, n = k = 4096, groups of 256 features touch this part of the strips (as they come):
+
+    blocks of 32    80 %: 0.73 (0.82)    90 %: 0.47 (0.57)    95 %: 0.26 (0.34)
+    blocks of 16    90 %: 0.91 (0.96)    95 %: 0.70 (0.79)    98 %: 0.37 (0.49)
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import offsets_of, rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.work_list import Ints, assigned
+from sparsebench.kernels.bsr._wgmma_pairs import checked, matched
+
+STRIP, STRIPS = 32, 4  # columns of X; strips in a step
+UNIT = 32  # features
+ROOMS = 5, 12, 24  # KB of blocks in a step: six, five or four slots where X takes 32 KB of one
+SHARE = 64 // 3  # blocks of a share, at most: 3 bits each in a word of 64
+NONE = 0xFFFF
+READ_AHEAD = 64  # steps past the end, which producers read and do not use
+LAST, END = 1 << 8, 1 << 9
+
+# What a step and an item cost a CTA, in bytes of loads at the rate of TMA (67 B/ns an SM): the
+# hand-over of a slot, and storing 256 x 128 of Y. Measured, roughly.
+HAND_OVER, STORING = 4_000, 40_000
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a CTA does for each group, whatever the tokens.
+
+    units   int32 [groups, features / 32]: which 32 features; -1 where there are none
+    first   [groups + 1] where the steps of each group start: at least one, which may load nothing
+    steps   int32 [steps, 2 + warpgroups, 4], a Step of the device; no token, no flags
+    order   [blocks] which stored block is where in the packed W
+    strips, blocks  [groups]: how many are loaded
+    room    what a step holds of W at most, in KB
+    """
+
+    units: Ints
+    first: Ints
+    steps: Ints
+    order: Ints
+    strips: Ints
+    blocks: Ints
+    room: int
+
+    def costs(self, tokens: int, block: int) -> Ints:
+        """Return what each group costs a CTA for a tile of tokens, in bytes of loads."""
+        loads = self.strips * (tokens * STRIP * 2) + self.blocks * (2 * block * block)
+        costs: Ints = loads + HAND_OVER * np.diff(self.first) + STORING
+        return costs
+
+
+def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -> Lists:
+    """Unite the block rows of W [n, k], or of its transpose, `features` to a group.
+
+    Raises FormatError.
+    """
+    block_rows, block_columns = checked(w)
+    b, (n, k) = w.block[0], w.shape
+    owner, depth = (block_columns, block_rows) if transposed else (block_rows, block_columns)
+    width, deep = (k, n) if transposed else (n, k)
+    height, strips = features // b // warpgroups, -(-deep // STRIP)
+    strip, half = depth * b // STRIP, depth * b % STRIP // b
+
+    unit, within = np.divmod(owner, UNIT // b)
+    units = _united(unit, strip, -(-width // UNIT), strips, features // UNIT)
+    group, seat = np.empty((2, units.max() + 1), np.int64)
+    group[units[units >= 0]], seat[units[units >= 0]] = np.nonzero(units >= 0)
+    g, (share, row) = group[unit], np.divmod(seat[unit] * (UNIT // b) + within, height)
+
+    there = np.zeros((len(units), strips, warpgroups), np.int64)
+    np.add.at(there, (g, strip, share), 1)
+    room = _room(there.sum(2), 2 * b * b)
+    number, slot, first = _steps(there, room * 1024 // (2 * b * b))
+    step, place = number[g, strip], slot[g, strip] * (STRIP // b) + half
+
+    order = np.lexsort((place, row, share, step))
+    list_ = (step * warpgroups + share)[order]
+    start = np.searchsorted(list_, np.arange(first[-1] * warpgroups + 1))
+    nth = (np.arange(len(order)) - start[list_]).astype(np.uint64)
+    counts, places = np.zeros((2, len(start) - 1), np.uint64)
+    np.add.at(counts, list_, np.uint64(1) << (4 * row[order]).astype(np.uint64))
+    np.add.at(places, list_, place[order].astype(np.uint64) << 3 * nth)
+    loaded = np.full((first[-1], STRIPS), NONE, np.uint16)
+    at = there.any(2)
+    loaded[number[at], slot[at]] = np.nonzero(at)[1]
+
+    chunk = start[::warpgroups]
+    steps = np.zeros((first[-1], 2 + warpgroups, 4), np.int32)
+    steps[:, 0, 0], steps[:, 0, 3] = np.diff(chunk), chunk[:-1]
+    steps[:, 0, 2] = np.repeat(np.arange(len(units)), np.diff(first))
+    steps[:, 1, :2] = loaded.view(np.int32)
+    steps[:, 2:, 0] = counts.astype(np.uint32).view(np.int32).reshape(-1, warpgroups)
+    steps[:, 2:, 1] = (start[:-1] - chunk[:-1].repeat(warpgroups)).reshape(-1, warpgroups)
+    steps[:, 2:, 2:] = places.view(np.int32).reshape(-1, warpgroups, 2)
+    return Lists(units.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room)
+
+
+def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
+    """Return each worker's steps, one after the other, and where they start.
+
+    int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]: every group, every tile of
+    tokens.
+    """
+    group, token, starts = assigned(lists.costs(tokens, block), m, tokens, workers)
+    lengths = np.diff(lists.first)[group]
+    ends = lengths.cumsum()
+    index = np.arange(ends[-1]) + np.repeat(lists.first[group] - (ends - lengths), lengths)
+    steps = np.zeros((len(index) + READ_AHEAD, *lists.steps.shape[1:]), np.int32)
+    steps[: len(index)] = lists.steps[index]
+    steps[: len(index), 0, 1] = np.repeat(token, lengths)
+    bounds = np.concatenate([[0], ends])[starts]
+    steps[ends - 1, 2:, 1] |= LAST
+    steps[bounds[1:] - 1, 2:, 1] |= END
+    return steps, bounds
+
+
+def cut(w: Bsr, side: int) -> Bsr:
+    """Return the matrix in square blocks of `side`, which divides its own blocks' sides.
+
+    What of an edge block lies outside of W is left out.
+    """
+    (r, c), (n, k) = w.block, w.shape
+    down, across = r // side, c // side
+    row, column = rows_of(w.offsets)[:, None, None] * down, w.columns[:, None, None] * across
+    row = (row + torch.arange(down, device=row.device)[:, None]).expand(-1, -1, across)
+    column = (column + torch.arange(across, device=row.device)).expand(-1, down, -1)
+    values = w.values.view(-1, down, side, across, side).transpose(2, 3)
+    rows, columns = -(-n // side), -(-k // side)
+    inside = (row < rows) & (column < columns)
+    place, order = (row * columns + column)[inside].sort()
+    return Bsr(
+        shape=w.shape,
+        offsets=offsets_of(place // columns, rows),
+        columns=(place % columns).to(torch.int32),
+        values=values[inside][order],
+    )
+
+
+def swizzle(block: int) -> Ints:
+    """Return which 16 bytes of a block [block, block] come where, as TMA would put them."""
+    row, piece = np.ogrid[:block, : block // 8]
+    pieces: Ints = row * (block // 8) + (piece ^ row // (64 // block) % (block // 8))
+    return pieces.reshape(-1)
+
+
+def sources(order: Tensor, pieces: Tensor) -> Tensor:
+    """Return for each 16 bytes of the packed W which ones of the values they are, int32.
+
+    Blocks come in the order of the steps, the 16 bytes of each in that of `swizzle`.
+    """
+    return (order[:, None] * len(pieces) + pieces).flatten().int()
+
+
+def gathered(values: Tensor, source: Tensor) -> Tensor:
+    """Return the blocks packed by what `sources` gave; one of zeros where there is none."""
+    blocks, b, _ = values.shape
+    if not blocks:
+        return values.new_zeros(1, b, b)
+    # Complex numbers of 16 bytes: one element to copy instead of eight.
+    pieces = values.view(-1, 8).view(torch.complex128)
+    return pieces.index_select(0, source).view(values.dtype).view(-1, b, b)
+
+
+def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int) -> Ints:
+    """Group the units by the strips that they share, `size` (a power of two) to a group."""
+    whole = -(-units // size) * size
+    touched = np.zeros((whole, strips), np.float32)
+    touched[unit, strip] = 1
+    members = np.arange(whole)[:, None]
+    members[units:] = -1
+    while members.shape[1] < size:
+        pairs = matched(touched)
+        touched = np.maximum(touched[pairs[:, 0]], touched[pairs[:, 1]])
+        members = np.concatenate([members[pairs[:, 0]], members[pairs[:, 1]]], 1)
+    return members
+
+
+def _room(there: Ints, block_bytes: int) -> int:
+    """Return the least room that holds any strip's blocks, and with a reserve most steps'.
+
+    `there` counts blocks by group and strip.
+    """
+    mean = there.sum() / max(np.count_nonzero(there), 1) * STRIPS
+    wanted = max(int(there.max()), 1.25 * mean) * block_bytes / 1024
+    return next((room for room in ROOMS if room >= wanted), ROOMS[-1])
+
+
+def _steps(there: Ints, most: int) -> tuple[Ints, Ints, Ints]:
+    """Put strips into steps, in ascending order, with at most so many blocks in each.
+
+    `there` counts blocks by group, strip and warpgroup. Returns for each group and strip which
+    step it is in and which of its strips, and where each group's steps start.
+    """
+    number, slot = np.zeros((2, *there.shape[:2]), np.int64)
+    first, total = [0], 0
+    for g, counts in enumerate(there):
+        used, held = STRIPS, np.zeros_like(counts[0])
+        for strip in np.flatnonzero(counts.any(1)).tolist():
+            more = held + counts[strip]
+            if used == STRIPS or more.sum() > most or more.max() > SHARE:
+                used, more, total = 0, counts[strip], total + 1
+            number[g, strip], slot[g, strip] = total - 1, used
+            used, held = used + 1, more
+        total = max(total, first[-1] + 1)
+        first.append(total)
+    return number, slot, np.array(first)

@@ -1,0 +1,168 @@
+"""The steps of bsr_wgmma.cu: which 64 rows of W are multiplied together, and over which columns.
+
+    slice   64 rows of W, or 64 columns for dX; all of its 64 x 64 tiles lie in one block row
+    group   two slices, which share the X tile of each step; the second may be missing
+    step    64 of the products' depth: an X tile, and W's tile for one half of the group or for both
+
+        columns touched     slice a   0 . 2 3 . .        steps of the group (a, b)
+                            slice b   . . 2 3 . 5        0: a   2: a b   3: a b   5: b
+
+A step costs an X tile (256 tokens: 32 KB) whether one half uses it or both (8 KB of W each), and
+loads are the limit. So slices are paired to share columns: the two halves of a block row first, in
+which no step is skipped; of what is left, the pair that shares the most, and so on. For uniform
+random blocks of 64, n = k = 4096, that is 335 steps at 90 % where pairs by length have 387 and the
+best matching 331; in a band it pairs neighbours.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsebench.errors import FormatError
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.work_list import Ints
+
+SIDE = 64  # of a tile of W: the height of wgmma, and a row of 128 bytes
+NO_SLICE = 0xFFFF
+READ_AHEAD = 32  # steps past the end, which producers read and do not use
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs of slices with their steps.
+
+    slices  [groups, 2]  NO_SLICE where there is no second one
+    first   [groups + 1] where the steps of each group start: at least one, which may load nothing
+    steps   int32 [steps + READ_AHEAD, 4]: column of X; row of the stored blocks, one for each
+            half; column in the block, 16 bits for each half; -1 where nothing is loaded
+    """
+
+    slices: Ints
+    first: Ints
+    steps: Ints
+
+
+def groups_of(w: Bsr, transposed: bool = False) -> Groups:
+    """Pair the slices of W [n, k], or those of its transpose. Raises FormatError."""
+    tiles = _tiles(w, transposed)
+    pairs = _pairs(tiles)
+    group, half = np.zeros(tiles.slices, np.int64), np.zeros(tiles.slices, np.int64)
+    for side in (0, 1):
+        there = pairs[:, side] != NO_SLICE
+        group[pairs[there, side]], half[pairs[there, side]] = np.flatnonzero(there), side
+    empty = np.setdiff1d(np.arange(len(pairs)), group[tiles.owner])
+    keys = np.concatenate([group[tiles.owner], empty]) * tiles.places
+    keys[: len(tiles.owner)] += tiles.place
+    union, step = np.unique(keys, return_inverse=True)
+    step, of = step[: len(tiles.owner)], half[tiles.owner]
+    rows, columns = np.full((len(union), 2), -1), np.zeros((len(union), 2), np.int64)
+    rows[step, of], columns[step, of] = tiles.row, tiles.column
+    loads_x = np.where((rows >= 0).any(1), union % tiles.places * SIDE, -1)
+    steps = np.zeros((len(union) + READ_AHEAD, 4), np.int32)
+    steps[: len(union)] = np.column_stack([loads_x, rows, packed(columns)])
+    first = np.searchsorted(union // tiles.places, np.arange(len(pairs) + 1))
+    return Groups(pairs, first, steps)
+
+
+def packed(pairs: Ints) -> Ints:
+    """Put two numbers below 2^16 into one int32, the first in the low half."""
+    both: Ints = (pairs[:, 0] | pairs[:, 1] << 16).astype(np.uint32).view(np.int32)
+    return both
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """W's stored 64 x 64 tiles, [tiles] each.
+
+    owner, place  the slice that multiplies it, and the 64 of X's columns that it meets
+    row, column   where it lies in the stored blocks, one below the other
+    slices, places, height  how many there are, and slices in a block row
+    """
+
+    owner: Ints
+    place: Ints
+    row: Ints
+    column: Ints
+    slices: int
+    places: int
+    height: int
+
+
+def _tiles(w: Bsr, transposed: bool) -> _Tiles:
+    block_rows, block_columns = checked(w)
+    (n, k), (r, c) = w.shape, w.block
+    block, i, j = np.ix_(range(len(block_rows)), range(r // SIDE), range(c // SIDE))
+    row, column = np.broadcast_arrays(block * r + i * SIDE, j * SIDE)
+    down, across = block_rows[block] * (r // SIDE) + i, block_columns[block] * (c // SIDE) + j
+    owner, place = np.broadcast_arrays(*((across, down) if transposed else (down, across)))
+    sizes, height = ((k, n), c) if transposed else ((n, k), r)
+    slices, places = (-(-size // SIDE) for size in sizes)
+    kept = (owner < slices) & (place < places)  # what a last block has outside of W is left out
+    return _Tiles(
+        *(owner[kept], place[kept], row[kept], column[kept]), slices, places, height // SIDE
+    )
+
+
+def _pairs(tiles: _Tiles) -> Ints:
+    """Pair the slices of each block row, and those left over by the places that they share."""
+    lead = np.arange(tiles.slices)
+    lead = lead[lead % tiles.height % 2 == 0]
+    whole = (lead % tiles.height < tiles.height - 1) & (lead < tiles.slices - 1)
+    single = lead[~whole]
+    index = np.full(tiles.slices, -1)
+    index[single] = np.arange(len(single))
+    left = index[tiles.owner] >= 0
+    touched = np.zeros((len(single), tiles.places), np.float32)
+    touched[index[tiles.owner[left]], tiles.place[left]] = 1
+    pairs = matched(touched)
+    alone = np.setdiff1d(np.arange(len(single)), pairs)
+    return np.concatenate(
+        [
+            np.column_stack([lead[whole], lead[whole] + 1]),
+            single[pairs],
+            np.column_stack([single[alone], np.full(len(alone), NO_SLICE)]),
+        ]
+    )
+
+
+def matched(touched: NDArray[np.float32]) -> Ints:
+    """Pair rows [rows, places], those first that touch the most places in common: int [pairs, 2].
+
+    With an odd number of rows one is left.
+    """
+    shared = touched @ touched.T
+    one, other = np.triu_indices(len(touched), 1)
+    order = np.argsort(-shared[one, other], kind="stable")
+    free, found = [True] * len(touched), []
+    for a, b in zip(one[order].tolist(), other[order].tolist(), strict=True):
+        if free[a] and free[b]:
+            free[a] = free[b] = False
+            found.append((a, b))
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def checked(w: Bsr) -> tuple[Ints, Ints]:
+    """Return block row and block column of each block; FormatError if the arrays are no BSR."""
+    (n, k), (r, c) = w.shape, w.block
+    offsets, columns = w.offsets.cpu().numpy(), w.columns.cpu().numpy()
+    rows, width, blocks = -(-n // r), -(-k // c), len(w.values)
+    if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != blocks:
+        found = f"{len(offsets)} from {offsets[0]} to {offsets[-1]}" if len(offsets) else "none"
+        raise FormatError(f"expected {rows + 1} offsets from 0 to {blocks}, found {found}")
+    lengths = np.diff(offsets)
+    if lengths.min() < 0:
+        row = int(lengths.argmin())
+        found = f"{offsets[row]} to {offsets[row + 1]} in row {row}"
+        raise FormatError(f"expected ascending offsets, found {found}")
+    if len(columns) != blocks:
+        raise FormatError(f"expected {blocks} block columns, found {len(columns)}")
+    if blocks and (columns.min() < 0 or columns.max() >= width):
+        found = f"{columns.min()} to {columns.max()}"
+        raise FormatError(f"expected block columns 0 to {width - 1}, found {found}")
+    owner = np.arange(rows).repeat(lengths)
+    back = np.flatnonzero(np.diff(owner * width + columns) <= 0)
+    if len(back):
+        row, found = owner[back[0]], columns[back[0] : back[0] + 2].tolist()
+        raise FormatError(f"expected ascending columns, found {found} in block row {row}")
+    return owner, columns.astype(np.int64)

@@ -1,0 +1,277 @@
+"""The pieces of bsr_wgrad.cu: which tiles of dW are summed together, and which worker sums what.
+
+    tile    64 x 64 of a stored block: its slice is 64 rows of W, its place 64 columns
+    half    up to four tiles of a slice, or up to two: the sums of a warpgroup
+    item    two halves; a step of tokens loads a tile of dY a slice, a tile of X a place
+    piece   an item, or every second, third, ... of its steps
+
+        places touched               items                half 0     half 1     loads of dY, X
+          slice a   0 1 2 3 4 5 .      both share four    a 0 1 2 3  b 0 1 2 3  2 + 4
+          slice b   0 1 2 3 . 5 6      both share one     a 4 5      b 5 6      2 + 3
+
+Loads are the limit. For eight tiles of dW they are 6 where the halves share all four places, and 9
+where they share none. So slices are paired by the places that both have left, fours in common are
+taken, and slices are paired again, until no two share four; then the same with three, two and one.
+What is left goes slice by slice. Uniform random blocks of 64, n = k = 4096, take 6.4 loads for
+eight tiles with half of them stored (7.3 in pairs that stay together, 9 by slice), 7.3 with 20 %,
+8.4 with 10 %.
+
+Items go to workers longest first, as in _wgmma_schedule.py, whole where that ends soonest. Else a
+worker takes what it has room for, up to the mean, and the rest is cut into equal pieces, one a
+worker, the longer items into more of them. Halves of two tiles load more for a tile of dW than
+halves of four, but come out more even, and need fewer partial sums.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.work_list import Ints
+from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked, matched
+
+Floats = NDArray[np.float64]
+
+TILES = 6, 9  # what a slot may hold; 9 is a slice and eight places, or two and seven
+SHORTEST = 256  # tokens in a piece: less is not worth a partial sum
+# Costs are in loads of a tile of 64 tokens: 122 ns of an SM at the rate of TMA.
+PRODUCTS = 0.75  # of a tile in a step, there or not: 90 ns of the tensor cores
+PARTIAL = 9  # of a tile of a partial sum, 16 KB written and read again: eight take 6 to 10 us
+
+
+class Half(NamedTuple):
+    """Up to four tiles of a slice."""
+
+    slice: int
+    places: list[int]
+
+
+class Item(NamedTuple):
+    """Two halves; places of both are the last ones of the first, the first ones of the second."""
+
+    first: Half
+    second: Half
+
+    @property
+    def slices(self) -> list[int]:
+        """Return whose dY is loaded."""
+        return sorted({half.slice for half in self})
+
+    @property
+    def places(self) -> list[int]:
+        """Return whose X is loaded, so that each half's lie next to each other."""
+        mine = self.first.places
+        return mine + [place for place in self.second.places if place not in mine]
+
+    @property
+    def starts(self) -> list[int]:
+        """Return where among them each half's begin."""
+        return [self.places.index(half.places[0]) if half.places else 0 for half in self]
+
+    @property
+    def loads(self) -> int:
+        """Return the tiles of dY and X in a step."""
+        return len(self.slices) + len(self.places)
+
+    @property
+    def tiles(self) -> int:
+        """Return the tiles of dW."""
+        return sum(len(half.places) for half in self)
+
+    def cost(self, wide: int) -> float:
+        """Return what a step of 64 tokens takes: its loads, or its products."""
+        return max(self.loads, PRODUCTS * wide * sum(bool(half.places) for half in self))
+
+
+class Piece(NamedTuple):
+    """The steps share, share + of, share + 2 of, ... of an item: all, if it is one of one."""
+
+    item: int
+    share: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What bsr_wgrad.cu reads.
+
+    loads     int32 [pieces, 12]         of each piece, worker by worker: struct Loads
+    sums      int32 [pieces + 1, 2, 12]  of each half: struct Sums; the last is read and not used
+    starts    int32 [workers + 1]        where the pieces of each worker start
+    partials  partial sums, which the items that are cut need room for
+    tiles     in a slot
+    last      when the last worker ends, in loads of a tile: a prediction
+    """
+
+    loads: Ints
+    sums: Ints
+    starts: Ints
+    partials: int
+    tiles: int
+    last: float
+
+
+def work_of(pattern: Bsr, m: int, depth: int, wide: int, workers: int) -> Work:
+    """Divide the sums over m tokens, in steps of `depth`, among workers. Raises FormatError.
+
+    `wide` tiles to a half: 4 or 2.
+    """
+    where, steps = tiles_of(pattern), -(-m // depth)
+    items = items_of(where >= 0, wide)
+    costs = np.array([item.cost(wide) for item in items]) * (depth / SIDE)
+    partials = np.array([item.tiles for item in items]) * PARTIAL
+    lists, last = shared_out(costs, partials, steps, -(-SHORTEST // depth), workers)
+    pieces = np.array([piece for given in lists for piece in given], np.int64).reshape(-1, 3)
+    starts = np.array([0, *accumulate(len(given) for given in lists)], np.int32)
+    cut = np.zeros(len(items), np.int64)
+    cut[pieces[:, 0]] = np.where(pieces[:, 2] > 1, pieces[:, 2], 0)
+    first = cut.cumsum() - cut
+
+    tiles = next(t for t in TILES if all(fits(item, t, wide) for item in items))
+    loads = np.full((len(pieces), 12), -1, np.int32)
+    sums = np.zeros((len(pieces) + 1, 2, 12), np.int32)
+    for at, (index, share, of) in enumerate(pieces.tolist()):
+        item, slices, count = items[index], items[index].slices, -(-(steps - share) // of)
+        loads[at, : len(item.places)] = np.array(item.places) * SIDE
+        loads[at, tiles - len(slices) : tiles] = np.array(slices) * SIDE + 1
+        loads[at, 9:] = share, count, of
+        # The first piece's makes all of them together 2^31.
+        adds = 1 if share or of == 1 else 2**31 - (of - 1)
+        for half, (row, places), start in zip(sums[at], item, item.starts, strict=True):
+            half[:4] = tiles - len(slices) + slices.index(row), start, count, len(places)
+            half[4:8] = first[index], share, of, adds
+            half[8 : 8 + len(places)] = where[row, places]
+    return Work(loads, sums, starts, int(cut.sum()), tiles, last)
+
+
+def fits(item: Item, tiles: int, wide: int) -> bool:
+    """Say whether a slot holds the item, and `wide` tiles from wherever a half begins."""
+    return item.loads <= tiles and max(item.starts) + wide <= tiles
+
+
+def tiles_of(w: Bsr) -> Ints:
+    """Return where in the values each tile begins, in 64 elements: [slices, places], -1 if not.
+
+    What a last block has outside of W is stored, so it is a tile as any other.
+    """
+    block_rows, block_columns = checked(w)
+    (n, k), (r, c) = w.shape, w.block
+    high, wide = r // SIDE, c // SIDE
+    block, i, j = np.ix_(range(len(block_rows)), range(high), range(wide))
+    slices, places = block_rows[block] * high + i, block_columns[block] * wide + j
+    where = np.full((-(-n // r) * high, -(-k // c) * wide), -1)
+    where[slices, places] = (block * r + i * SIDE) * wide + j
+    return where
+
+
+def items_of(there: NDArray[np.bool_], wide: int) -> list[Item]:
+    """Put the tiles [slices, places] into items, each tile into one, `wide` to a half at most."""
+    left, items = there.copy(), []
+    for least in range(wide, 0, -1):
+        while found := list(_sharing(left, least, wide)):
+            items += found
+    return items + _unshared(left, wide)
+
+
+def _sharing(left: NDArray[np.bool_], least: int, wide: int) -> Iterator[Item]:
+    """Pair the slices, and take from `left` what shares at least so many places."""
+    rows = np.flatnonzero(left.any(1))
+    for pair in rows[matched(left[rows].astype(np.float32))]:
+        both = np.flatnonzero(left[pair].all(0)).tolist()
+        for at in range(0, len(both) - least + 1, wide):
+            common = both[at : at + wide]
+            a, b = (
+                np.flatnonzero(left[row] & ~left[other])[: wide - len(common)].tolist()
+                for row, other in (pair, pair[::-1])
+            )
+            left[pair[0], a + common] = left[pair[1], common + b] = False
+            yield Item(Half(int(pair[0]), a + common), Half(int(pair[1]), common + b))
+
+
+def _unshared(left: NDArray[np.bool_], wide: int) -> list[Item]:
+    """Put together two halves of a slice, then what fits of different ones: most with fewest."""
+    items, alone = [], []
+    for row in np.flatnonzero(left.any(1)).tolist():
+        places = np.flatnonzero(left[row]).tolist()
+        halves = [Half(row, places[at : at + wide]) for at in range(0, len(places), wide)]
+        items += [Item(*pair) for pair in zip(halves[::2], halves[1::2], strict=False)]
+        alone += halves[len(halves) // 2 * 2 :]
+    alone.sort(key=lambda half: len(half.places))
+    while alone:
+        most = alone.pop()
+        other = Half(most.slice, [])
+        if alone and fits(Item(most, alone[0]), max(TILES), wide):
+            other = alone.pop(0)
+        items.append(Item(most, other))
+    return items
+
+
+def shared_out(
+    costs: Floats, partials: Ints, steps: int, shortest: int, workers: int
+) -> tuple[list[list[Piece]], float]:
+    """Return the pieces of each worker that has any, and when the last one ends.
+
+    costs     of a step of each item
+    partials  of a partial sum of each
+    steps     of every item, and at least `shortest` of them in a piece of one that is cut
+
+    A worker's pieces of items that are cut come before its whole ones.
+    """
+    whole, _ = _dealt(costs * steps, workers, np.inf)
+    given, rest = _dealt(costs * steps, workers, costs.sum() * steps / workers)
+    none: list[list[Piece]] = [[] for _ in whole]
+    ways = [(none, whole)]
+    if 0 < len(rest) <= workers:
+        ways.append((_split(rest, costs, steps, shortest, given), given))
+    lists = [
+        [pieces + [Piece(item, 0, 1) for item in items] for pieces, items in zip(*way, strict=True)]
+        for way in ways
+    ]
+
+    def end(pieces: list[Piece]) -> float:
+        apart = sum(partials[piece.item] for piece in pieces if piece.of > 1)
+        return float(apart + sum(costs[p.item] * (-(-steps // p.of)) for p in pieces))
+
+    last, best = min(((max(map(end, way)), way) for way in lists), key=lambda way: way[0])
+    return [pieces for pieces in best if pieces] or [[]], last
+
+
+def _dealt(costs: Floats, workers: int, most: float) -> tuple[list[list[int]], list[int]]:
+    """Deal items, longest first, to who has least to do; return too what none has room for."""
+    given: list[list[int]] = [[] for _ in range(workers)]
+    loads, rest = [(0.0, worker) for worker in range(workers)], []
+    for item in np.argsort(-costs, kind="stable").tolist():
+        load, worker = loads[0]
+        if load + costs[item] > most:
+            rest.append(item)
+        else:
+            given[worker].append(item)
+            heapreplace(loads, (load + costs[item], worker))
+    return given, sorted(rest)
+
+
+def _split(
+    items: list[int], costs: Floats, steps: int, shortest: int, given: list[list[int]]
+) -> list[list[Piece]]:
+    """Cut the item with the longest parts into one more, again and again; a part a worker.
+
+    Long parts go to workers with little to do.
+    """
+    parts = dict.fromkeys(items, 1)
+    for _ in range(len(given) - len(items)):
+        longest = max(items, key=lambda item: costs[item] / parts[item])
+        if steps < shortest * (parts[longest] + 1):
+            break
+        parts[longest] += 1
+    cut = [Piece(item, share, of) for item, of in parts.items() for share in range(of)]
+    cut.sort(key=lambda piece: -costs[piece.item] / piece.of)
+    pieces: list[list[Piece]] = [[] for _ in given]
+    least_first = np.argsort([costs[own].sum() for own in given], kind="stable").tolist()
+    for piece, worker in zip(cut, least_first, strict=False):
+        pieces[worker].append(piece)
+    return pieces

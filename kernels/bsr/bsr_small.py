@@ -1,0 +1,243 @@
+"""Linear layer with small blocks in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
+
+bsr_small.cu is the kernel and draws its pipeline: as many block rows as the registers hold share
+the strips of X that they touch, and every block is a product of its own. _small_steps.py says which
+rows go together and lists the steps; here are the choice of a configuration, the launch, and what
+is refused:
+
+    blocks of 8x8 or of multiples of 16 (above 32: up to 256 tokens), fp16 or bf16, k and n
+    multiples of 8 (rows of 16 bytes); any m, edge blocks that leave W, empty block rows, X with
+    any row stride of a multiple of 16 bytes
+
+The kernel reads W packed: the same blocks in the order in which they are multiplied. Blocks of 8
+are first united to blocks of 16, with zeros where one of the four is missing, since the tensor
+cores multiply 16 of k at a time; other blocks are cut to 32 or 16. bsr_small_dgrad.py is the same
+kernel over the transposed pattern.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
+    Constants,
+    Layout,
+    Loaded,
+    Program,
+    load,
+    supports_hopper,
+    tensor_map,
+)
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._small_steps import (
+    STRIP,
+    UNIT,
+    Lists,
+    cut,
+    gathered,
+    lists_of,
+    sources,
+    swizzle,
+    work,
+)
+
+BLOCKS = 16, 32
+TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
+SHARED_BYTES = 226 * 1024  # slots, and what aligning to 1024 may take
+STARTS = 160  # of workers, in the kernel's arguments
+# The map of x, starts; w, steps, units, y; m and width.
+ARGUMENTS = Layout("128s", f"{4 * STARTS}s", *"PPPPii")
+FEW = 256  # tokens, for which blocks above 32 are cut: with more, bsr_wgmma wins
+TRIED = 4  # configurations, those that the byte model likes best
+LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel: tokens and features of what a CTA multiplies at a time."""
+
+    tokens: int
+    features: int
+
+    @property
+    def warpgroups(self) -> int:
+        """Return how many share the units of an item; more are faster, if registers suffice."""
+        return min(self.features // UNIT, 2 if self.tokens > 64 else 4)
+
+
+def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> list[Config]:
+    """Return what is possible for m tokens, first what the busiest worker loads least with."""
+    costs: dict[Config, float] = {}
+    for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
+        if config.tokens < 2 * max(m, 64):
+            own = _lists(w, config, transposed).costs(config.tokens, w.block[0])
+            costs[config] = max(own.sum() * -(-m // config.tokens) / workers, own.max())
+    return sorted(costs, key=lambda config: costs[config])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+
+    source         on the device: which 16 bytes of the values go where in the packed W
+    lists          on the device: steps, units
+    arguments      by the addresses of x, of the packed W and of y, with x's strides after the first
+    activations    [m, k], or [m, n] if transposed;  blocks [blocks, b, b];  out [m, n] or [m, k]
+    """
+
+    loaded: Loaded
+    source: Tensor
+    lists: tuple[Tensor, ...]
+    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
+    activations: tuple[int, int]
+    blocks: tuple[int, int, int]
+    out: tuple[int, int]
+    dtype: torch.dtype
+
+
+def launch(
+    x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
+) -> Program:
+    """Return the program that computes X @ W.T [m, n], or X @ W [m, k] if transposed.
+
+    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    """
+    if reason := refusal(x, w, transposed):
+        raise Unsupported(reason)
+    planned = plan(w, len(x), config, transposed=transposed, watchdog=watchdog)
+    return bind(planned, x, w.values)
+
+
+def plan(
+    w: Bsr, m: int, config: Config, *, transposed: bool = False, watchdog: bool = False
+) -> Plan:
+    """Unite the rows, list the steps and deal them out; of w's values, shape and dtype count.
+
+    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    """
+    (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
+    lists = _lists(w, config, transposed)
+    constants = constants_of(config, lists.room, b, dtype, transposed)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
+    steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
+    starts = np.zeros(STARTS, np.int32)
+    starts[: len(bounds)] = bounds
+    order, pieces, *rest = (
+        torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
+    )
+    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
+
+    @lru_cache(ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
+        x_map = tensor_map(x, activations, strides, dtype, (config.tokens, STRIP))
+        each, units = (a.data_ptr() for a in rest)
+        return ARGUMENTS(x_map, starts.tobytes(), packed, each, units, y, *out)
+
+    threads = 128 * (config.warpgroups + 1)
+    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, threads, SHARED_BYTES)
+    source = sources(order, pieces)
+    return Plan(loaded, source, tuple(rest), arguments, activations, (blocks, b, b), out, dtype)
+
+
+def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
+    """Pack the values, and return the program of a plan on them, into an output of its own."""
+    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
+    found = x.shape, values.shape, x.dtype, values.dtype
+    if found != expected or not values.is_contiguous():
+        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
+    y, w = x.new_empty(plan.out), gathered(values, plan.source)
+    args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
+    return Program(plan.loaded, args, (x, w, *plan.lists), y)
+
+
+def constants_of(
+    config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool
+) -> Constants:
+    """Return what the kernel is compiled for; `room` for blocks is that of the lists."""
+    return (
+        ("BLOCK", block),
+        ("TOKENS", config.tokens),
+        ("FEATURES", config.features),
+        ("WARPGROUPS", config.warpgroups),
+        ("ROOM", room),
+        ("TRANSPOSED", int(transposed)),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+    """Say which of the kernel's conditions fails, if any."""
+    (n, k), (r, c), values = w.shape, w.block, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if reason := cuda.refusal(x, w, transposed):
+        return reason
+    if r != c or r not in BLOCKS:
+        return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
+    if max(width, depth) > 2**20 or max(len(values) * r * c // 8, len(x)) > LARGEST - 256:
+        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
+        return (
+            "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
+            f"found {found}"
+        )
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Unite the rows and assign the work; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["x"], tuned, transposed=False)
+
+
+def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
+    """Return the launch of the settled configuration, a table's or the fastest."""
+    w = operands.weights["w"]
+    assert isinstance(w, Bsr)
+    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    w = _fitting(w, len(x))
+    if reason := refusal(x, w, transposed):
+        raise Unsupported(reason)
+    name = "bsr_small_dgrad" if transposed else "bsr_small"
+    workers = multiprocessors(x.device)
+    possible = [] if operands.settled else configurations(w, len(x), workers, transposed)
+    searched = possible if tuned == "wide" else possible[:TRIED]
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
+    candidates = [launch(x, w, config, transposed=transposed) for config in configs]
+    best = fastest(candidates, x.device)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+def _fitting(w: Bsr, m: int) -> Bsr:
+    """Return W in blocks of 16 or 32: its own, cut or united. Raises Unsupported."""
+    r, c = w.block
+    if max(r, c) > BLOCKS[-1] and m > FEW:
+        raise Unsupported(f"blocks of {r}x{c}: expected up to {FEW} tokens, found {m}")
+    if w.block == (8, 8):
+        return Bsr.from_dense(w.to_dense(), block=16)
+    side = gcd(r, c, BLOCKS[-1])
+    return cut(w, side) if side in BLOCKS and (r, c) != (side, side) else w
+
+
+def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
+    return lists_of(w, config.features, config.warpgroups, transposed)
+
+
+KERNEL = Kernel(
+    op="linear",
+    consumes="bsr",
+    device="cuda",
+    supports=supports_hopper,
+    prepare=prepare,
+    tunes=True,
+)

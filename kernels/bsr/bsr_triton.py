@@ -1,0 +1,446 @@
+"""Linear layer with block-sparse weights in Triton: Y[m, n] = X[m, k] @ W[n, k].T, W in BSR.
+
+One program computes a tile of Y, `tokens` x `features`, from the stored blocks of one block row:
+
+           c                    W, one block row               X
+        +-----+-----+-----+-----+-----+                +--------------------+
+      r |  #  |     |  #  |     |  #  |         tokens | tile |      | tile |...
+        +-----+-----+-----+-----+-----+                +--------------------+
+         depth of k at a time               only the columns that a block touches
+
+A block smaller than a tile is padded to one, in the kernel's own packing; a larger one is walked
+in tiles. Small blocks make short rows of tiles that each load X anew, so neighbouring block rows
+may be multiplied as a `group`: the union of their blocks, `group` * r rows high, with zeros where
+one of them has no block. That trades arithmetic for traffic; the tuner decides. Columns of X that
+no block of the group touches are not read, so that a NaN there stays out of Y.
+
+The next block column is loaded one step ahead, into a register: loaded in the same step, it would
+take every second pipeline stage. Long block rows start first, so that none is left over at the end.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.triton import (
+    COMPILE_THREADS,
+    SM_BYTES,
+    SMALLEST_TILE,
+    Path,
+    Precision,
+    Program,
+    box,
+    choose_path,
+    fitting_depth,
+    misaligned,
+    most_stages,
+    odd_row,
+    options,
+    precision_of,
+    stages,
+    supports,
+    whole_tile,
+    without_tensor_cores,
+)
+from sparsebench.kernels._common.tuned_table import (
+    Sizes,
+    Tuned,
+    blocked,
+    choose,
+    loads,
+    multiprocessors,
+)
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+
+TILES = 4  # that a long search times, each in up to eight ways
+
+# What won a sweep on an H200, by height of a row tile: (tokens, features, stages, warps, order).
+# Order: what neighbouring programs take other ones of, block rows or tokens; S is swapped.
+# Few tiles in flight leave room for more programs on an SM, which wins where block rows are short.
+Shape = tuple[int, int, int, int, str]
+MANY_TOKENS: dict[int, tuple[Shape, ...]] = {
+    16: (
+        (256, 16, 8, 8, "rows"),
+        (256, 16, 5, 4, "rows"),
+        (256, 32, 4, 4, "rows"),
+        (256, 64, 4, 4, "rows"),
+        (256, 128, 8, 8, "rows"),
+    ),
+    32: (
+        (256, 32, 5, 4, "rows"),
+        (256, 32, 3, 4, "rows"),
+        (128, 32, 3, 4, "rows"),
+        (256, 64, 4, 4, "rows S"),
+        (128, 128, 6, 4, "rows"),
+    ),
+    64: (
+        (256, 64, 5, 4, "rows S"),
+        (256, 64, 2, 4, "rows S"),
+        (128, 64, 3, 4, "rows S"),
+        (128, 64, 2, 4, "rows S"),
+        (128, 64, 2, 4, "tokens"),
+    ),
+    128: (
+        (128, 128, 3, 4, "rows"),
+        (128, 128, 3, 4, "tokens"),
+        (128, 128, 2, 4, "rows S"),
+        (128, 128, 2, 4, "tokens S"),
+    ),
+}
+SOME_TOKENS: dict[int, tuple[Shape, ...]] = {
+    16: (
+        (256, 16, 5, 4, "tokens"),
+        (128, 16, 5, 4, "tokens"),
+        (256, 64, 4, 4, "rows"),
+        (128, 128, 4, 4, "rows"),
+    ),
+    32: (
+        (256, 32, 5, 4, "tokens"),
+        (128, 32, 5, 4, "tokens"),
+        (256, 64, 4, 4, "rows S"),
+    ),
+    64: (
+        (256, 64, 5, 4, "tokens S"),
+        (128, 64, 4, 4, "tokens S"),
+        (128, 64, 3, 4, "tokens S"),
+        (64, 64, 6, 4, "tokens"),
+    ),
+    128: (
+        (128, 128, 3, 4, "tokens"),
+        (128, 64, 4, 4, "tokens S"),
+        (64, 128, 4, 4, "tokens"),
+        (64, 64, 6, 4, "tokens"),
+    ),
+}
+
+# Without TMA: (tokens, features, warps).
+BY_POINTERS = (
+    (256, 16, 8),
+    (128, 16, 4),
+    (256, 32, 8),
+    (64, 32, 4),
+    (128, 64, 4),
+    (64, 64, 4),
+    (128, 128, 8),
+)
+FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4), (64, 16, 4), (32, 16, 4))  # no tensor cores
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens, features, depth  tile of Y, and of k, that a program multiplies at a time
+    group                    block rows multiplied together
+    rows_first               neighbouring programs take other block rows, not other tokens
+    swapped                  the tensor cores multiply W X.T: features are the rows, 64 at a time
+    """
+
+    tokens: int
+    features: int
+    depth: int
+    group: int
+    stages: int
+    warps: int
+    rows_first: bool
+    swapped: bool
+    path: Path
+    precision: Precision = "ieee"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The weights as the kernel reads them: blocks of whole tiles, rows of blocks by length.
+
+    values [blocks, height, width], columns [blocks + 1] so that one past the last may be read.
+    """
+
+    offsets: Tensor
+    columns: Tensor
+    values: Tensor
+    order: Tensor
+
+
+def configurations(
+    m: int, block: tuple[int, int], itemsize: int, path: Path, precision: Precision = "ieee"
+) -> list[Config]:
+    """Return what is worth trying for m tokens and r x c blocks: at most eight."""
+    r, c = block
+    row_tile, width = min(128, whole_tile(r)), whole_tile(c)
+    if without_tensor_cores(itemsize, precision):
+        plain = [(*shape, 32) for shape in FP32]
+    elif m <= 64:
+        plain = [
+            (whole_tile(m), features, 4, depth)
+            for features in (16, 32, 64, 128)
+            for depth in (64, 128)
+            if depth == 64 or width >= 128
+        ]
+    elif path == "tma":
+        shapes = (MANY_TOKENS if m > 1024 else SOME_TOKENS)[row_tile]
+        return [_swept(shape, r, width, itemsize, precision) for shape in shapes]
+    else:
+        plain = [(*s, 64) for s in BY_POINTERS if s[1] == row_tile or s[1] >= max(64, row_tile)]
+    configs = [
+        Config(
+            tokens=tokens,
+            features=features,
+            depth=deep,
+            group=max(1, features // r),
+            stages=stages(tokens, features, deep, itemsize, path, precision),
+            warps=warps,
+            rows_first=True,
+            swapped=False,
+            path=path,
+            precision=precision,
+        )
+        for tokens, features, warps, depth in plain
+        if (deep := min(width, fitting_depth(tokens, features, depth, warps, path) * 2 // itemsize))
+    ]
+    return list(dict.fromkeys(configs))
+
+
+def _swept(shape: Shape, r: int, width: int, itemsize: int, precision: Precision) -> Config:
+    """Return a configuration of the sweep, with as many stages as fit one SM."""
+    tokens, features, in_flight, warps, order = shape
+    depth = min(width, 128 // itemsize)
+    return Config(
+        tokens=tokens,
+        features=features,
+        depth=depth,
+        group=max(1, features // r),
+        stages=min(in_flight, most_stages(tokens, features, depth, itemsize)),
+        warps=warps,
+        rows_first=order.startswith("rows"),
+        swapped=order.endswith("S"),
+        path="tma",
+        precision=precision,
+    )
+
+
+def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config]:
+    """Return what a long search times: `configurations`, and the TILES that load the least.
+
+    `programs` run side by side. fp32 has no wider space: registers leave it none.
+    """
+    block = sizes.block
+    assert block is not None
+    few = configurations(sizes.m, block, itemsize, path, precision_of(sizes.dtype))
+    if itemsize == 4:
+        return few
+    depth = 128 if sizes.m <= 64 else 64
+    tiles = [
+        Config(tokens, features, deep, max(1, features // block[0]), 2, warps, True, False, path)
+        for tokens, features in product((16, 32, 64, 128, 256), (16, 32, 64, 128))
+        if tokens < 2 * sizes.m or tokens == SMALLEST_TILE
+        if (warps := 4 if tokens * features <= 128 * 128 else 8)
+        if (deep := min(whole_tile(block[1]), fitting_depth(tokens, features, depth, warps, path)))
+    ]
+    wide = [
+        replace(tile, stages=in_flight, rows_first=rows_first, swapped=swapped)
+        for tile in sorted(tiles, key=lambda tile: loaded(tile, sizes, programs))[:TILES]
+        for in_flight, rows_first, swapped in product((2, 4), (True, False), (False, True))
+        if in_flight * (tile.tokens + tile.features) * tile.depth * itemsize <= SM_BYTES
+        if not swapped or (tile.features >= 64 and path == "tma")
+    ]
+    return list(dict.fromkeys([*few, *wide]))
+
+
+def loaded(config: Config, sizes: Sizes, programs: int) -> float:
+    """Return what the byte model of _common/tuned_table.py says of random blocks.
+
+    A group of block rows has a block in 1 - (1 - density) ** group of all columns.
+    """
+    assert sizes.block is not None
+    height, width = packed_block(sizes.block, config)
+    rows = triton.cdiv(triton.cdiv(sizes.n, sizes.block[0]), config.group)
+    grid = triton.cdiv(sizes.m, config.tokens) * rows * (height // config.features)
+    columns = triton.cdiv(sizes.k, sizes.block[1]) * (1 - (1 - sizes.density) ** config.group)
+    return loads(grid, programs, columns * width, config.tokens, config.features)
+
+
+def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Program:
+    """Return the program that computes Y [m, n]."""
+    packed = packed or pack(w, config)
+    (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
+    y = x.new_empty(m, n)
+    _, height, width = packed.values.shape
+    token_tiles = triton.cdiv(m, config.tokens)
+    row_tiles = len(packed.order) * (height // config.features)
+    args = (
+        box(x, config.tokens, config.depth, config.path),
+        box(packed.values.view(-1, width), config.features, config.depth, config.path),
+        box(y, config.tokens, config.features, config.path),
+        *(packed.columns, packed.offsets, packed.order),
+        *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
+    )
+    constants = constants_of(config, height, width) | options(config.warps, config.path)
+    return Program(_multiply, (row_tiles * token_tiles,), args, constants, y)
+
+
+def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
+    """Return what the kernel is compiled for; height and width are a packed block's."""
+    return {
+        "TOKENS": config.tokens,
+        "FEATURES": config.features,
+        "DEPTH": config.depth,
+        "ROW_TILES": height // config.features,
+        "COLUMN_TILES": width // config.depth,
+        "STAGES": config.stages,
+        "ROWS_FIRST": config.rows_first,
+        "SWAPPED": config.swapped,
+        "TMA": config.path == "tma",
+        "PRECISION": config.precision,
+    }
+
+
+def packed_block(block: tuple[int, int], config: Config) -> tuple[int, int]:
+    """Return height and width of a packed block: whole tiles."""
+    r, c = block
+    height = triton.cdiv(config.group * r, config.features) * config.features
+    return height, triton.cdiv(c, config.depth) * config.depth
+
+
+def pack(w: Bsr, config: Config) -> Packed:
+    """Unite the block rows of each group and pad the blocks; no copy where neither is needed."""
+    (r, c), (height, width) = w.block, packed_block(w.block, config)
+    block_columns = triton.cdiv(w.shape[1], c)
+    block_row = torch.arange(len(w.offsets) - 1, device=w.offsets.device)
+    block_row = block_row.repeat_interleave(w.offsets.diff())
+    place = block_row // config.group * block_columns + w.columns
+    if (height, width) == (r, c) and len(w.values):
+        values = w.values
+    else:
+        place, slot = place.unique(return_inverse=True)
+        values = w.values.new_zeros(max(1, len(place)), height, width)
+        inner = values[:, : config.group * r, :c].view(len(values), config.group, r, c)
+        inner[slot, block_row % config.group] = w.values
+    rows = triton.cdiv(len(w.offsets) - 1, config.group)
+    lengths = torch.bincount(place // block_columns, minlength=rows)
+    return Packed(
+        offsets=pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        columns=pad(place % block_columns, (0, 1)).to(torch.int32),
+        values=values,
+        order=lengths.argsort(descending=True, stable=True).to(torch.int32),
+    )
+
+
+def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
+    """Pack the weights; take a table's configuration, or compile and time a few.
+
+    `path` insists on one.
+    """
+    x, w = operands.activations["x"], operands.weights["w"]
+    assert isinstance(w, Bsr)
+    path = choose_path(path, obstacle(x, w), x.device)
+    m, size = len(x), x.element_size()
+    sizes = blocked(m, *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    searched = (
+        space(sizes, size, path, multiprocessors(x.device))
+        if tuned == "wide"
+        else configurations(m, w.block, size, path, precision_of(sizes.dtype))
+    )
+    configs, by = choose("bsr_triton", Config, operands, sizes, tuned, searched, path=path)
+    packings: dict[Any, Packed] = {}
+    candidates = []
+    for config in configs:
+        layout = (config.group, *packed_block(w.block, config))
+        if layout not in packings:
+            packings[layout] = pack(w, config)
+        candidates.append(launch(x, w, config, packings[layout]))
+    best = fastest(candidates, x.device, COMPILE_THREADS)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports, tunes=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    y,
+    columns,
+    offsets,
+    order,
+    m,
+    n,
+    k,
+    r,
+    c,
+    x_stride,
+    token_tiles,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if ROWS_FIRST:
+        row_tiles = tl.num_programs(0) // token_tiles
+        tile, token = program % row_tiles, program // row_tiles * TOKENS
+    else:
+        tile, token = program // token_tiles, program % token_tiles * TOKENS
+    row = tl.load(order + tile // ROW_TILES)
+    row0 = tile % ROW_TILES * FEATURES
+    start = tl.load(offsets + row) * COLUMN_TILES
+    end = tl.load(offsets + row + 1) * COLUMN_TILES
+
+    # Pointers are a 64-bit scalar and 32-bit offsets within the tile: fewer registers.
+    tokens = tl.arange(0, TOKENS)
+    features = tl.arange(0, FEATURES)
+    lanes = tl.arange(0, DEPTH)
+    ahead = tl.load(columns + start // COLUMN_TILES)
+    total = tl.zeros((FEATURES, TOKENS) if SWAPPED else (TOKENS, FEATURES), tl.float32)
+    for i in tl.range(start, end, num_stages=STAGES):
+        column, depth = ahead * c, i % COLUMN_TILES * DEPTH
+        w_row = i // COLUMN_TILES * (ROW_TILES * FEATURES) + row0
+        if TMA:
+            x_tile = x.load([token, column + depth])
+            w_tile = w.load([w_row, depth])
+        else:
+            inside = lanes < tl.minimum(c, k - column) - depth
+            x_at = x + token.to(tl.int64) * x_stride + column + depth
+            x_at += tokens[:, None] * x_stride + lanes[None, :]
+            x_tile = tl.load(x_at, (tokens < m - token)[:, None] & inside[None, :], 0.0)
+            w_at = w + w_row.to(tl.int64) * (COLUMN_TILES * DEPTH) + depth
+            w_tile = tl.load(w_at + features[:, None] * (COLUMN_TILES * DEPTH) + lanes[None, :])
+        ahead = tl.load(columns + (i + 1) // COLUMN_TILES)
+        if SWAPPED:
+            total = tl.dot(w_tile, x_tile.T, total, input_precision=PRECISION)
+        else:
+            total = tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
+
+    if SWAPPED:
+        total = total.T
+    if TMA:
+        y.store([token, row * r + row0], total.to(y.dtype))
+    else:
+        feature = row.to(tl.int64) * r + row0
+        inside = features < tl.minimum(r - row0, n - feature)
+        y_at = y + token.to(tl.int64) * n + feature
+        y_at += tokens[:, None] * n + features[None, :]
+        mask = (tokens < m - token)[:, None] & inside[None, :]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask)
+
+
+def obstacle(x: Tensor, w: Bsr) -> str | None:
+    """Say why boxes cannot be read and written here, or None."""
+    r, c = w.block
+    if whole_tile(r) != r or whole_tile(c) != c:
+        return f"blocks of {r}x{c} are not whole tiles"
+    return odd_row(w.shape[0], x.element_size()) or misaligned(x, w.values.view(-1, c))

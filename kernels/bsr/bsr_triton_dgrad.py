@@ -1,0 +1,316 @@
+"""Gradient of a block-sparse linear layer's input in Triton: dX[m, k] = dY[m, n] @ W[n, k].
+
+One program computes a tile of dX, `tokens` x `features`, from the stored blocks of one column of
+blocks. W stays as the forward pass stores it, and its tiles are read untransposed: an index by
+columns says where the blocks of a column are.
+
+       W, stored by rows        one block column, 64 deep at a time          dY
+        +----+----+----+                    +----+                  +-----------------+
+        | b0 |    | b1 |                 r  | b0 |          tokens  |####|    |####|  |
+        +----+----+----+         ->         +----+                  +-----------------+
+        | b2 | b3 |    |                 r  | b2 |             columns of the two rows of blocks
+        +----+----+----+                    +----+
+
+Blocks that are whole tiles are copied by the tensor memory accelerator, one after the other. Any
+others are read through pointers: short ones are gathered, 64 / r to a tile, each in a slot of the
+next power of two; masks fill slots and narrow blocks up to a tile, and nothing is padded in memory.
+Columns of dY that no block of the column touches are not read, so that a NaN there stays out of dX.
+As in bsr_triton, the index runs a step ahead, and long block columns start first.
+"""
+
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.formats._format import rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.triton import (
+    COMPILE_THREADS,
+    Path,
+    Precision,
+    Program,
+    box,
+    choose_path,
+    fitting_depth,
+    misaligned,
+    most_stages,
+    odd_row,
+    options,
+    precision_of,
+    stages,
+    supports,
+    whole_tile,
+    without_tensor_cores,
+)
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+
+# By width of a tile, the default first: (tokens, stages), all of either with all of the other, each
+# in both orders of programs. From what won bsr_triton's sweep on an H200.
+BY_BOXES = {
+    16: ((256, 128), (5, 3)),
+    32: ((256, 128), (5, 3)),
+    64: ((256, 128), (5, 3)),
+    128: ((128, 64), (3, 5)),
+}
+# Likewise (tokens, warps).
+BY_POINTERS = {
+    16: ((128, 4), (256, 8), (64, 4)),
+    32: ((128, 4), (256, 8), (64, 4)),
+    64: ((128, 4), (64, 4), (128, 8)),
+    128: ((128, 8), (64, 4), (64, 8)),
+}
+SHORT = 64  # rows of blocks that a copy brings fewer of than a step can multiply
+FEW_TOKENS = 64
+NARROW = 32, 16, 64, 128  # widths of tiles for few tokens: narrow ones make more programs
+FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4))  # tokens, features, warps: no tensor cores
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens, features, depth  tile of dX, and of n, that a program multiplies at a time
+    columns_first            neighbouring programs take other block columns, not other tokens
+    """
+
+    tokens: int
+    features: int
+    depth: int
+    stages: int
+    warps: int
+    columns_first: bool
+    path: Path
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where the blocks of W are by block columns: int32, on W's device.
+
+    offsets  [block columns + 1] into the next two
+    rows     [blocks] block row of each, ascending within a block column
+    places   [blocks] which of W's values it is
+    order    [block columns] by falling number of blocks
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    places: Tensor
+    order: Tensor
+
+
+def index_of(w: Bsr) -> Index:
+    """Transpose W's index on its device; of its values, the shape counts."""
+    columns, places = w.columns.sort(stable=True)
+    starts = torch.arange(triton.cdiv(w.shape[1], w.block[1]) + 1, device=columns.device)
+    offsets = torch.searchsorted(columns, starts.to(columns.dtype), out_int32=True)
+    return Index(
+        offsets=offsets,
+        rows=rows_of(w.offsets)[places].to(torch.int32),
+        places=places.to(torch.int32),
+        order=offsets.diff().argsort(descending=True, stable=True).to(torch.int32),
+    )
+
+
+def configurations(
+    m: int, block: tuple[int, int], itemsize: int, path: Path, precision: Precision = "ieee"
+) -> list[Config]:
+    """Return what is worth trying for m tokens and r x c blocks: at most eight, default first."""
+    height, widest = whole_tile(block[0]), min(128, whole_tile(block[1]))
+    exact = without_tensor_cores(itemsize, precision)
+    depth = 16 if exact else 128 // itemsize
+    if path == "tma" and m > FEW_TOKENS and not exact:
+        return _boxes(widest, min(depth, height), itemsize, precision)
+    if exact:
+        tiles = [(tokens, min(width, widest), depth, warps) for tokens, width, warps in FP32]
+    elif m <= FEW_TOKENS:
+        tiles = [(whole_tile(m), width, depth, 4) for width in NARROW if width <= widest]
+    else:
+        tiles = [(tokens, widest, depth, warps) for tokens, warps in BY_POINTERS[widest]]
+    fitting = dict.fromkeys(
+        (tokens, width, min(deep, height) if path == "tma" else deep, warps)
+        for tokens, width, depth, warps in tiles
+        if (deep := fitting_depth(tokens, width, depth, warps, path))
+    )
+    return [
+        Config(
+            *(tokens, width, depth),
+            stages=stages(tokens, width, depth, itemsize, path, precision),
+            warps=warps,
+            columns_first=True,
+            path=path,
+            precision=precision,
+        )
+        for tokens, width, depth, warps in fitting
+    ]
+
+
+def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[Config]:
+    """Return the configurations of BY_BOXES, with as many stages as fit one SM."""
+    heights, pipelines = BY_BOXES[width]
+    configs = (
+        Config(
+            *(tokens, width, depth),
+            stages=min(in_flight, most_stages(tokens, width, depth, itemsize)),
+            warps=4,
+            columns_first=columns_first,
+            path="tma",
+            precision=precision,
+        )
+        for tokens, in_flight, columns_first in product(heights, pipelines, (True, False))
+    )
+    return list(dict.fromkeys(configs))
+
+
+def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> Program:
+    """Return the program that computes dX [m, k]; `index` is W's own, if there is one already."""
+    index = index or index_of(w)
+    (m, n), (_, k), (r, c) = dy.shape, w.shape, w.block
+    dx = dy.new_empty(m, k)
+    blocks = w.values if len(w.values) else w.values.new_zeros(1, r, c)  # TMA wants an address
+    token_tiles = triton.cdiv(m, config.tokens)
+    column_tiles = len(index.order) * triton.cdiv(c, config.features)
+    args = (
+        box(dy, config.tokens, config.depth, config.path),
+        box(blocks.view(-1, c), config.depth, config.features, config.path),
+        box(dx, config.tokens, config.features, config.path),
+        *(index.rows, index.places, index.offsets, index.order),
+        *(m, n, k, dy.stride(0), token_tiles),
+    )
+    constants = constants_of(config, w.block) | options(config.warps, config.path)
+    return Program(_multiply, (column_tiles * token_tiles,), args, constants, dx)
+
+
+def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
+    """Return what the kernel is compiled for."""
+    r, c = block
+    return {
+        "R": r,
+        "C": c,
+        "SLOT": min(triton.next_power_of_2(r), config.depth),
+        "TOKENS": config.tokens,
+        "FEATURES": config.features,
+        "DEPTH": config.depth,
+        "STAGES": config.stages,
+        "COLUMNS_FIRST": config.columns_first,
+        "TMA": config.path == "tma",
+        "PRECISION": config.precision,
+    }
+
+
+def obstacle(dy: Tensor, w: Bsr) -> str | None:
+    """Say why boxes cannot be read and written here, or None."""
+    r, c = w.block
+    if (whole_tile(r), whole_tile(c)) != (r, c):
+        return f"blocks of {r}x{c} are not whole tiles"
+    return odd_row(w.shape[1], dy.element_size()) or misaligned(dy, w.values.view(-1, c))
+
+
+def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
+    """Transpose the index; take a table's configuration, or compile and time a few.
+
+    `path` insists on one. Without it, short blocks that boxes can copy are tried gathered as well.
+    """
+    dy, w = operands.activations["dy"], operands.weights["w"]
+    assert isinstance(w, Bsr)
+    best_path, dtype = choose_path(path, obstacle(dy, w), dy.device), operands.problem["dtype"]
+    sizes, precision = (len(dy), w.block, dy.element_size()), precision_of(dtype)
+    searched = configurations(*sizes, best_path, precision)
+    either = path is None and best_path == "tma" and w.block[0] < SHORT
+    if either:
+        searched = [*searched[:4], *configurations(*sizes, "pointers", precision)]
+    shape = blocked(len(dy), *w.shape, dtype, w.block, len(w.values))
+    fixed = {} if either else {"path": best_path}
+    configs, by = choose("bsr_triton_dgrad", Config, operands, shape, tuned, searched, **fixed)
+    index = index_of(w)
+    candidates = [launch(dy, w, config, index) for config in configs]
+    best = fastest(candidates, dy.device, COMPILE_THREADS)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, supports, tunes=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    dy,
+    w,
+    dx,
+    rows,
+    places,
+    offsets,
+    order,
+    m,
+    n,
+    k,
+    dy_stride,
+    token_tiles,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    SLOT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    COLUMNS_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = DEPTH // SLOT  # a step
+    STEPS: tl.constexpr = (R + DEPTH - 1) // DEPTH  # a block; one of the two is 1
+    TILES: tl.constexpr = (C + FEATURES - 1) // FEATURES
+    program = tl.program_id(0)
+    if COLUMNS_FIRST:
+        column_tiles = tl.num_programs(0) // token_tiles
+        tile, token = program % column_tiles, program // column_tiles * TOKENS
+    else:
+        tile, token = program // token_tiles, program % token_tiles * TOKENS
+    column = tl.load(order + tile // TILES)
+    column0 = tile % TILES * FEATURES
+    start = tl.load(offsets + column)
+    end = tl.load(offsets + column + 1)
+
+    # Pointers are a 64-bit scalar and 32-bit offsets within the tile where they can be.
+    tokens = tl.arange(0, TOKENS)
+    features = tl.arange(0, FEATURES)
+    lanes = tl.arange(0, DEPTH)
+    first = start + lanes // SLOT if BLOCKS > 1 else start
+    at = first
+    row = tl.load(rows + at, at < end, 0)
+    place = tl.load(places + at, at < end, 0)
+    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    for i in tl.range(0, tl.cdiv(end - start, BLOCKS) * STEPS, num_stages=STAGES):
+        depth = i % STEPS * DEPTH
+        if TMA:
+            dy_tile = dy.load([token, row * R + depth])
+            w_tile = w.load([place * R + depth, column0])
+        else:
+            within = depth + lanes % SLOT
+            inside = (within < R) & (row * R + within < n) & (at < end)
+            dy_at = dy + token.to(tl.int64) * dy_stride
+            dy_at += tokens[:, None] * dy_stride + (row * R + within)[None, :]
+            dy_tile = tl.load(dy_at, (tokens < m - token)[:, None] & inside[None, :], 0.0)
+            w_at = w + (place.to(tl.int64) * (R * C) + within * C + column0)[:, None]
+            narrow = (features < C - column0)[None, :]
+            w_tile = tl.load(w_at + features[None, :], inside[:, None] & narrow, 0.0)
+        at = first + (i + 1) // STEPS * BLOCKS
+        row = tl.load(rows + at, at < end, 0)
+        place = tl.load(places + at, at < end, 0)
+        total = tl.dot(dy_tile, w_tile, total, input_precision=PRECISION)
+
+    if TMA:
+        dx.store([token, column * C + column0], total.to(dx.dtype))
+    else:
+        feature = column.to(tl.int64) * C + column0
+        inside = features < tl.minimum(C - column0, k - feature)
+        dx_at = dx + token.to(tl.int64) * k + feature
+        dx_at += tokens[:, None] * k + features[None, :]
+        mask = (tokens < m - token)[:, None] & inside[None, :]
+        tl.store(dx_at, total.to(dx.dtype.element_ty), mask)

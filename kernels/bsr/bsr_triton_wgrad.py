@@ -1,0 +1,315 @@
+"""Gradient of a block-sparse linear layer's weight in Triton, at its pattern: dY.T @ X in blocks.
+
+    values [blocks, r, c]  =  dY[:, rows of the block].T  @  X[:, columns of the block]
+
+One program multiplies a strip of stored blocks that are neighbours in a block row, so that they
+share dY's tile, over the tokens or an equal part of them:
+
+             dY                       X                                  dW
+         +--------+     +---------------------------+          +----+----+----+----+
+         |  |##|  |     |  |##|     |##|##|      |  |        r | #0 |    | #1 | #2 |
+  tokens |  |##|  |     |  |##|     |##|##|      |  |    ->    +----+----+----+----+
+         |  |##|  |     |  |##|     |##|##|      |  |             a strip of three
+         +--------+     +---------------------------+
+
+Blocks of 64 and more that are whole tiles make strips of one, copied by the tensor memory
+accelerator. Smaller and odd ones are gathered through pointers into a tile 64 to 256 wide, each in
+a slot of the next power of two, masks filling what they lack. A block wider or higher than a tile
+is walked in tiles.
+
+Few blocks make few programs. Then tokens are split: each part's sums are written in fp32, and a
+second kernel adds them in order, so that the result is the same at every call.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.formats._format import rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.triton import (
+    COMPILE_THREADS,
+    Path,
+    Precision,
+    Program,
+    box,
+    choose_path,
+    misaligned,
+    most_stages,
+    options,
+    precision_of,
+    supports,
+    whole_tile,
+    without_tensor_cores,
+)
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+
+WIDEST = 128  # side of a tile of blocks that are copied
+LEAST = 64  # wgmma's least height: narrower blocks are gathered
+
+Tile = tuple[int, int, int, int]  # width, tokens of 16 bits, warps, most stages
+# Of strips, by height of a tile; the default first. At most 32 elements of X a thread: where rows
+# are odd each has an address of its own, and more do not fit the registers.
+STRIPS: dict[int, tuple[Tile, ...]] = {
+    16: ((128, 64, 8, 4), (256, 32, 8, 4), (128, 32, 4, 4), (64, 32, 4, 4)),
+    32: ((128, 64, 8, 3), (256, 32, 8, 4), (128, 32, 4, 4), (64, 32, 4, 4)),
+    64: ((128, 32, 8, 4), (64, 64, 8, 3), (64, 32, 4, 4)),
+    128: ((128, 32, 8, 4), (64, 32, 8, 4)),
+}
+BOXES: tuple[Tile, ...] = ((128, 64, 4, 3), (128, 64, 4, 4), (128, 32, 4, 5), (128, 64, 8, 4))
+FP32: tuple[Tile, ...] = ((64, 32, 4, 3), (64, 32, 8, 3), (32, 32, 4, 3))  # no tensor cores
+
+PROGRAMS_A_CORE = 2  # that splitting aims at
+FEWEST_TOKENS = 256  # of a part
+PARTS = 16  # at most
+SUMMED = 1024  # elements a program of the second kernel adds
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    rows, width  tile of the blocks in a strip: of a block row, and of gathered columns
+    tokens       multiplied at a time
+    parts        that the tokens are split into
+    """
+
+    rows: int
+    width: int
+    tokens: int
+    parts: int
+    stages: int
+    warps: int
+    path: Path
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Runs of stored blocks of a block row, of one configuration's width: int32, on the device.
+
+    starts  [strips] first block
+    rows    [strips] its block row
+    """
+
+    starts: Tensor
+    rows: Tensor
+
+
+def strips_of(pattern: Bsr, config: Config) -> Strips:
+    """Cut every block row into strips; waits for the device, and depends on the index alone."""
+    length = strip_length(pattern.block, config)
+    counts = (pattern.offsets.diff() + length - 1) // length
+    firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    rows = rows_of(firsts)
+    within = torch.arange(len(rows), device=rows.device) - firsts[rows]
+    starts = pattern.offsets[rows] + within * length
+    return Strips(starts.to(torch.int32), rows.to(torch.int32))
+
+
+def strip_length(block: tuple[int, int], config: Config) -> int:
+    """Return how many blocks a strip has at most."""
+    return max(1, config.width // int(triton.next_power_of_2(block[1])))
+
+
+def configurations(
+    m: int,
+    block: tuple[int, int],
+    blocks: int,
+    itemsize: int,
+    path: Path,
+    cores: int,
+    precision: Precision = "ieee",
+) -> list[Config]:
+    """Return what is worth trying for m tokens: at most eight, the default first.
+
+    So many `blocks` of r x c are stored, and so many `cores` (multiprocessors) are to be kept busy.
+    """
+    r, c = block
+    height = min(WIDEST, whole_tile(r))
+    if without_tensor_cores(itemsize, precision):
+        height, tiles = min(height, 64), FP32
+    else:
+        tiles = BOXES if path == "tma" else STRIPS[height]
+    configs = []
+    for most, tokens, warps, pipeline in tiles:
+        width, deep = min(most, c) if path == "tma" else most, tokens * 2 // itemsize
+        held = most_stages(width, height, deep, itemsize)
+        config = Config(height, width, deep, 1, min(pipeline, held), warps, path, precision)
+        strips = triton.cdiv(blocks, strip_length(block, config))
+        programs = max(1, strips) * triton.cdiv(r, height) * triton.cdiv(c, width)
+        configs.append(replace(config, parts=_parts(m, PROGRAMS_A_CORE * cores // programs)))
+    other = 1 if configs[0].parts > 1 else _parts(m, 2)
+    return list(dict.fromkeys([*configs, replace(configs[0], parts=other)]))
+
+
+def _parts(m: int, wanted: int) -> int:
+    """Return a power of two, as near below as tokens allow."""
+    most = min(wanted, PARTS, m // FEWEST_TOKENS)
+    return 1 << (max(1, most).bit_length() - 1)
+
+
+def launch(
+    dy: Tensor, x: Tensor, pattern: Bsr, config: Config, strips: Strips | None = None
+) -> Program:
+    """Return the program that computes dW's values [blocks, r, c] at a pattern's stored blocks.
+
+    `strips` are the pattern's and the configuration's own, if there are any already.
+    """
+    strips = strips or strips_of(pattern, config)
+    (m, n), k, (r, c), blocks = dy.shape, x.shape[1], pattern.block, len(pattern.columns)
+    values = x.new_empty(blocks, r, c)
+    tiles = triton.cdiv(r, config.rows) * triton.cdiv(c, config.width)
+    part = triton.cdiv(triton.cdiv(m, config.parts), config.tokens) * config.tokens
+    parts = triton.cdiv(m, part)
+    out = x.new_empty(parts, blocks, r, c, dtype=torch.float32) if parts > 1 else values
+    args = (
+        box(dy, config.tokens, config.rows, config.path),
+        box(x, config.tokens, config.width, config.path),
+        *(out, strips.starts, strips.rows, pattern.offsets, pattern.columns),
+        *(m, n, k, dy.stride(0), x.stride(0), part, values.numel()),
+    )
+    constants = constants_of(config, pattern.block) | options(config.warps, config.path)
+    contract = Program(_contract, (len(strips.rows) * tiles, parts), args, constants, values)
+    if parts == 1:
+        return contract
+    grid = (triton.cdiv(values.numel(), SUMMED),)
+    sizes = {"PARTS": parts, "SUMMED": SUMMED}
+    return Program(_add, grid, (out, values, values.numel()), sizes, values, before=contract)
+
+
+def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
+    """Return what the kernel is compiled for."""
+    r, c = block
+    return {
+        "R": r,
+        "C": c,
+        "SLOT": min(triton.next_power_of_2(c), config.width),
+        "ROWS": config.rows,
+        "WIDTH": config.width,
+        "TOKENS": config.tokens,
+        "STAGES": config.stages,
+        "TMA": config.path == "tma",
+        "PRECISION": config.precision,
+    }
+
+
+def obstacle(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
+    """Say why boxes cannot be read here, or None."""
+    r, c = block
+    if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
+        return f"blocks of {r}x{c} are not whole tiles {LEAST} wide"
+    return misaligned(dy, x)
+
+
+def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
+    """Cut the strips; take a table's configuration, or compile and time a few.
+
+    `path` insists on one.
+    """
+    dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
+    assert isinstance(pattern, Bsr)
+    path = choose_path(path, obstacle(dy, x, pattern.block), x.device)
+    (m, dtype), blocks = (len(x), operands.problem["dtype"]), len(pattern.columns)
+    sizes = blocks, x.element_size(), path, multiprocessors(x.device)
+    searched = configurations(m, pattern.block, *sizes, precision_of(dtype))
+    shape = blocked(m, *pattern.shape, dtype, pattern.block, blocks)
+    configs, by = choose("bsr_triton_wgrad", Config, operands, shape, tuned, searched, path=path)
+    candidates = [launch(dy, x, pattern, config) for config in configs]
+    best = fastest(candidates, x.device, COMPILE_THREADS)
+    program = candidates[best]
+    gradient = replace(pattern, values=program.out)
+
+    def run() -> Bsr:
+        program()
+        return gradient
+
+    return Launch(run, asdict(configs[best]) | by, program.code)
+
+
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, supports, tunes=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _contract(  # type: ignore[no-untyped-def]
+    dy,
+    x,
+    out,
+    starts,
+    rows,
+    offsets,
+    columns,
+    m,
+    n,
+    k,
+    dy_stride,
+    x_stride,
+    part,
+    elements,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    SLOT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    ACROSS: tl.constexpr = (C + WIDTH - 1) // WIDTH  # tiles
+    TILES: tl.constexpr = (R + ROWS - 1) // ROWS * ACROSS
+    strip, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    row0, column0 = tile // ACROSS * ROWS, tile % ACROSS * WIDTH
+    start, row = tl.load(starts + strip), tl.load(rows + strip)
+    lanes = tl.arange(0, WIDTH)
+    block = start + lanes // SLOT if WIDTH > SLOT else start
+    stored = block < tl.load(offsets + row + 1)
+    column = tl.load(columns + block, stored, 0)
+    down, across = row0 + tl.arange(0, ROWS), column0 + lanes % SLOT
+    kept, filled = down < R, (across < C) & stored
+    in_dy, in_x = kept & (row * R + down < n), filled & (column * C + across < k)
+
+    # The strip is the tall side: 64 rows are wgmma's least, and a small block has fewer.
+    first = tl.program_id(1) * part
+    tokens = tl.arange(0, TOKENS)
+    total = tl.zeros((WIDTH, ROWS), tl.float32)
+    for i in tl.range(0, tl.cdiv(tl.minimum(part, m - first), TOKENS), num_stages=STAGES):
+        token = first + i * TOKENS
+        if TMA:
+            dy_tile = dy.load([token, row * R + row0])
+            x_tile = x.load([token, column * C + column0]).T
+        else:
+            inside = tokens < m - token
+            dy_at = dy + token.to(tl.int64) * dy_stride
+            dy_at += tokens[:, None] * dy_stride + (row * R + down)[None, :]
+            dy_tile = tl.load(dy_at, inside[:, None] & in_dy[None, :], 0.0)
+            # Loaded as X.T: of a tile that is turned afterwards, Ampere keeps no stages.
+            x_at = x + token.to(tl.int64) * x_stride
+            x_at += (column * C + across)[:, None] + tokens[None, :] * x_stride
+            x_tile = tl.load(x_at, in_x[:, None] & inside[None, :], 0.0)
+        total = tl.dot(x_tile, dy_tile, total, input_precision=PRECISION)
+
+    # Beyond W a block is zero, whatever a NaN within made of its padding.
+    total = tl.where(in_dy[:, None] & in_x[None, :], total.T, 0.0)
+    at = tl.program_id(1).to(tl.int64) * elements + start.to(tl.int64) * (R * C)
+    place = (block - start) * (R * C) + across
+    mask = kept[:, None] & filled[None, :]
+    sums = total.to(out.dtype.element_ty)
+    tl.store(out + at + down[:, None] * C + place[None, :], sums, mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(parts, out, elements, PARTS: tl.constexpr, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    inside = at < elements
+    total = tl.load(parts + at, inside)
+    for _ in tl.static_range(1, PARTS):
+        parts += elements
+        total += tl.load(parts + at, inside)
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)

@@ -1,0 +1,23 @@
+"""Gradient of a block-sparse linear layer's input, in CUDA C++ for Hopper: dX = dY @ W.
+
+dX[m, k] = dY[m, n] @ W[n, k] is a linear layer with the weights W.T, and bsr_wgmma.cu computes it
+from the blocks as they are stored for the forward pass: the index is transposed on the host, and
+the tensor cores read a tile of W by columns. No value is copied.
+
+    W, stored by block rows      what an item multiplies: block columns
+      ## .. ##                     ##        ..  ##
+      .. ## ##                     ..   ->   ##  ##      dX's 64 features of a slice
+"""
+
+from sparsebench.kernels._common.cuda import supports_hopper
+from sparsebench.kernels._common.tuned_table import Tuned
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr.bsr_wgmma import prepared
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Pair the columns and assign the work; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
+
+
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, supports_hopper, tunes=True)

@@ -1,0 +1,209 @@
+"""Weight gradient in BSR in CUDA C++ for Hopper: dW = dY[m, n].T @ X[m, k] where W has blocks.
+
+bsr_wgrad.cu is the kernel and draws its pipeline: TMA loads by four producer warps, wgmma by two
+warpgroups with four 64 x 64 tiles of dW each, one CTA an SM for the whole launch.
+_wgrad_schedule.py says which tiles are summed together and which CTA sums what; here are the
+choice of a configuration, the launch, and what is refused:
+
+    blocks of a multiple of 64 rows and 64 columns, fp16 or bf16; any m, n and k, edge blocks that
+    leave W (zeros there), dY and X with any row stride of a multiple of 16 bytes
+
+The sums are fp32 over all tokens, added in one order: equal operands give equal bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
+    Constants,
+    Layout,
+    Loaded,
+    Program,
+    load,
+    supports_hopper,
+    tensor_map,
+)
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._wgmma_pairs import SIDE
+from sparsebench.kernels.bsr._wgrad_schedule import work_of
+
+THREADS = 384
+SHARED_BYTES = 216 * 1024 + 1024  # the slots, and what aligning to 1024 may take
+PARTIAL = 2 * SIDE * SIDE  # sums in a column of tiles of both halves of an item, fp32
+# Maps of dy and x; loads, sums, starts, values; width; partials, counters.
+ARGUMENTS = Layout("256s", *"PPPPiPP")
+LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    depth  tokens in a step: 64, or 32 in twice as many slots
+    wide   tiles of dW that a warpgroup sums at a time: 4 or 2
+    """
+
+    depth: int
+    wide: int
+
+
+CONFIGS = tuple(Config(depth, wide) for depth in (64, 32) for wide in (4, 2))
+
+
+def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
+    """Return all of them, first those whose last worker should end soonest."""
+    ends = {
+        config: work_of(pattern, m, config.depth, config.wide, workers).last for config in CONFIGS
+    }
+    return sorted(CONFIGS, key=lambda config: ends[config])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+
+    lists     on the device: loads, sums and starts of _wgrad.Work
+    counters  int32 [partials, 2]: each launch leaves them as the next one needs them, so that the
+              launches of a plan must follow each other
+    partials  shape, fp32
+    arguments by the addresses of dy, x, values and partials, with dy's and x's strides between
+    dy, x     [m, n], [m, k];  blocks [blocks, r, c]
+    """
+
+    loaded: Loaded
+    lists: tuple[Tensor, ...]
+    counters: Tensor
+    partials: tuple[int, int]
+    arguments: Callable[..., Arguments]
+    dy: tuple[int, int]
+    x: tuple[int, int]
+    blocks: tuple[int, int, int]
+    dtype: torch.dtype
+
+
+def launch(
+    dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
+) -> Program:
+    """Return the program that computes dW's values [blocks, r, c]; the pattern's are not read.
+
+    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down.
+    """
+    if reason := refusal(dy, x, pattern):
+        raise Unsupported(reason)
+    return bind(plan(pattern, len(dy), config, watchdog=watchdog), dy, x)
+
+
+def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
+    """Divide the work and upload the lists; of the pattern's values, shape and dtype count.
+
+    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    """
+    device = pattern.offsets.device
+    work = work_of(pattern, m, config.depth, config.wide, multiprocessors(device))
+    lists = tuple(torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.starts))
+    counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
+    (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
+    constants = constants_of(config, work.tiles, dtype)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("bsr_wgrad", "sum_blocks", constants, SHARED_BYTES, device)
+
+    @lru_cache(ADDRESSES)
+    def arguments(
+        dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
+    ) -> Arguments:
+        box = config.depth, SIDE
+        maps = tensor_map(dy, (m, n), of_dy, dtype, box) + tensor_map(x, (m, k), of_x, dtype, box)
+        given = (a.data_ptr() for a in lists)
+        return ARGUMENTS(maps, *given, values, blocks[2], partials, counters.data_ptr())
+
+    loaded = Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
+    partials = work.partials, config.wide * PARTIAL
+    return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
+
+
+def bind(plan: Plan, dy: Tensor, x: Tensor) -> Program:
+    """Return the program of a plan on these operands, into values of its own."""
+    expected = plan.dy, plan.x, plan.dtype, plan.dtype
+    found = dy.shape, x.shape, dy.dtype, x.dtype
+    if found != expected:
+        raise Unsupported(f"planned for {expected}, found {found}")
+    values = x.new_empty(plan.blocks)
+    partials = x.new_empty(plan.partials, dtype=torch.float32)
+    args = plan.arguments(
+        *(dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()),
+        *(values.data_ptr(), partials.data_ptr()),
+    )
+    return Program(plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values)
+
+
+def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
+    """Return what the kernel is compiled for."""
+    return (
+        ("DEPTH", config.depth),
+        ("TILES", tiles),
+        ("WIDE", config.wide),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def refusal(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
+    """Say which of the kernel's conditions fails, if any; TMA has its own (_cuda.tensor_map)."""
+    (n, k), (r, c), dtype = pattern.shape, pattern.block, pattern.values.dtype
+    if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
+        found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
+        return f"expected fp16 or bf16 operands of one dtype, found {found}"
+    if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x) or (dy.shape[1], x.shape[1]) != (n, k):
+        found = f"shapes {list(dy.shape)} and {list(x.shape)}"
+        return f"expected dY [m, {n}] and X [m, {k}], found {found}"
+    if r % SIDE or c % SIDE or not r or not c:
+        return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
+    tiles = len(pattern.columns) * r * (c // SIDE)
+    if max(tiles, len(x) + SIDE, n + r, k + c) > LARGEST:
+        found = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        return (
+            f"expected less than 2^31 rows, columns, tokens and pieces of 64 values, found {found}"
+        )
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Divide the work; take a table's configuration, or time all four."""
+    dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
+    assert isinstance(pattern, Bsr)
+    if reason := refusal(dy, x, pattern):
+        raise Unsupported(reason)
+    blocks = len(pattern.columns)
+    sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
+    workers = multiprocessors(x.device)
+    searched = [] if operands.settled else configurations(pattern, len(x), workers)
+    configs, by = choose("bsr_wgrad", Config, operands, sizes, tuned, searched)
+    candidates = [launch(dy, x, pattern, config) for config in configs]
+    best = fastest(candidates, x.device)
+    program = candidates[best]
+    gradient = replace(pattern, values=program.out)
+
+    def run() -> Bsr:
+        program()
+        return gradient
+
+    return Launch(run, asdict(configs[best]) | by, program.code)
+
+
+KERNEL = Kernel(
+    op="linear_wgrad",
+    consumes="bsr",
+    device="cuda",
+    supports=supports_hopper,
+    prepare=prepare,
+    tunes=True,
+)

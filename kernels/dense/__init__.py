@@ -1,0 +1,1 @@
+"""Dense baselines, and the definition itself."""

@@ -1,0 +1,174 @@
+"""Dense baseline on an NVIDIA GPU: the op's definition in torch, in the problem's dtype.
+
+For `linear` that is one GEMM. torch reaches two libraries, cuBLAS and cuBLASLt, whose heuristics
+pick different kernels for one shape: both are timed in `prepare` and the faster is kept, because
+the baseline deserves its best. Accumulation is in fp32 (torch's default, in cuBLAS too).
+
+fp32 means fp32: where torch is told to use TF32 (10 bits of mantissa), the case is refused. In a
+tf32 problem each call tells torch so, and takes it back.
+
+fp8 is torch._scaled_mm, that is cuBLASLt, with scales of 1: all sums in the tensor cores' own 13
+bits (fast accumulation, what inference asks for), or moved into fp32 every few products. Both are
+right here (harness/check.py), both are timed, and the choice says which was kept. In ffn, X and h
+are clamped and cast by torch, each step a kernel of its own, and cuBLASLt scales its sums.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, silu
+
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
+from sparsebench.results.record import Problem
+
+LIBRARIES = "cublas", "cublaslt"  # as torch.backends.cuda.preferred_blas_library names them
+FP8_CAPABILITY = 8, 9
+FP8_ALIGNMENT = 16  # what cuBLASLt asks of n and k, in elements of a byte
+FP8_OPS = "linear", "ffn"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": relu,
+    "relu2": lambda z: relu(z).square(),
+}
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Refuse fp8 where it cannot run, and fp32 in a process that trades precision for speed."""
+    if problem["dtype"] == "fp8":
+        return _odd_fp8(problem) or lacks_fp8(device)
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if problem["dtype"] == "fp32" and precision == "tf32":
+        return "expected fp32 products, found torch.backends.cuda.matmul.fp32_precision = 'tf32'"
+    return None
+
+
+def lacks_fp8(device: torch.device) -> str | None:
+    """Say why a device has no products of fp8, or None."""
+    if device.type != "cuda":
+        return f"products of fp8 need an NVIDIA GPU, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        return f"products of fp8 need compute capability 8.9 or newer, found {found[0]}.{found[1]}"
+    return None
+
+
+def prepare(operands: Operands) -> Launch:
+    """Keep the fastest of the ways that there are for the dtype."""
+    weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
+    arguments = {**weights, **operands.activations}
+    if operands.problem["dtype"] == "fp8":
+        ways = [
+            Launch(
+                partial(in_fp8(operands, fast), **arguments),
+                {"library": "cublaslt", "use_fast_accum": fast},
+            )
+            for fast in (True, False)
+        ]
+    else:
+        tf32 = operands.problem["dtype"] == "tf32"
+        run = partial(operands.definition, **arguments)
+        ways = [_product(run, library, tf32) for library in LIBRARIES]
+    settled = operands.settled
+    ways = [way for way in ways if not settled or way.choice == settled]
+    return ways[fastest_product(ways, operands.device)]
+
+
+def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device) -> int:
+    """Return the index of the fastest of calls that choose a library (`preferred`)."""
+    with warnings.catch_warnings():
+        # torch says once in a process that choosing the library is experimental.
+        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
+        return fastest(calls, device)
+
+
+def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:
+    """Return the op in fp8, of FP8_OPS, as a function of its operands: what torch would launch."""
+    problem, device = operands.problem, operands.device
+    if problem.op == "linear":
+        return partial(scaled_product, fast=fast, scales=scales_on(device))
+    act, limit = ACTIVATIONS[problem["activation"]], torch.finfo(DTYPES["fp8"]).max
+    inner, outer = (scales_on(device, unit_scale(problem[size])) for size in ("k", "n"))
+
+    def quantised(z: Tensor) -> Tensor:
+        return z.clamp(-limit, limit).to(DTYPES["fp8"])  # the cast alone gives NaN beyond
+
+    def gated(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> Tensor:
+        x = quantised(x)
+        gate, up = (scaled_product(w, x, fast, scales=inner) for w in (wg, wu))
+        return scaled_product(wd, quantised(act(gate) * up), fast, scales=outer)
+
+    return gated
+
+
+def scaled_product(
+    w: Tensor,
+    x: Tensor,
+    fast: bool,
+    out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without.
+
+    `scales` of X and W, fp32 of one element each, multiply the sums; None: 1.
+    """
+    scales = scales or scales_on(x.device)
+    dtype = OUTPUTS["fp8"]
+    return torch._scaled_mm(x, w.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+
+@cache
+def scales_on(device: torch.device, of_w: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the scales of X, which is 1, and W, on the device."""
+    return torch.full((), 1.0, device=device), torch.full((), of_w, device=device)
+
+
+def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Launch:
+    def run() -> Tensor:
+        with preferred(library), tf32_products(tf32):
+            return definition()
+
+    return Launch(run, {"library": library} | ({"fp32_precision": "tf32"} if tf32 else {}))
+
+
+def _odd_fp8(problem: Problem) -> str | None:
+    """Say why cuBLASLt cannot run an fp8 problem whatever the device, or None."""
+    if problem.op not in FP8_OPS:
+        return f"expected op {' or '.join(FP8_OPS)} in fp8, found {problem.op}"
+    n, k = problem["n"], problem["k"]
+    if n % FP8_ALIGNMENT or k % FP8_ALIGNMENT:
+        return f"cuBLASLt expected n and k to be multiples of 16 in fp8, found n {n} and k {k}"
+    return None
+
+
+def tf32_products(wanted: bool) -> AbstractContextManager[None]:
+    """Let torch multiply fp32 in TF32 on a GPU, if wanted; as before afterwards."""
+    return _in_tf32() if wanted else nullcontext()
+
+
+@contextmanager
+def _in_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@contextmanager
+def preferred(library: str) -> Iterator[None]:
+    """Let torch multiply by one of the LIBRARIES; as before afterwards. Some 5 us of the host's."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+KERNEL = Kernel(op="any", consumes="dense", device="cuda", prepare=prepare, supports=supports)

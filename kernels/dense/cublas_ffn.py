@@ -1,0 +1,115 @@
+"""Gated feed-forward layer, dense, of two products: the strongest peer that libraries make.
+
+    in fp8 alone    X in e4m3                    Triton (_common/elementwise.py)
+    G | U = X @ [Wg, Wu].T                       cuBLAS or cuBLASLt, one product of 2 n features
+    H = act(G) * U, in e4m3 in fp8               Triton
+    Y = H @ Wd.T                                 cuBLAS or cuBLASLt
+
+Against cublas.py, which computes the definition step by step: X is read by one product, G and U are
+read once, and act(G) is never written. It is how servers run such a layer.
+
+For each product all ways are timed: both libraries and both layouts of the weights (W, or a copy
+of W.T), and in fp8 both accumulations; cuBLASLt alone has fp8, and on Hopper in the layout of W.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.dense import Dense
+from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
+from sparsebench.kernels._common.triton import supports as triton_supports
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels.dense import cublas
+from sparsebench.results.record import Problem
+
+Layout = Literal["rows", "columns"]
+LAYOUTS: tuple[Layout, ...] = "rows", "columns"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to multiply: `weights` as they are, or transposed; `use_fast_accum` is of fp8."""
+
+    library: str
+    weights: Layout
+    use_fast_accum: bool | None = None
+
+
+def ways(dtype: torch.dtype) -> list[Way]:
+    """Return what is worth trying."""
+    if dtype == DTYPES["fp8"]:
+        return [Way("cublaslt", "rows", fast) for fast in (True, False)]
+    return [Way(library, weights) for weights in LAYOUTS for library in cublas.LIBRARIES]
+
+
+def laid_out(w: Tensor, weights: Layout) -> Tensor:
+    """Return W.T [k, n] of W [n, k], a view of it or a copy."""
+    return w.t() if weights == "rows" else w.t().contiguous()
+
+
+def multiply(w_t: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tensor]:
+    """Return what computes X @ W.T [m, n], times `scale` in fp8, into an output of its own."""
+    fast = way.use_fast_accum
+    y = x.new_empty(len(x), w_t.shape[1], dtype=x.dtype if fast is None else OUTPUTS["fp8"])
+    if fast is not None:
+        scales = cublas.scales_on(x.device, scale)
+        return partial(cublas.scaled_product, w_t.t(), x, fast, y, scales)
+
+    def run() -> Tensor:
+        with cublas.preferred(way.library):
+            return torch.mm(x, w_t, out=y)
+
+    return run
+
+
+def prepare(operands: Operands) -> Launch:
+    """Settle both products, each alone."""
+    wg, wu, wd = (_values(operands, name) for name in ("wg", "wu", "wd"))
+    problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
+    first = [quantised(x)] if problem["dtype"] == "fp8" else []
+    x = first[0]() if first else x
+    settled = operands.settled or {}
+    gate_up, by_one = _fastest(torch.cat((wg, wu)), x, 1.0, settled.get("gate_up"))
+    how = problem["activation"], x.dtype, scale_of(problem, k)
+    between = hidden(gate_up(), *how)
+    down, by_other = _fastest(wd, between(), scale_of(problem, n), settled.get("down"))
+
+    before: list[Callable[[], object]] = [*first, gate_up, between]
+
+    def run() -> Tensor:
+        for step in before:
+            step()
+        return down()
+
+    return Launch(run, {"gate_up": by_one, "down": by_other}, between.code)
+
+
+def _fastest(
+    w: Tensor, x: Tensor, scale: float, settled: Mapping[str, Any] | None
+) -> tuple[Callable[[], Tensor], dict[str, Any]]:
+    """Return the fastest product, and its way."""
+    every = [Way(**settled)] if settled else ways(x.dtype)
+    laid = {weights: laid_out(w, weights) for weights in {way.weights for way in every}}
+    calls = [multiply(laid[way.weights], x, way, scale) for way in every]
+    best = cublas.fastest_product(calls, x.device)
+    return calls[best], asdict(every[best])
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why the libraries or Triton cannot run the problem here, or None."""
+    fp8 = problem["dtype"] == "fp8"
+    return cublas.supports(problem, device) or (None if fp8 else triton_supports(problem, device))
+
+
+def _values(operands: Operands, name: str) -> Tensor:
+    weight = operands.weights[name]
+    assert isinstance(weight, Dense)
+    return weight.values
+
+
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, supports)

@@ -1,0 +1,215 @@
+"""Gated feed-forward layer, dense, of two products: what fusing alone is worth.
+
+    H = act(X @ Wg.T) * (X @ Wu.T)      one Triton kernel: a tile of G and one of U share X's tiles,
+                                        and only their product is written
+    Y = H @ Wd.T                        cuBLAS or cuBLASLt, whichever is faster
+
+Against three products by cuBLAS it saves G and U, m n elements each, which are written and read
+again; the yardstick of kernels that use the sparsity of H, whose gain is more than that or none.
+Programs run in bands of BAND tiles of tokens, as dense_triton.py's.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.formats.dense import Dense
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.triton import (
+    COMPILE_THREADS,
+    SM_BYTES,
+    Path,
+    Program,
+    box,
+    choose_path,
+    misaligned,
+    odd_row,
+    options,
+    supports,
+)
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import cublas
+
+BAND = 8
+
+# Timed in `prepare`: (tokens, features, depth of 16 bits, stages, warps). A thread holds two sums.
+MANY_TOKENS = (
+    (128, 128, 64, 4, 8),
+    (128, 64, 64, 3, 4),
+    (128, 64, 64, 4, 8),
+    (256, 64, 64, 4, 8),
+)
+SOME_TOKENS = ((64, 32, 64, 4, 4), (64, 64, 64, 4, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 8))
+FEW_TOKENS = ((16, 64, 6, 4), (16, 128, 4, 4), (32, 64, 4, 4), (32, 128, 3, 4))  # without tokens
+BY_POINTERS = ((32, 32, 32, 3, 4), (64, 32, 32, 3, 4), (64, 64, 32, 3, 8))
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel: the tile of H, and of k, that a program multiplies at a time."""
+
+    tokens: int
+    features: int
+    depth: int
+    stages: int
+    warps: int
+    path: Path
+
+
+def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
+    """Return what is worth trying for m tokens."""
+    few = max(16, triton.next_power_of_2(m))
+    shapes: tuple[tuple[int, int, int, int, int], ...]
+    if path == "pointers" or itemsize == 4:
+        shapes = BY_POINTERS
+    elif m <= 64:
+        shapes = tuple((few, *shape) for shape in FEW_TOKENS)
+    else:
+        shapes = SOME_TOKENS if m <= 1024 else MANY_TOKENS
+    configs = [Config(*shape, path) for shape in shapes]
+    return [c for c in configs if _stage_bytes(c, itemsize) * c.stages <= SM_BYTES]
+
+
+def _stage_bytes(config: Config, itemsize: int) -> int:
+    return (config.tokens + 2 * config.features) * config.depth * itemsize
+
+
+def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> Program:
+    """Return the program that computes H [m, n]."""
+    (m, k), n = x.shape, len(wg)
+    h = x.new_empty(m, n)
+    grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
+    args = (
+        box(x, config.tokens, config.depth, config.path),
+        box(wg, config.features, config.depth, config.path),
+        box(wu, config.features, config.depth, config.path),
+        box(h, config.tokens, config.features, config.path),
+        *(m, n, k, x.stride(0)),
+    )
+    constants = constants_of(config, activation) | options(config.warps, config.path)
+    return Program(_gate_and_up, grid, args, constants, h)
+
+
+def constants_of(config: Config, activation: str) -> dict[str, Any]:
+    """Return what the kernel is compiled for."""
+    return {
+        "TOKENS": config.tokens,
+        "FEATURES": config.features,
+        "DEPTH": config.depth,
+        "BAND": BAND,
+        "STAGES": config.stages,
+        "TMA": config.path == "tma",
+        "ACTIVATION": activation,
+    }
+
+
+def prepare(operands: Operands, path: Path | None = None) -> Launch:
+    """Time a few configurations and both libraries; `path` insists on one."""
+    x = operands.activations["x"]
+    wg, wu = (_values(operands, name) for name in ("wg", "wu"))
+    obstacle = odd_row(len(wg), x.element_size()) or misaligned(x, wg, wu)
+    path = choose_path(path, obstacle, x.device)
+    configs = configurations(len(x), x.element_size(), path)
+    settled = operands.settled
+    if settled:
+        configs = [Config(**{name: settled[name] for name in asdict(configs[0])})]
+    activation = operands.problem["activation"]
+    candidates = [launch(x, wg, wu, config, activation) for config in configs]
+    best = fastest(candidates, x.device, COMPILE_THREADS)
+    hidden, y = candidates[best], torch.empty_like(x)
+
+    def product(wd: Tensor, h: Tensor) -> Tensor:
+        return torch.mm(h, wd.t(), out=y)
+
+    down = cublas.prepare(
+        replace(
+            operands,
+            weights={"wd": operands.weights["wd"]},
+            activations={"h": hidden.out},
+            definition=product,
+            settled=settled and {"library": settled["library"]},
+        )
+    )
+
+    def run() -> Tensor:
+        hidden()
+        down()
+        return y
+
+    return Launch(run, {**asdict(configs[best]), **down.choice}, hidden.code)
+
+
+def _values(operands: Operands, name: str) -> Tensor:
+    weight = operands.weights[name]
+    assert isinstance(weight, Dense)
+    return weight.values
+
+
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, supports)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_and_up(  # type: ignore[no-untyped-def]
+    x,
+    wg,
+    wu,
+    h,
+    m,
+    n,
+    k,
+    x_stride,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    program = tl.program_id(0)
+    token_tiles = tl.cdiv(m, TOKENS)
+    band = program // (BAND * tl.cdiv(n, FEATURES))
+    height = tl.minimum(BAND, token_tiles - band * BAND)
+    inner = program - band * BAND * tl.cdiv(n, FEATURES)
+    token = (band * BAND + inner % height) * TOKENS
+    feature = inner // height * FEATURES
+
+    tokens = tl.arange(0, TOKENS)
+    features = tl.arange(0, FEATURES)
+    lanes = tl.arange(0, DEPTH)
+    gate = tl.zeros((TOKENS, FEATURES), tl.float32)
+    up = tl.zeros((TOKENS, FEATURES), tl.float32)
+    for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
+        if TMA:
+            x_tile = x.load([token, depth])
+            g_tile = wg.load([feature, depth])
+            u_tile = wu.load([feature, depth])
+        else:
+            inside = (lanes < k - depth)[None, :]
+            x_at = x + token.to(tl.int64) * x_stride + depth
+            x_at += tokens[:, None] * x_stride + lanes[None, :]
+            x_tile = tl.load(x_at, (tokens < m - token)[:, None] & inside, 0.0)
+            w_at = feature.to(tl.int64) * k + depth + features[:, None] * k + lanes[None, :]
+            known = (features < n - feature)[:, None] & inside
+            g_tile = tl.load(wg + w_at, known, 0.0)
+            u_tile = tl.load(wu + w_at, known, 0.0)
+        gate = tl.dot(x_tile, g_tile.T, gate, input_precision="ieee")
+        up = tl.dot(x_tile, u_tile.T, up, input_precision="ieee")
+
+    if ACTIVATION == "silu":
+        gate = gate / (1 + tl.exp(-gate))
+    else:
+        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        if ACTIVATION == "relu2":
+            gate = gate * gate
+    hidden = gate * up
+    if TMA:
+        h.store([token, feature], hidden.to(h.dtype))
+    else:
+        h_at = token.to(tl.int64) * n + feature + tokens[:, None] * n + features[None, :]
+        mask = (tokens < m - token)[:, None] & (features < n - feature)[None, :]
+        tl.store(h + h_at, hidden.to(h.dtype.element_ty), mask)

@@ -1,0 +1,67 @@
+"""Dense baseline: the op's definition as torch.compile makes it, in the problem's dtype.
+
+In fp8 what is compiled is what cublas.py runs, with fast accumulation.
+
+Inductor fuses what stands between the products and leaves these to cuBLAS; with the mode
+max-autotune-no-cudagraphs it also times products of its own in Triton, whose epilogues take up
+what follows. Compiled in `prepare`, for these shapes alone. Whatever cannot be compiled as one
+graph is refused, with the compiler's reason: nothing runs eagerly in its place.
+"""
+
+import warnings
+from functools import partial
+from types import FunctionType
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import cublas
+from sparsebench.results.record import Problem
+
+MODES = "default", "max-autotune-no-cudagraphs"
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Refuse fp8 where cublas.py does."""
+    return cublas.supports(problem, device) if problem["dtype"] == "fp8" else None
+
+
+def prepare(operands: Operands, *, mode: str = "default") -> Launch:
+    """Compile, by a first call. Raises Unsupported."""
+    if mode not in MODES:
+        raise Unsupported(f"option mode: expected one of {', '.join(MODES)}, found {mode!r}")
+    weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
+    arguments = {**weights, **operands.activations}
+    fp8 = operands.problem["dtype"] == "fp8"
+    definition = cublas.in_fp8(operands, fast=True) if fp8 else operands.definition
+
+    def eager(**arguments: Tensor) -> Tensor:
+        return definition(**arguments)
+
+    # The compiler counts how often it has met a function's code, and gives up at eight: each
+    # problem has a copy.
+    code = FunctionType(eager.__code__.replace(), globals(), closure=eager.__closure__)
+    compiled = torch.compile(code, fullgraph=True, dynamic=False, mode=mode)
+    call = partial(compiled, **arguments)
+    tf32 = operands.problem["dtype"] == "tf32"
+
+    def run() -> Tensor:
+        with cublas.tf32_products(tf32):
+            out: Tensor = call()
+            return out
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler's own code
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise Unsupported(f"torch.compile, mode {mode}: {reason}") from error
+    return Launch(run, {"mode": mode} | ({"use_fast_accum": True} if fp8 else {}))
+
+
+KERNEL = Kernel(op="any", consumes="dense", device="any", prepare=prepare, supports=supports)

@@ -1,0 +1,281 @@
+"""Which kernel multiplies in a layer, and what of it is made once a pattern and kept.
+
+    CUDA, compute capability 9.0, fp16 or bf16,
+      blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
+      blocks of 16x16 and 32x32, n and k of 8     bsr_small, and bsr_triton_wgrad for dW
+    other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+    CPU                                           torch, dense products: a reference, not a kernel
+
+A plan is what depends on the index and the sizes: pairs of block rows, lists for the device, the
+machine code. It is made at the first call of a pattern with its number of tokens, which reads the
+index on the host, and found again by the two index tensors themselves, held weakly: plans end with
+their pattern. A later call waits for nothing. Calls of one pattern must follow each other on the
+device, as they do on one stream: bsr_wgrad counts in its plan's memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.cuda import HOPPER, supports_hopper
+from sparsebench.kernels._common.triton import Program, Template, choose_path, supports, tensor_of
+from sparsebench.kernels._common.tuned_table import blocked, lookup, multiprocessors
+from sparsebench.kernels.bsr import (
+    bsr_small,
+    bsr_triton,
+    bsr_triton_dgrad,
+    bsr_triton_wgrad,
+    bsr_wgmma,
+    bsr_wgrad,
+)
+from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
+from sparsebench.results.record import Problem
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
+FEW = 256  # tokens: too few items for 132 SMs, 11.2 µs where Triton takes 9.8 (NOTES.md)
+C = TypeVar("C")  # a kernel's dataclass of a configuration
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""(X, values) to Y, (dY, values) to dX, (dY, X) to dW's values: a new tensor at each call."""
+
+
+class Call(NamedTuple):
+    """A product of m tokens: all that a plan depends on beside the index.
+
+    shape  n and k of W;  block  r and c;  dtype  of both operands
+    """
+
+    op: Literal["linear", "dgrad", "wgrad"]
+    m: int
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    dtype: torch.dtype
+
+
+def planned(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
+    """Return the kernel of a call, planned if it is the first one of its pattern and sizes."""
+    try:
+        return _PLANS[id(offsets), id(columns)][call]
+    except KeyError:
+        made = plan(call, offsets, columns)
+    pattern = id(offsets), id(columns)
+    if pattern not in _PLANS:
+        for index in (offsets, columns):  # an id is another tensor's once its own has ended
+            finalize(index, _PLANS.pop, pattern, None)
+    _PLANS.setdefault(pattern, {})[call] = made
+    return made
+
+
+def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
+    """Plan for a pattern what was planned for another one: no later call has to."""
+    offsets, columns = old
+    for call in _PLANS.get((id(offsets), id(columns)), ()):
+        planned(call, *new)
+
+
+def require_index(
+    offsets: Tensor, columns: Tensor, shape: tuple[int, int], block: tuple[int, int]
+) -> None:
+    """Raise FormatError unless this is the index of a BSR matrix [n, k]. Reads it on the host."""
+    for name, index in (("offsets", offsets), ("columns", columns)):
+        if index.dim() != 1 or index.dtype != torch.int32 or not index.is_contiguous():
+            found = f"{index.dtype} {list(index.shape)} with strides {list(index.stride())}"
+            raise FormatError(f"{name}: expected a contiguous list of int32, found {found}")
+    checked(Bsr(shape, offsets, columns, columns.new_empty((1, 1, 1)).expand(len(columns), *block)))
+
+
+def plan(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
+    """Plan a call for the kernel that `chosen` names. Raises FormatError, Unsupported."""
+    if columns.is_cuda and torch.cuda.is_current_stream_capturing():
+        what = f"{call.op} of {call.m} tokens, {call.dtype}"
+        raise RuntimeError(f"{what}, is not planned: call it once before capturing a CUDA graph")
+    require_index(offsets, columns, call.shape, call.block)
+    # Detached: a plan that held its own key would never end. Of the values, the shape counts.
+    index = offsets.detach(), columns.detach()
+    w = Bsr(call.shape, *index, columns.new_empty((len(columns), *call.block), dtype=call.dtype))
+    return chosen(call, columns.device)(call, w)
+
+
+def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
+    """Choose whose kernels compute a call: the one place that does. Raises Unsupported."""
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        return _in_torch
+    if call.dtype not in NAMES:
+        raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {call.dtype}")
+    problem = Problem(call.op, {"dtype": NAMES[call.dtype]})
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
+    small = call.block in {(b, b) for b in bsr_small.BLOCKS} and call.op != "wgrad"
+    large = not any(side % SIDE for side in call.block) and (call.op == "wgrad" or call.m > FEW)
+    if hopper and (small or large):
+        reason, kernels = supports_hopper(problem, device), _small if small else _on_hopper
+    else:
+        reason, kernels = supports(problem, device), _in_triton
+    if reason:
+        raise Unsupported(reason)
+    return kernels
+
+
+def _on_hopper(call: Call, w: Bsr) -> Multiply:
+    x, dy = _activations(call)
+    if call.op == "wgrad":
+        if reason := bsr_wgrad.refusal(dy, x, w):
+            raise Unsupported(reason)
+        default = bsr_wgrad.configurations(w, call.m, multiprocessors(w.columns.device))[0]
+        wgrad = bsr_wgrad.plan(w, call.m, _tuned("bsr_wgrad", call, w, default))
+        return lambda dy, x: bsr_wgrad.bind(wgrad, dy, x)()
+    transposed = call.op == "dgrad"
+    if reason := bsr_wgmma.refusal(dy if transposed else x, w, transposed):
+        raise Unsupported(reason)
+    name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
+    config = _tuned(name, call, w, bsr_wgmma.configurations(call.m, w.shape[transposed])[0])
+    plan = bsr_wgmma.plan(w, call.m, config, transposed=transposed)
+    return lambda a, values: bsr_wgmma.bind(plan, a, values)()
+
+
+def _small(call: Call, w: Bsr) -> Multiply:
+    x, dy = _activations(call)
+    transposed = call.op == "dgrad"
+    if reason := bsr_small.refusal(dy if transposed else x, w, transposed):
+        raise Unsupported(reason)
+    name = "bsr_small_dgrad" if transposed else "bsr_small"
+    workers = multiprocessors(w.columns.device)
+    default = bsr_small.configurations(w, call.m, workers, transposed)[0]
+    config = _tuned(name, call, w, default)
+    plan = bsr_small.plan(w, call.m, config, transposed=transposed)
+    return lambda a, values: bsr_small.bind(plan, a, values)()
+
+
+def _in_triton(call: Call, w: Bsr) -> Multiply:
+    if call.op == "wgrad":
+        return _wgrad_in_triton(call, w)
+    return _dgrad_in_triton(call, w) if call.op == "dgrad" else _linear_in_triton(call, w)
+
+
+def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
+    (x, _), size = _activations(call), call.dtype.itemsize
+    path = choose_path(None, bsr_triton.obstacle(x, w), w.columns.device)
+    configs = bsr_triton.configurations(call.m, w.block, size, path)
+    as_stored = (c for c in configs if bsr_triton.packed_block(w.block, c) == w.block)
+    config = _tuned("bsr_triton", call, w, next(as_stored, configs[0]), path=path)
+    (packed, pack), bare = _packer(w, config), _bare(w)
+
+    def program(x: Tensor, values: Tensor) -> Program:
+        return bsr_triton.launch(x, bare, config, replace(packed, values=values))
+
+    templates = _templates(program)
+    return lambda x, values: templates(x, pack(values))
+
+
+def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
+    (_, dy), size = _activations(call), call.dtype.itemsize
+    path = choose_path(None, bsr_triton_dgrad.obstacle(dy, w), w.columns.device)
+    default = bsr_triton_dgrad.configurations(call.m, w.block, size, path)[0]
+    config = _tuned("bsr_triton_dgrad", call, w, default, path=path)
+    bare, by_columns = _bare(w), bsr_triton_dgrad.index_of(w)
+
+    def program(dy: Tensor, values: Tensor) -> Program:
+        return bsr_triton_dgrad.launch(dy, replace(bare, values=values), config, by_columns)
+
+    return _templates(program)
+
+
+def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
+    (x, dy), device, size = _activations(call), w.columns.device, call.dtype.itemsize
+    path = choose_path(None, bsr_triton_wgrad.obstacle(dy, x, w.block), device)
+    sizes = len(w.columns), size, path, multiprocessors(device)
+    default = bsr_triton_wgrad.configurations(call.m, w.block, *sizes)[0]
+    config = _tuned("bsr_triton_wgrad", call, w, default, path=path)
+    pattern, strips = _bare(w), bsr_triton_wgrad.strips_of(w, config)
+    return _templates(lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips))
+
+
+def _templates(program: Callable[[Tensor, Tensor], Program]) -> Multiply:
+    """Return what runs a program on any operands; it is made once for each pair of strides."""
+
+    @lru_cache(8)
+    def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
+        made = program(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
+        operands = (tensor_of(arg) for arg in (made.before or made).args[:2])
+        return Template([made], [t for t in operands if t is not None], [made.out])
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
+
+    return multiply
+
+
+def _packer(
+    w: Bsr, config: bsr_triton.Config
+) -> tuple[bsr_triton.Packed, Callable[[Tensor], Tensor]]:
+    """Return bsr_triton.pack's result, and what packs other values of the pattern without a wait.
+
+    The result has no values.
+    """
+    (r, c), blocks = w.block, len(w.values)
+    number = torch.arange(1, blocks + 1, dtype=torch.int32, device=w.columns.device)
+    numbered = number[:, None, None].expand(blocks, r, c).contiguous()
+    packed = bsr_triton.pack(replace(w, values=numbered), config)
+    size, index = packed.values.shape, replace(packed, values=number[:0])
+    if size == numbered.shape:
+        return index, lambda values: values
+    # Each packed block holds the numbers of the blocks that it unites, 0 where there is none.
+    found = packed.values[:, : config.group * r : r, 0]
+    slot, member = found.nonzero(as_tuple=True)
+    order = found[slot, member].argsort()
+    slot, member = slot[order], member[order]
+
+    def pack(values: Tensor) -> Tensor:
+        united = values.new_zeros(size)
+        united[:, : config.group * r, :c].view(size[0], config.group, r, c)[slot, member] = values
+        return united
+
+    return index, pack
+
+
+def _activations(call: Call) -> tuple[Tensor, Tensor]:
+    """Return X and dY without data, for what asks their shape, dtype and alignment."""
+    n, k = call.shape
+    x, dy = (torch.empty(call.m, size, dtype=call.dtype, device="meta") for size in (k, n))
+    return x, dy
+
+
+def _bare(w: Bsr) -> Bsr:
+    """Return the pattern and its block, without the memory of values."""
+    return replace(w, values=w.values.new_empty((0, *w.block)))
+
+
+def _tuned(kernel: str, call: Call, w: Bsr, default: C, **fixed: Any) -> C:
+    """Return a table's configuration of these sizes, else the default: nothing is timed."""
+    sizes = blocked(call.m, *call.shape, NAMES[call.dtype], call.block, len(w.columns))
+    found = lookup(kernel, sizes, w.columns.device, **fixed)
+    return type(default)(**found) if found else default
+
+
+def _in_torch(call: Call, w: Bsr) -> Multiply:
+    shape, index = w.shape, (w.offsets, w.columns)
+    pattern = _bare(w)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):  # what to cast, the layer has
+            return a @ b
+
+    def dense(values: Tensor) -> Tensor:
+        return Bsr(shape, *index, values).to_dense()
+
+    if call.op == "linear":
+        return lambda x, values: product(x, dense(values).T)
+    if call.op == "dgrad":
+        return lambda dy, values: product(dy, dense(values))
+    return lambda dy, x: pattern.sample(product(dy.T, x)).values
+
+
+_PLANS: dict[tuple[int, int], dict[Call, Multiply]] = {}  # by the ids of offsets and columns

@@ -1,0 +1,160 @@
+"""The product of a layer of 2:4 hybrid weights (spense.py), as an operator of torch.
+
+    Y [m, n]  = X [m, k] @ W.T              linear; Y times W's and X's scales if W is fp8
+    H [m, h]  = act(X @ Wg.T) * (X @ Wu.T)  linear with an activation; W is gate and up, [2 h, k]
+
+The operator is opaque to torch.compile, and a captured CUDA graph holds its kernels alone. A plan
+assigns the work of a shape: it is made once, and kept, for whole tiles of tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common import elementwise
+from sparsebench.kernels._common.tuned_table import Sizes, lookup
+from sparsebench.kernels.nn._bsr_autograd import readable
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense.spense_ffn import parted
+from sparsebench.kernels.spense.spense_wgmma import Scales
+from sparsebench.results.record import Problem
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # in the order that state dicts have
+LARGEST = 448  # of e4m3
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
+
+
+def eager(
+    x: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    activation: str | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Return Y [m, n] of X [m, k]; `rows` and `columns` of W are sparse. Raises Unsupported.
+
+    With an activation W is gate and up, as spense_ffn.py orders them, and Y is H [m, n / 2]. With a
+    scale W is fp8, and so is H.
+    """
+    w = Spense((n, k), x.dtype if scale is None else E4M3, (rows, columns), sparse, dense)
+    if not x.device == sparse.device == dense.device:
+        raise Unsupported(f"expected inputs on {sparse.device}, found {x.device}")
+    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
+        raise Unsupported(f"expected fp32 scales [{n}], found {scale.dtype} {list(scale.shape)}")
+    if x.device.type == "cpu":
+        with torch.autocast("cpu", enabled=False):
+            return _in_torch(x, w, activation, scale)
+    if not len(x):
+        return _empty(x, n, activation, scale)
+    with torch.cuda.device_of(x):
+        x = readable(x)
+        read = x if x.dtype == w.dtype else x.new_empty(x.shape, dtype=w.dtype)
+        plan = _planned(read, w, activation)
+        tokens = None if read is x else elementwise.scaled(x, read)
+        return spense_wgmma.bind(plan, read, w, Scales(scale, tokens))()
+
+
+def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
+    """Return Y or H on a CPU; of fp8 by sums in fp32, as on a GPU."""
+    if scale is None:
+        y = x @ w.to_dense().T
+    else:
+        x, tokens = rounded_by_row(x) if x.dtype != E4M3 else (x, x.new_ones(1, dtype=scale.dtype))
+        y = x.float() @ w.to_dense().float().T * scale * tokens[:, None]
+    if activation is None:
+        return y if scale is None else y.to(BF16)
+    gate, up = parted(y.T)
+    h = (ACTIVATIONS[activation](gate) * up).T.contiguous()
+    return h if scale is None else h.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:
+    """Return Y or H without its elements."""
+    kind = x.dtype if scale is None else E4M3 if activation else BF16
+    return x.new_empty(x.shape[0], n // 2 if activation else n, dtype=kind)
+
+
+linear = torch.library.custom_op("sparsebench::spense_linear", eager, mutates_args=())
+
+
+@linear.register_fake
+def _(
+    x: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    activation: str | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    return _empty(x, n, activation, scale)
+
+
+def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3 and the fp32 scale of each row, whose largest element is 448."""
+    wide = matrix.float()
+    scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # of zeros, too
+    return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+# ---- plans ----
+
+
+class Call(NamedTuple):
+    """All that a configuration depends on, and, with m of whole tiles of tokens, a plan."""
+
+    m: int
+    shape: tuple[int, int]
+    sparse_shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    activation: str | None
+
+
+def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmma.Plan:
+    """Return the plan of X and W, made if it is the first of its tiles. Raises Unsupported."""
+    m, (n, k) = len(x), w.shape
+    call = Call(m, w.shape, w.sparse_shape, w.dtype, x.device, activation)
+    config = _configured(call)
+    tiles = -(-m // config.tokens)
+    key = call._replace(m=tiles * config.tokens), config
+    if key not in _PLANS:
+        reason = spense_wgmma.supports(Problem("linear", {"dtype": NAMES[x.dtype]}), x.device)
+        if reason := reason or spense_wgmma.refusal(x, w, activation):
+            raise Unsupported(reason)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            what = f"{m} tokens of {n} x {k} are not planned"
+            raise RuntimeError(f"{what}: call the layer once before capturing a CUDA graph")
+        _PLANS[key] = spense_wgmma.plan(w, key[0].m, config, activation=activation)
+    return replace(_PLANS[key], x=(m, k), y=(m, n // 2 if activation else n))
+
+
+@lru_cache(4096)
+def _configured(call: Call) -> spense_wgmma.Config:
+    """Return a table's configuration of these sizes, else the default: nothing is timed."""
+    (n, k), (rows, columns) = call.shape, call.sparse_shape
+    density = 1 - rows * columns / (2 * n * k)
+    sizes = Sizes(call.m, n, k, NAMES[call.dtype], None, density)
+    found = lookup("spense_wgmma", sizes, call.device)
+    return spense_wgmma.Config(**found) if found else spense_wgmma.configurations(call.m)[0]
+
+
+_PLANS: dict[tuple[Call, spense_wgmma.Config], spense_wgmma.Plan] = {}

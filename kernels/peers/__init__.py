@@ -1,0 +1,1 @@
+"""Sparse kernels of other libraries, each at its best."""

@@ -1,0 +1,182 @@
+"""What the cuSPARSE peers share: Y.T[n, m] = W[n, k] @ X.T[k, m] by cusparseSpMM.
+
+The library reads and writes dense matrices by rows or by columns, and a wrong choice costs 10x
+(CSR on an H200, 4096³, bf16, a tenth stored: 1.9 ms by rows, 21.6 ms by columns). So every
+layout is tried with every algorithm of the format, transpositions timed inside the launch:
+
+    X.T  columns     X as it lies: column-major, leading dimension k
+         transposed  X as it lies: op(B) = transpose of row-major X
+         rows        X.T row-major, copied by the launch
+    Y.T  columns     Y as it must leave: column-major, leading dimension n
+         rows        Y.T row-major, transposed back by the launch
+
+First on few tokens, where a bad choice costs little; the rest at full size. Sums are in fp32.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; through nvmath-python's bindings.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._kernel import Launch, Operands, Output
+from sparsebench.results.record import Problem
+
+CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # library_types.h
+X_LAYOUTS = "columns", "transposed", "rows"
+Y_LAYOUTS = "columns", "rows"
+SETTING = "algorithm", "x_layout", "y_layout"
+FEW_TOKENS = 128
+HOPELESS = 3.0  # times the fastest on few tokens
+ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+Plan = tuple[dict[str, Any], Callable[[], Output]]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """W as cuSPARSE takes it.
+
+    shape       rows and columns, padded to whole blocks
+    algorithms  names in nvmath's SpMMAlg
+    describe    () to a new descriptor, whose arrays the closure keeps alive
+    """
+
+    shape: tuple[int, int]
+    algorithms: tuple[str, ...]
+    describe: Callable[[], int]
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Ask for an NVIDIA GPU and the bindings."""
+    if problem["dtype"] == "fp8":
+        return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
+    if device.type != "cuda":
+        return f"cuSPARSE expected an NVIDIA GPU, found device {device}"
+    if not find_spec("nvmath"):
+        return "needs nvmath-python: pip install 'sparsebench[gpu]'"
+    return None
+
+
+def prepare(w: Weight, operands: Operands) -> Launch:
+    """Keep the fastest of the layouts and algorithms that the library accepts."""
+    from nvmath.bindings import cusparse
+
+    x, n = operands.activations["x"], operands.weights["w"].shape[0]
+    settled = operands.settled
+    if settled:
+        settings = [tuple(settled[name] for name in SETTING)]
+    else:
+        every = product(w.algorithms, X_LAYOUTS, Y_LAYOUTS)
+        settings = screened(every, partial(plan, w, x[:FEW_TOKENS], n))
+    plans = [plan(w, x, n, *setting) for setting in settings]
+    choice, call = plans[fastest([call for _, call in plans], x.device)]
+    return Launch(call, {**choice, "cusparse": cusparse.get_version(library_handle())})
+
+
+def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
+    """Describe, preprocess and allocate one way to multiply; a cuSPARSEError refuses it."""
+    from nvmath.bindings import cusparse
+
+    handle, stage = library_handle(), stage_for(x, w.shape[1], turned=x_layout == "rows")
+    transposed = x_layout == "transposed"  # cusparseOperation_t: 1 is transpose, 0 is not
+
+    def new_y() -> Tensor:  # holding w, it keeps the arrays of W alive
+        if y_layout == "columns":
+            return x.new_empty(len(x), w.shape[0])
+        return x.new_empty(w.shape[0], len(x)).t()
+
+    y = new_y()
+    y_descriptor = describe_dense(y.t())
+    # Descriptors are some hundred bytes of host memory and live as long as the process.
+    arguments = (
+        *(handle, 0, int(transposed), ONE.ctypes.data, w.describe()),
+        *(describe_dense(stage if transposed else stage.t()), ZERO.ctypes.data, y_descriptor),
+        *(CUDA_TYPES[torch.float32], cusparse.SpMMAlg[algorithm]),
+    )
+    cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
+    size = cusparse.sp_mm_buffer_size(*arguments)
+    workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=x.device)
+    # Without effect but for CSR_ALG1 and CSR_ALG3; ties W's descriptor to this workspace.
+    cusparse.sp_mm_preprocess(*arguments, workspace.data_ptr())
+
+    def run() -> Tensor:
+        if stage is not x:
+            stage[:, : x.shape[1]].copy_(x)
+        y = new_y()
+        cusparse.dn_mat_set_values(y_descriptor, y.data_ptr())
+        cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
+        cusparse.sp_mm(*arguments, workspace.data_ptr())
+        return y[:, :n].contiguous()
+
+    choice = dict(zip(SETTING, (algorithm, x_layout, y_layout), strict=True))
+    return {**choice, "workspace_bytes": size}, run
+
+
+def stage_for(x: Tensor, columns: int, *, turned: bool) -> Tensor:
+    """Return X itself, or where the launch copies it: [m, columns], zero beyond k.
+
+    `turned` is column-major, and always a copy.
+    """
+    if turned:
+        return x.new_zeros(columns, len(x)).t()
+    return x if x.shape[1] == columns else x.new_zeros(len(x), columns)
+
+
+def describe_dense(matrix: Tensor) -> int:
+    """Describe a dense matrix, row-major if its rows are contiguous, else column-major."""
+    from nvmath.bindings import cusparse
+
+    rows, columns = matrix.shape
+    row_major = matrix.is_contiguous()
+    order = cusparse.Order.ROW if row_major else cusparse.Order.COL
+    leading = columns if row_major else rows
+    pointer, dtype = matrix.data_ptr(), CUDA_TYPES[matrix.dtype]
+    return int(cusparse.create_dn_mat(rows, columns, leading, pointer, dtype, order))
+
+
+def screened(
+    settings: Iterable[tuple[str, ...]], few_tokens: Callable[..., Plan]
+) -> list[tuple[str, ...]]:
+    """Return the accepted settings that are not hopeless on a few tokens."""
+    from nvmath.bindings import cusparse
+
+    timed, refusal = [], None
+    for setting in settings:
+        try:
+            _, call = few_tokens(*setting)
+            timed.append((_least_s(call), setting))
+        except cusparse.cuSPARSEError as error:
+            refusal = error
+    if not timed:
+        raise Unsupported(f"cuSPARSE refuses every layout and algorithm: {refusal}")
+    bound = HOPELESS * min(timed)[0]
+    return [setting for seconds, setting in timed if seconds <= bound]
+
+
+def _least_s(call: Callable[[], Output]) -> float:
+    """Return the least of three times, launch included: enough to tell what is hopeless."""
+    times = []
+    for _ in range(1 + 3):
+        start = perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(perf_counter() - start)
+    return min(times[1:])
+
+
+@cache
+def library_handle() -> int:
+    """Return the process's cuSPARSE handle."""
+    from nvmath.bindings import cusparse
+
+    return int(cusparse.create())

@@ -1,0 +1,100 @@
+"""What the cuSPARSE weight gradients share: dW[n, k] = dY.T[n, m] @ X[m, k] by cusparseSDDMM.
+
+The library has one algorithm and reads dense matrices by rows or by columns; every layout is tried,
+transpositions timed inside the launch:
+
+    dY.T  columns     dY as it lies: column-major, leading dimension n
+          transposed  dY as it lies: op(A) = transpose of row-major dY
+          rows        dY.T row-major, copied by the launch
+    X     rows        X as it lies: row-major, leading dimension k
+          transposed  X as it lies: op(B) = transpose of column-major X.T
+          columns     X column-major, copied by the launch
+
+First on few tokens, where a bad choice costs little; the rest at full size. Sums are in fp32.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM; through nvmath-python's bindings.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.peers import _cusparse
+from sparsebench.kernels.peers._cusparse import ONE, ZERO, Plan, describe_dense, stage_for
+
+TRANSPOSED = "transposed"
+DY_LAYOUTS = "columns", TRANSPOSED, "rows"
+X_LAYOUTS = "rows", TRANSPOSED, "columns"
+SETTING = "dy_layout", "x_layout"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What the gradient is packed like, as cuSPARSE takes it.
+
+    packed    in our format; its arrays live as long as this
+    shape     rows and columns, padded to whole blocks
+    describe  () to a new descriptor
+    """
+
+    packed: Bsr | Csr
+    shape: tuple[int, int]
+    describe: Callable[[], int]
+
+
+def prepare(pattern: Pattern, operands: Operands) -> Launch:
+    """Keep the fastest of the layouts that the library accepts."""
+    from nvmath.bindings import cusparse
+
+    dy, x, settled = operands.activations["dy"], operands.activations["x"], operands.settled
+    if settled:
+        settings = [tuple(settled[name] for name in SETTING)]
+    else:
+        few = dy[: _cusparse.FEW_TOKENS], x[: _cusparse.FEW_TOKENS]
+        every = product(DY_LAYOUTS, X_LAYOUTS)
+        settings = _cusparse.screened(every, partial(plan, pattern, *few))
+    plans = [plan(pattern, dy, x, *setting) for setting in settings]
+    choice, call = plans[fastest([call for _, call in plans], x.device)]
+    version = cusparse.get_version(_cusparse.library_handle())
+    return Launch(call, {**choice, "cusparse": version})
+
+
+def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:
+    """Describe, preprocess and allocate one way to multiply; a cuSPARSEError refuses it."""
+    from nvmath.bindings import cusparse
+
+    handle, descriptor = _cusparse.library_handle(), pattern.describe()
+    staged_dy = stage_for(dy, pattern.shape[0], turned=dy_layout == "rows")
+    staged_x = stage_for(x, pattern.shape[1], turned=x_layout == "columns")
+    flips = dy_layout == TRANSPOSED, x_layout == TRANSPOSED
+    a, b = staged_dy if flips[0] else staged_dy.t(), staged_x.t() if flips[1] else staged_x
+    arguments = (
+        *(handle, *map(int, flips), ONE.ctypes.data, describe_dense(a), describe_dense(b)),
+        *(ZERO.ctypes.data, descriptor, _cusparse.CUDA_TYPES[torch.float32]),
+        cusparse.SDDMMAlg.DEFAULT,
+    )
+    size = np.zeros(1, np.uint64)
+    cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
+    cusparse.sddmm_buffer_size(*arguments, size.ctypes.data)
+    workspace = torch.empty(max(int(size[0]), 1), dtype=torch.uint8, device=x.device)
+    cusparse.sddmm_preprocess(*arguments, workspace.data_ptr())
+
+    def run() -> Bsr | Csr:
+        for given, staged in ((dy, staged_dy), (x, staged_x)):
+            if staged is not given:
+                staged[:, : given.shape[1]].copy_(given)
+        values = torch.empty_like(pattern.packed.values)
+        cusparse.sp_mat_set_values(descriptor, values.data_ptr())
+        cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
+        cusparse.sddmm(*arguments, workspace.data_ptr())
+        return replace(pattern.packed, values=values)
+
+    return {"dy_layout": dy_layout, "x_layout": x_layout, "workspace_bytes": int(size[0])}, run

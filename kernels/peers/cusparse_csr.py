@@ -1,0 +1,33 @@
+"""CSR by cuSPARSE: cusparseSpMM on CUDA cores, the fastest of its algorithms and layouts.
+
+Needs an NVIDIA GPU and nvmath-python. fp16, bf16 and fp32; sums in fp32; 32-bit indices.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_CSR_ALG1 to ALG3.
+"""
+
+from functools import partial
+
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _cusparse
+
+ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
+
+
+def prepare(operands: Operands) -> Launch:
+    """Choose algorithm and layouts by trying."""
+    w = operands.weights["w"]
+    assert isinstance(w, Csr)
+    return _cusparse.prepare(_cusparse.Weight(w.shape, ALGORITHMS, partial(describe, w)), operands)
+
+
+def describe(w: Csr) -> int:
+    """Return a new descriptor; it does not keep the arrays alive."""
+    from nvmath.bindings import cusparse
+
+    int32, base = cusparse.IndexType.INDEX_32I, cusparse.IndexBase.ZERO
+    types = int32, int32, base, _cusparse.CUDA_TYPES[w.values.dtype]
+    arrays = (a.data_ptr() for a in (w.offsets, w.columns, w.values))
+    return int(cusparse.create_csr(*w.shape, len(w.values), *arrays, *types))
+
+
+KERNEL = Kernel("linear", "csr", "cuda", prepare, _cusparse.supports)

@@ -1,0 +1,131 @@
+"""2:4 sparse weights by NVIDIA's cuSPARSELt, through torch: Y.T[n, m] = W[n, k] @ X.T[k, m].
+
+W comes first, and is compressed to values and metadata in an order of the library's own. The other
+two have two layouts each, and each pair of layouts algorithms of its own:
+
+    X.T  columns  X as it lies              Y.T  columns  Y as it must leave
+         rows     X.T, copied by the launch      rows     Y.T, transposed back by the launch
+
+For each pair the library searches; its finds and its default are timed, and the fastest is kept. In
+fp16 the search of 0.8.0 ends in an internal error, on Hopper: there the algorithms that run are
+timed, by their numbers. Without a search (search: false) it is the default on X and Y as they are,
+which is what torch.sparse.to_sparse_semi_structured calls.
+
+The library takes any matrix for a 2:4 one and multiplies it wrongly: it is given those alone that
+formats/spense.py has checked. Each call plans anew, 0.4 to 2 ms of the host's time, and in fp16 up
+to 0.35 s (0.8.0, suite spense-calls): it is for CUDA graphs.
+Source: docs.nvidia.com/cuda/cusparselt; torch's ATen/native/sparse/cuda/cuSPARSELtOps.cpp.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels.dense.cublas import lacks_fp8
+from sparsebench.results.record import Problem
+
+Layout = Literal["columns", "rows"]
+LAYOUTS: tuple[Layout, ...] = "columns", "rows"
+MULTIPLES = {"fp16": (8, 16), "bf16": (8, 16), "fp8": (16, 32)}  # of m, and of n and k
+FP16_ALGORITHMS = 12, 16, 19, 20  # of 0.8.0: run on Hopper from 16 tokens to 2048
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to call the library; its defaults are the library's."""
+
+    x_layout: Layout = "columns"
+    y_layout: Layout = "columns"
+    algorithm: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Ask for sizes that the library takes, and for the library."""
+    dtype, m, n, k = (problem[field] for field in ("dtype", "m", "n", "k"))
+    if dtype not in MULTIPLES:
+        return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
+    tokens, side = MULTIPLES[dtype]
+    if m % tokens or n % side or k % side:
+        expected = f"m in multiples of {tokens}, n and k of {side} in {dtype}"
+        return f"cuSPARSELt expected {expected}, found m {m}, n {n} and k {k}"
+    if not torch.backends.cusparselt.is_available():
+        return "torch was built without cuSPARSELt"
+    return lacks_fp8(device) if dtype == "fp8" else None
+
+
+def prepare(operands: Operands, *, search: bool = True) -> Launch:
+    """Compress W and keep the fastest way; `search: false` takes the default."""
+    w = operands.weights["w"]
+    assert isinstance(w, Spense)
+    if w.sparse_shape != w.shape:
+        found = f"{list(w.sparse_shape)} of {list(w.shape)}: the rest is for cusparselt_hybrid"
+        raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
+    return product_of(w.to_dense(), operands.activations["x"], search, operands.settled)
+
+
+def product_of(w: Tensor, x: Tensor, search: bool, settled: Mapping[str, Any] | None) -> Launch:
+    """Y [m, n] of a contiguous W [n, k] that is 2:4 and X [m, k], whose rows may be apart."""
+    compressed = torch._cslt_compress(w)
+    if settled:
+        way = Way(**{name: settled[name] for name in asdict(Way())})
+        return Launch(partial(multiply, compressed, x, way), settled)
+    ways = [Way()]
+    if search and w.dtype == torch.float16:
+        ways += [Way(*at) for at in product(LAYOUTS, LAYOUTS, FP16_ALGORITHMS)]
+    elif search:
+        ways += _searched(compressed, x)
+    calls = [partial(multiply, compressed, x, way) for way in ways]
+    best = fastest(calls, x.device)
+    version = {"candidates": len(ways), "cusparselt": torch.backends.cusparselt.version()}
+    return Launch(calls[best], asdict(ways[best]) | version)
+
+
+def multiply(compressed: Tensor, x: Tensor, way: Way) -> Tensor:
+    """Y [m, n], contiguous."""
+    y = torch._cslt_sparse_mm(
+        compressed,
+        _laid_out(x, way.x_layout),
+        out_dtype=_output(x),
+        transpose_result=way.y_layout == "columns",
+        alg_id=way.algorithm,
+        split_k=way.split_k,
+        split_k_mode=way.split_k_mode,
+    )
+    return y if way.y_layout == "columns" else y.t().contiguous()
+
+
+def _searched(compressed: Tensor, x: Tensor) -> Iterator[Way]:
+    """Yield what the library finds for each pair of layouts; where it finds nothing, nothing."""
+    for x_layout, y_layout in product(LAYOUTS, LAYOUTS):
+        turned = _laid_out(x, x_layout)
+        try:
+            found = torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
+                compressed, turned, None, None, _output(x), y_layout == "columns"
+            )
+        except RuntimeError:
+            continue
+        yield Way(x_layout, y_layout, *found[:3])
+
+
+def _laid_out(x: Tensor, layout: Layout) -> Tensor:
+    """X.T [k, m]; contiguous in one layout or the other, since the library is told no stride."""
+    return x.contiguous().t() if layout == "columns" else x.t().contiguous()
+
+
+def _output(x: Tensor) -> torch.dtype | None:
+    """Return the output's dtype where the library has a choice: of 8 bits alone."""
+    return OUTPUTS["fp8"] if x.dtype == DTYPES["fp8"] else None
+
+
+KERNEL = Kernel("linear", "spense", "cuda", prepare, supports)

@@ -1,0 +1,21 @@
+"""CSR on the CPU by scipy.sparse: one thread, fp32, one axpy of m elements a non-zero.
+
+Source: scipy/sparse/sparsetools/csr.h, csr_matvecs.
+"""
+
+from scipy import sparse
+
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _scipy
+
+
+def prepare(operands: Operands) -> Launch:
+    """Hand scipy the format's own arrays, without a copy."""
+    w = operands.weights["w"]
+    assert isinstance(w, Csr)
+    arrays = w.values.numpy(), w.columns.numpy(), w.offsets.numpy()
+    return _scipy.launch(sparse.csr_array(arrays, shape=w.shape), operands)
+
+
+KERNEL = Kernel("linear", "csr", "cpu", prepare, _scipy.supports)

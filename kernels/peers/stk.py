@@ -1,0 +1,85 @@
+"""STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128, the faster of its two layouts.
+
+    dds   Y = X @ W.T        a tile of Y from a block row of W; X and Y as they lie
+    dsd   Y.T = W @ X.T      X.T read as a view of X; the launch transposes Y.T, which is copied
+
+STK (Gale et al. 2022, MegaBlocks) has no more to choose: tiles of 128 x 128 x 32, four warps, four
+stages. fp16 or bf16; m, n and k multiples of 128; n and k at most 32768, since its int16 indices
+times 128 overflow beyond (stanford-futuredata/stk pull request 17); activations and output of less
+than 2^31 elements, its offsets being int32. Blocks are used as they are stored.
+Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+SIDE = 128
+LARGEST = 2**15  # of n and k
+ELEMENTS = 2**31  # of activations and output, less than
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Ask for an NVIDIA GPU, STK (not the chemistry package of the same import name) and sizes."""
+    if device.type != "cuda":
+        return f"expected an NVIDIA GPU, found device {device}"
+    if problem["dtype"] not in ("fp16", "bf16"):
+        return f"STK expected fp16 or bf16, found {problem['dtype']}"
+    m, n, k = (problem[size] for size in "mnk")
+    if any(size % SIDE for size in (m, n, k)):
+        return f"STK expected m, n and k to be multiples of {SIDE}, found {m}, {n} and {k}"
+    if max(n, k) > LARGEST or m * max(n, k) >= ELEMENTS:
+        return (
+            f"STK expected n and k of at most {LARGEST} and less than 2^31 elements of activations "
+            f"and output, found m {m}, n {n}, k {k}"
+        )
+    try:
+        version("stanford-stk")
+    except PackageNotFoundError:
+        return "needs STK: pip install stanford-stk"
+    return None
+
+
+def prepare(operands: Operands) -> Launch:
+    """Hand STK the format's arrays and time its two layouts."""
+    w = operands.weights["w"]
+    assert isinstance(w, Bsr)
+    return multiplied(operands, operands.activations["x"], matrix(w), transposed=True)
+
+
+def matrix(w: Bsr) -> Any:
+    """Return W as STK's matrix, which sorts a transposed index here. Raises Unsupported."""
+    if w.block != (SIDE, SIDE):
+        r, c = w.block
+        raise Unsupported(f"STK expected blocks of {SIDE}x{SIDE}, found {r}x{c}")
+    import stk
+
+    rows, columns = rows_of(w.offsets).to(torch.int16), w.columns.to(torch.int16)
+    return stk.Matrix(w.shape, w.values, rows, columns, w.offsets)
+
+
+def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> Launch:
+    """Return the faster layout of X @ W.T if transposed, else of X @ W."""
+    from stk import ops
+
+    right, left = (w.t(), w) if transposed else (w, w.t())
+    layouts: dict[str, Callable[[], Tensor]] = {
+        "dds": lambda: ops.dds(x, right),
+        "dsd": lambda: ops.dsd(left, x.t()).t().contiguous(),
+    }
+    names = [operands.settled["layout"]] if operands.settled else list(layouts)
+    best = names[fastest([layouts[name] for name in names], operands.device)]
+    return Launch(layouts[best], {"layout": best})
+
+
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports)

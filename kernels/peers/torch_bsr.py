@@ -1,0 +1,133 @@
+"""PyTorch's own BSR product on an NVIDIA GPU: its Triton kernel, as shipped or tuned.
+
+    as shipped   torch.nn.functional.linear(x, bsr): tile parameters from torch's table, which
+                 holds the A100 only; elsewhere one stage, four warps and r tokens a tile
+    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters found here
+
+Both write Y.T as a view of the token-major Y and read X.T as a view of X; tuned, the launch copies
+X.T first where the kernel gains more than the copy costs.
+
+Blocks are powers of two of at least 16 that divide n and k; as shipped they are square and r
+divides m. Elsewhere torch gathers rows and multiplies in fp32 without a word, or fails: refused.
+fp32 runs without tensor cores, TF32 being off; so do tf32 problems, exactly.
+Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
+"""
+
+import warnings
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+TOKEN_TILES = 16, 32, 64, 128, 256
+WIDEST = 3  # token tiles tried: the widest that divide m, and torch's own
+STAGES_AND_WARPS = (1, 4), (2, 4), (3, 4), (4, 4), (3, 8)
+UNROLLED = 2**20  # fp32 multiply-adds a tile; all are unrolled, and more take minutes to compile
+GROUPS = 1, 4, 8  # block rows visited together, for the L2 cache
+TORCH_GROUP = 4  # torch's default
+COMPILERS = 8  # threads that compile
+
+Plan = tuple[dict[str, Any], Callable[[], Tensor]]
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Ask for an NVIDIA GPU."""
+    if problem["dtype"] == "fp8":
+        return "torch's BSR product expected 16 or 32 bits, found fp8"
+    return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"
+
+
+def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
+    """Hand torch the format's arrays; with `tuned`, search its kernel's parameters."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Bsr)
+    if reason := refusal(w, len(x), tuned):
+        raise Unsupported(reason)
+    with warnings.catch_warnings():
+        # Once a process that BSR is beta, once a shape that the table lacks this GPU.
+        warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+        warnings.filterwarnings("ignore", message=".*non-optimal triton kernel parameters")
+        bsr = torch.sparse_bsr_tensor(
+            w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
+        )
+        if tuned:
+            settled = dict(operands.settled or {})
+            copied = settled.pop("x_copied", False)
+            choice, run = _plan(bsr, x, settled, copied) if settled else _tuned(bsr, x, w.block)
+            return Launch(run, choice)
+        launch = Launch(lambda: torch.nn.functional.linear(x, bsr).contiguous())
+        launch()
+        return launch
+
+
+def refusal(w: Bsr, m: int, tuned: bool) -> str | None:
+    """Say which of torch's conditions fails, if any."""
+    if reason := block_refusal(w):
+        return reason
+    r, c = w.block
+    if not tuned and r != c:
+        return f"torch expected square blocks, found {r}x{c}"
+    tile = TOKEN_TILES[0] if tuned else r
+    return f"torch expected a multiple of {tile} tokens, found {m}" if m % tile else None
+
+
+def block_refusal(w: Bsr) -> str | None:
+    """Say which of the conditions fails that all of torch's BSR kernels have, if any."""
+    (n, k), (r, c) = w.shape, w.block
+    if any(side < 16 or side & (side - 1) for side in (r, c)):
+        return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
+    if n % r or k % c:
+        return f"torch expected blocks that divide W, found {r}x{c} in {n}x{k}"
+    return None
+
+
+def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]:
+    """Return the token tiles worth compiling, torch's own (r) among them where it divides m."""
+    r, c = block
+    most = UNROLLED // (r * c) if dtype == torch.float32 else max(TOKEN_TILES)
+    fitting = [t for t in TOKEN_TILES if m % t == 0 and t <= max(most, TOKEN_TILES[0])]
+    return sorted({*fitting[-WIDEST:], *([r] if m % r == 0 else [])})
+
+
+def _tuned(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> Plan:
+    """Search tiles, stages and warps together, then the group and the copy for the best."""
+    m = len(x)
+    metas = [
+        {"SPLIT_N": m // tile, "GROUP_SIZE_ROW": TORCH_GROUP, "num_stages": s, "num_warps": w}
+        for tile, (s, w) in product(token_tiles(m, block, x.dtype), STAGES_AND_WARPS)
+    ]
+    meta = metas[_fastest([_plan(bsr, x, meta) for meta in metas], x.device)]
+    plans = [
+        _plan(bsr, x, {**meta, "GROUP_SIZE_ROW": group}, copied)
+        for group, copied in product(GROUPS, (False, True))
+    ]
+    return plans[_fastest(plans, x.device)]
+
+
+def _fastest(plans: list[Plan], device: torch.device) -> int:
+    return fastest([run for _, run in plans], device, COMPILERS)
+
+
+def _plan(bsr: Tensor, x: Tensor, meta: dict[str, int], copied: bool = False) -> Plan:
+    from torch.sparse._triton_ops import bsr_dense_addmm
+
+    def run() -> Tensor:
+        y = x.new_empty(len(x), bsr.shape[0])
+        x_transposed = x.t().contiguous() if copied else x.t()
+        # With beta = 0 the first argument is not read.
+        bsr_dense_addmm(y.t(), bsr, x_transposed, beta=0, alpha=1, out=y.t(), meta=meta)
+        return y
+
+    return {**meta, "x_copied": copied}, run
+
+
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports)

@@ -1,0 +1,1 @@
+"""Kernels of feed-forward layers with few hidden units on for a token."""

@@ -1,0 +1,224 @@
+"""The dense products of a gated MLP, for when too many units are on; decided on the device.
+
+    forward                                    backward
+
+    H   = act(G) * (X @ Wu.T)   over G         G   = X @ Wg.T,  U = X @ Wu.T        made again
+    norms, a token's sum of |H|                dWd = (act(G) * U).T @ dY            transposed
+    Y   = H @ Wd.T                             dH  = dY @ Wd + dnorms * sign(H)
+                                               dG  = dH * U * act'(G), dU = dH * act(G)   over both
+                                               dWg = dG.T @ X,  dWu = dU.T @ X
+                                               dX  = dG @ Wg + dU @ Wu
+
+Every program first reads how many entries the index has (_index.py): where they fit its
+capacity, it returns. The host does not know, and never waits; a launch for nothing takes about
+2 µs. Else a program stays, and takes one tile after the other. Tiles come as boxes (TMA; before
+Hopper, through pointers that Triton makes of them), as they are stored or to be transposed:
+
+    out [i, j]  =  sum over d of  A [i, d] B [j, d]        A stored [i, d] or [d, i], B likewise
+
+The gates that backward makes again may differ from forward's by a rounding, and a unit at zero be
+on in one of them alone; either is a right rounding of the same gate.
+"""
+
+from functools import partial
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.kernels._common.triton import Program, box, options
+from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels.sparse_activations._gather import act, sign
+from sparsebench.kernels.sparse_activations._index import Active
+
+BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2
+DEPTH_BYTES, STAGES = 128, 3
+WIDTH = 1024  # of H, summed at a time
+SIZES = "m", "height", "width", "depth", "capacity"  # compiled once for any
+
+Kind = Literal["plain", "gated", "hidden", "slopes", "two"]
+"""A product; times act(out), over out; of act(A) * A2; to both slopes, over out and out2; and A2
+times B2 beside it."""
+
+
+def forward(
+    x: Tensor,
+    wu: Tensor,
+    wd_t: Tensor,
+    g: Tensor,
+    y: Tensor,
+    norms: Tensor,
+    active: Active,
+    *,
+    squared: bool,
+    device: torch.device,
+) -> list[Program]:
+    """Return the programs of Y [m, k] and norms [m], over gates g [m, n]; wu and wd_t [n, k]."""
+    product = partial(_product, active, squared, device)
+    (m, n), programs = g.shape, 4 * multiprocessors(device)
+    args = g, norms, active.offsets, m, n, active.capacity
+    constants = {"WIDTH": WIDTH, "num_warps": 4}
+    return [
+        product("gated", x, wu, g),
+        Program(_norms, (programs,), args, constants, norms),
+        product("plain", g, wd_t, y, transposed=(False, True)),
+    ]
+
+
+def backward(
+    x: Tensor,
+    dy: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    dnorms: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    active: Active,
+    *,
+    squared: bool,
+    device: torch.device,
+) -> list[Program]:
+    """Return the programs of dX [m, k] and dWg, dWu, dWd.T [n, k], in `out`.
+
+    weights are Wg, Wu and Wd.T. Takes room for two [m, n].
+    """
+    product = partial(_product, active, squared, device)
+    (wg, wu, wd_t), (dx, dwg, dwu, dwd_t) = weights, out
+    g, u = (x.new_empty(len(x), len(wg)) for _ in range(2))
+    both = True, True
+    return [
+        product("plain", x, wg, g),
+        product("plain", x, wu, u),
+        product("hidden", g, dy, dwd_t, a2=u, transposed=both),
+        product("slopes", dy, wd_t, g, out2=u, norms=dnorms),
+        product("plain", g, x, dwg, transposed=both),
+        product("plain", u, x, dwu, transposed=both),
+        product("two", g, wg, dx, a2=u, b2=wu, transposed=(False, True)),
+    ]
+
+
+def _product(
+    active: Active,
+    squared: bool,
+    device: torch.device,
+    kind: Kind,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    a2: Tensor | None = None,
+    b2: Tensor | None = None,
+    out2: Tensor | None = None,
+    norms: Tensor | None = None,
+    transposed: tuple[bool, bool] = (False, False),
+) -> Program:
+    """Return the program of a product; `transposed` are A and B that are stored so."""
+    depth = DEPTH_BYTES // a.element_size()
+    rows, columns, warps = tile_of(device, a.element_size(), kind)
+    a_box, b_box = (
+        (depth, side) if across else (side, depth)
+        for side, across in zip((rows, columns), transposed, strict=True)
+    )
+    tile = rows, columns
+    given = (a, a_box), (b, b_box), (a2, a_box), (b2, b_box), (out, tile), (out2, tile)
+    boxes = (None if t is None else box(t, *shape, "tma") for t, shape in given)
+    total = a.shape[0] if transposed[0] else a.shape[1]
+    sizes = len(active.offsets) - 1, *out.shape, total, active.capacity
+    flags = {"KIND": kind, "A_T": transposed[0], "B_T": transposed[1], "SQUARED": squared}
+    sides = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND, "STAGES": STAGES}
+    constants = {**sides, **flags, **options(warps, "pointers")}
+    grid = (2 * multiprocessors(device),)  # one stores while the other multiplies
+    return Program(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
+
+
+def tile_of(device: torch.device, itemsize: int, kind: Kind) -> tuple[int, int, int]:
+    """Return rows, columns and warps of a tile, for which the registers suffice."""
+    if before_hopper(device) or itemsize == 4:
+        return 64, 64, 8
+    return (128, 64, 8) if kind == "slopes" else (128, 128, 8)
+
+
+def before_hopper(device: torch.device) -> bool:
+    """Say whether boxes are read through pointers, in registers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+
+
+@triton.jit(do_not_specialize=("m", "capacity"))  # type: ignore[untyped-decorator]
+def _norms(h, norms, offsets, m, n, capacity, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    if tl.load(offsets + m) > capacity:
+        lanes = tl.arange(0, WIDTH)
+        for token in range(tl.program_id(0), m, tl.num_programs(0)):
+            total = tl.zeros((WIDTH,), tl.float32)
+            for first in range(0, n, WIDTH):
+                row = tl.load(h + token * n + first + lanes, lanes < n - first, 0.0)
+                total += tl.abs(row.to(tl.float32))
+            tl.store(norms + token, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    a2,
+    b2,
+    out,
+    out2,
+    norms,
+    offsets,
+    m,
+    height,
+    width,
+    depth,
+    capacity,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    SQUARED: tl.constexpr,
+):
+    if tl.load(offsets + m) > capacity:
+        row_tiles, column_tiles = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
+        # One stage: the store takes the operands' shared memory, and two programs fit an SM.
+        tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
+        for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
+            band = tile // (BAND * column_tiles)
+            high = tl.minimum(BAND, row_tiles - band * BAND)
+            inner = tile - band * BAND * column_tiles
+            row = (band * BAND + inner % high) * ROWS
+            column = inner // high * COLUMNS
+
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for d in tl.range(0, depth, DEPTH, num_stages=STAGES):
+                left = a.load([d, row]) if A_T else a.load([row, d])
+                if KIND == "hidden":
+                    ups = a2.load([d, row]).to(tl.float32)
+                    left = (act(left.to(tl.float32), SQUARED) * ups).to(left.dtype)
+                right = b.load([d, column]) if B_T else b.load([column, d])
+                left = left.T if A_T else left
+                right = right if B_T else right.T
+                total = tl.dot(left, right, total, input_precision="ieee")
+            if KIND == "two":
+                for d in tl.range(0, depth, DEPTH, num_stages=STAGES):
+                    left, right = a2.load([row, d]), b2.load([d, column])
+                    total = tl.dot(left, right, total, input_precision="ieee")
+
+            if KIND == "gated":
+                gate = out.load([row, column]).to(tl.float32)
+                total = act(gate, SQUARED) * total.to(out.dtype).to(tl.float32)
+                total = tl.where(gate <= 0, 0.0, total)  # off is off, whatever U is
+            if KIND == "slopes":
+                gate = out.load([row, column]).to(tl.float32)
+                ups = out2.load([row, column]).to(tl.float32)
+                rows = row + tl.arange(0, ROWS)
+                weight = tl.load(norms + rows, rows < height, 0.0)[:, None]
+                hidden = (act(gate, SQUARED) * ups).to(out.dtype).to(tl.float32)
+                total += tl.where(weight == 0, 0.0, weight * sign(hidden))
+                du = tl.where(gate <= 0, 0.0, total * act(gate, SQUARED))
+                out2.store([row, column], du.to(out.dtype))
+                slope = 2 * gate if SQUARED else 1.0
+                total = tl.where(gate <= 0, 0.0, total * ups * slope)
+            out.store([row, column], total.to(out.dtype))

@@ -1,0 +1,207 @@
+"""Dense products, in Triton, of those groups of tokens that a kernel of sparse ones has left.
+
+    left   int32 [3]        how many groups there are, how many programs are through with them, and
+                            how many groups the kernel has taken up beyond its first ones
+    heavy  int32 [groups]   their numbers, in any order; a group is GROUP tokens
+
+                          FEATURES
+            group 7    +-----------+
+    TOKENS  group 2    |   tile    |        H[t] = act(G[t]) * (X[t] @ Wu.T)    over G, in place
+            group 31   |           |        Y[t] = H[t] @ Wd.T
+            ...        +-----------+
+
+Tiles of X come through pointers, a row at a time, or, where all groups are left, as boxes (TMA). A
+program stays and takes one tile after the other; where no group is left, all end at once. That
+is what the host's not knowing costs: two launches of a program an SM, which start early (PTX,
+griddepcontrol). The sums of a row do not
+depend on the rows beside it, so that the order of `heavy` does not show. The last program of the
+last product sets all counts back to zero, for the next call. Without a gate of its own, H is
+act(G), and there is one product. Of packed gates (_packed_gate.py) only what is on is read.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sparsebench.kernels._common.triton import SMALLEST_TILE, Program, box, options
+
+GROUP = 8  # tokens
+BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
+DEPTH, STAGES = 64, 4
+
+Kind = Literal["gated", "packed", "plain", "activated"]
+"""Of a product: times act(what is in its output), all or where it is on; as it is; of act(X)."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left, on the device; and the programs to multiply it by."""
+
+    left: Tensor
+    heavy: Tensor
+    programs: int
+
+
+def rest_of(m: int, programs: int, device: torch.device) -> Rest:
+    """Return an empty rest of m tokens."""
+    left = torch.zeros(3, dtype=torch.int32, device=device)
+    heavy = torch.zeros(-(-m // GROUP), dtype=torch.int32, device=device)
+    return Rest(left, heavy, programs)
+
+
+def products(
+    x: Tensor,
+    g: Tensor,
+    wu: Tensor | None,
+    wd: Tensor,
+    y: Tensor,
+    rest: Rest,
+    *,
+    squared: bool,
+    bits: Tensor | None = None,
+) -> list[Program]:
+    """Return the programs of H, over the gates g [m, n], and of Y; relu squared, or relu.
+
+    Without wu, H is act(G), made on the way into the product. With `bits`, g is packed.
+    """
+    if wu is None:
+        return [_program(g, wd, y, rest, "activated", squared)]
+    gate: Kind = "gated" if bits is None else "packed"
+    up = _program(x, wu, g, rest, gate, squared, bits)
+    return [up, _program(g, wd, y, rest, "plain", squared)]
+
+
+def _program(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    rest: Rest,
+    kind: Kind,
+    squared: bool,
+    bits: Tensor | None = None,
+) -> Program:
+    (m, k), n = x.shape, len(w)
+    tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
+    features = 128 if m > 1024 else 64 if m > 64 else 32
+    warps = 8 if features == 128 else 4
+    constants = {
+        "TOKENS": tokens,
+        "FEATURES": features,
+        "DEPTH": DEPTH,
+        "GROUP": GROUP,
+        "BAND": BAND,
+        "STAGES": STAGES,
+        "KIND": kind,
+        "SQUARED": squared,
+        "EARLY": x.device.type != "cpu",
+    }
+    boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
+    bits = rest.heavy if bits is None else bits  # which is not read
+    args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k)
+    compiled = constants | options(warps, "pointers")
+    compiled["launch_pdl"] = constants["EARLY"]
+    return Program(_multiply, (rest.programs,), args, compiled, out)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    on = tl.where(z <= 0, 0.0, z)  # NaN stays
+    return on * on if SQUARED else on
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(x, w, total, KIND: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    # What is made of X on the way stands second: as a first operand, from registers, Triton 3.6
+    # overwrites it before it has been read, wherever loads are pipelined.
+    if KIND == "activated":
+        total = tl.dot(w, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
+    else:
+        total = tl.dot(x, w.T, total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    x,
+    boxes,
+    w,
+    out,
+    bits,
+    heavy,
+    left,
+    m,
+    n,
+    k,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SQUARED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:  # launched before the kernel ahead has ended
+        gdc_launch_dependents()
+        gdc_wait()
+    count = tl.load(left)
+    if count > 0:
+        features = tl.arange(0, FEATURES)
+        lanes = tl.arange(0, DEPTH)
+        whole = count * GROUP >= m  # nothing was sparse: rows as they are, by TMA
+        token_tiles = tl.cdiv(count * GROUP, TOKENS)
+        feature_tiles = tl.cdiv(n, FEATURES)
+        for tile in range(tl.program_id(0), token_tiles * feature_tiles, tl.num_programs(0)):
+            band = tile // (BAND * feature_tiles)
+            height = tl.minimum(BAND, token_tiles - band * BAND)
+            inner = tile - band * BAND * feature_tiles
+            feature = inner // height * FEATURES
+            token = (band * BAND + inner % height) * TOKENS
+            slots = token + tl.arange(0, TOKENS)
+            place = slots // GROUP
+            rows = tl.load(heavy + place, place < count, 0) * GROUP + slots % GROUP
+            rows = tl.where(whole, slots, rows)
+            there = ((place < count) & (rows < m))[:, None]
+            rows = rows.to(tl.int64)[:, None]
+
+            if KIND == "activated":
+                total = tl.zeros((FEATURES, TOKENS), tl.float32)
+            else:
+                total = tl.zeros((TOKENS, FEATURES), tl.float32)
+            if whole:
+                for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
+                    x_tile = boxes.load([token, depth])
+                    w_tile = w.load([feature, depth])
+                    total = _add(x_tile, w_tile, total, KIND, SQUARED)
+            else:
+                for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
+                    inside = (lanes < k - depth)[None, :]
+                    x_tile = tl.load(x + rows * k + (depth + lanes)[None, :], there & inside, 0.0)
+                    w_tile = w.load([feature, depth])
+                    total = _add(x_tile, w_tile, total, KIND, SQUARED)
+
+            if KIND == "activated":
+                total = total.T
+            out_at = out + rows * n + (feature + features)[None, :]
+            mask = there & (features < n - feature)[None, :]
+            if KIND == "gated" or KIND == "packed":
+                read = mask
+                if KIND == "packed":
+                    eight = tl.load(bits + rows // 8 * n + (feature + features)[None, :], mask, 0)
+                    read = mask & (eight.to(tl.int32) >> (rows % 8).to(tl.int32) & 1 != 0)
+                total *= _act(tl.load(out_at, read, 0.0).to(tl.float32), SQUARED)
+            tl.store(out_at, total.to(out.dtype.element_ty), mask)
+        if KIND == "plain" or KIND == "activated":
+            tl.debug_barrier()  # all warps have read the count: it may change
+            through = tl.atomic_add(left + 1, 1)
+            if through == tl.num_programs(0) - 1:
+                tl.store(left, 0)
+                tl.store(left + 1, 0)
+    if (KIND == "plain" or KIND == "activated") and tl.program_id(0) == 0:
+        tl.store(left + 2, 0)

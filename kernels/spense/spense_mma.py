@@ -1,0 +1,154 @@
+"""Linear layer with 2:4 sparse and dense weights in one launch by mma.sp: Y[m, n] = X[m, k] W.T.
+
+For any NVIDIA GPU of compute capability 8.0 or newer; Hopper has spense_wgmma, which is faster.
+spense_mma.cu is the kernel: it draws its pipeline, and says which lane gives mma.sp what. Both read
+the same packed bytes. _stream_k.py says which CTA multiplies what, and which items are cut along k;
+here are the choice of a configuration, the launch, and what is refused:
+
+    fp16 or bf16; n even, k a multiple of 8: rows of X of 16 bytes; any m, X with any row stride of
+    a multiple of 16 bytes; any split of W
+
+fp8 has no mma.sp on compute capability 8.0, and on 9.0 one that is made of 16-bit products: it is
+refused.
+"""
+
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, VALUE_BYTES, Spense
+from sparsebench.kernels._common.cuda import Constants, Layout, Loaded, Program, load, target_of
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.spense._stream_k import schedule, tiles_of
+from sparsebench.results.record import Problem
+
+LEAST = (8, 0)  # compute capability
+DTYPES = torch.float16, torch.bfloat16
+TOKENS = 16, 32, 64, 128
+THREADS = 128
+W_BYTES = 2 * (VALUE_BYTES + 512)  # of a slot: half a tile, and half the metadata, of two rows
+ROOM = 99 * 1024  # of shared memory, what a CTA may have on compute capability 8.6 and 8.9
+RESERVED = 1024  # of a multiprocessor's shared memory for each CTA
+CTAS = 2  # of a multiprocessor: registers
+ALIGNMENT = 16  # bytes that cp.async copies at a time
+# Activations: x, bytes of a row, m, k; Weights; y, items, starts, sums of pieces, counters; n.
+ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")
+LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel: how many tokens of X a CTA multiplies at a time, of TOKENS."""
+
+    tokens: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the size of the ring: as many slots as there is room for."""
+        slot = self.tokens * ROW_BYTES + W_BYTES
+        return ROOM // slot * slot
+
+
+def configurations(m: int) -> list[Config]:
+    """Return what is worth trying for m tokens, the likeliest first.
+
+    The tile that holds all tokens reads W once; for more tokens than any holds, the largest two.
+    """
+    fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
+    return [Config(tokens) for tokens in fitting[:-3:-1]]
+
+
+def space() -> list[Config]:
+    """Return what a long search times: everything."""
+    return [Config(tokens) for tokens in TOKENS]
+
+
+def workers(device: torch.device, config: Config) -> int:
+    """Return how many CTAs run side by side."""
+    of_each = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    fitting = of_each // (config.shared_bytes + RESERVED)
+    return multiprocessors(device) * max(min(fitting, CTAS), 1)
+
+
+def launch(x: Tensor, w: Spense, config: Config) -> Program:
+    """Return the program that computes X @ W.T [m, n]."""
+    if reason := refusal(x, w):
+        raise Unsupported(reason)
+    (m, k), (n, _), device = x.shape, w.shape, x.device
+    grid, shared = workers(device, config), config.shared_bytes
+    work = schedule(w, m, config.tokens, 1, grid, in_turn=False)
+    constants, target = constants_of(config, w.dtype), target_of(device)
+    kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
+    items, starts = (torch.from_numpy(a).to(device) for a in (work.items, work.starts))
+    sums = x.new_empty(max(work.places * ROW_STEP * config.tokens, 1), dtype=torch.float32)
+    counters = x.new_zeros(max(work.counters, 1), dtype=torch.int32)  # the kernel leaves them so
+    y, lists = x.new_empty(m, n), (items, starts, sums, counters)
+    activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
+    weights = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
+    args = ARGUMENTS(*activations, *weights, y.data_ptr(), *(a.data_ptr() for a in lists), n)
+    loaded = Loaded(kernel, code, device.index, grid, THREADS, shared)
+    return Program(loaded, args, (x, w.sparse, w.dense, *lists), y)
+
+
+def constants_of(config: Config, dtype: torch.dtype) -> Constants:
+    """Return what the kernel is compiled for."""
+    return ("TOKENS", config.tokens), ("FP16", int(dtype == torch.float16))
+
+
+def refusal(x: Tensor, w: Spense) -> str | None:
+    """Say which of the kernel's conditions fails, if any."""
+    n, k = w.shape
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        return f"expected fp16 or bf16 of one dtype, found {x.dtype} and {w.dtype}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    step = ALIGNMENT // x.itemsize
+    if k % step or n % 2:
+        return f"expected columns of X a multiple of {step} and of Y of 2, found {k} and {n}"
+    if x.stride(1) != 1 or x.stride(0) % step:
+        return f"expected rows of a multiple of {step} elements, found strides {list(x.stride())}"
+    if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
+        return f"expected contiguous tiles, found strides {w.sparse.stride()}, {w.dense.stride()}"
+    if any(beyond := [a.data_ptr() % ALIGNMENT for a in (x, w.sparse, w.dense)]):
+        return f"expected X and tiles at multiples of {ALIGNMENT} bytes, found {beyond} bytes more"
+    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**24:
+        return f"expected 1 to 2^31 tokens and 1 to 2^24 columns, found {len(x)}, {n} and {k}"
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Assign the work; take a table's configuration, or time a few."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Spense)
+    if reason := refusal(x, w):
+        raise Unsupported(reason)
+    (n, k), (rows, columns) = w.shape, w.sparse_shape
+    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
+    searched = space() if tuned == "wide" else configurations(len(x))
+    configs, by = choose("spense_mma", Config, operands, sizes, tuned, searched)
+    candidates = [launch(x, w, config) for config in configs]
+    best = fastest(candidates, x.device)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
+    if device.type != "cuda":
+        return f"needs {wanted}, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST:
+        return f"needs {wanted}, found {found[0]}.{found[1]}"
+    if problem["dtype"] == "fp8":
+        return "expected fp16 or bf16, found fp8: 8.0 has no mma.sp for it, 9.0 emulates it"
+    if problem["dtype"] not in ("fp16", "bf16"):
+        return f"expected fp16 or bf16, found {problem['dtype']}"
+    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+
+
+KERNEL = Kernel("linear", "spense", "cuda", prepare, supports, tunes=True)

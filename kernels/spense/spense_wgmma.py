@@ -1,0 +1,290 @@
+"""Linear layer with 2:4 sparse and dense weights in one launch on Hopper: Y[m, n] = X[m, k] W.T.
+
+spense_wgmma.cu is the kernel and draws its pipeline: W's tiles by bulk copies as they lie, X by
+TMA, wgmma.sp and wgmma into the same fp32 sums. _stream_k.py says which CTA multiplies what, and
+which items are cut along k; here are the choice of a configuration, the launch, and what is
+refused:
+
+    fp16, bf16, or fp8 (e4m3) with Y in bf16; n a multiple of 8, k of 8 (16 bits) or 16 (8 bits):
+    rows of 16 bytes; any m, X with any row stride of a multiple of 16 bytes; any split of W
+
+fp8 is added up as the tensor cores do it, in fewer bits than fp32 has, as torch._scaled_mm does
+with use_fast_accum. Its sums may be scaled, by feature and by token, before Y is rounded.
+
+With an `activation`, W is gate and up of a gated MLP in one (spense_ffn.py), and the launch writes
+H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype: fp8 by e4m3, at 448
+where it is larger. n is a multiple of 16 then, of 32 in fp8: rows of H, too, have 16 bytes.
+"""
+
+from dataclasses import asdict, dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import DTYPES, ROWS, Spense
+from sparsebench.kernels._common.cuda import (
+    TMA_ALIGNMENT,
+    Constants,
+    Layout,
+    Loaded,
+    Program,
+    load,
+    supports_hopper,
+    tensor_map,
+)
+from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._common.work_list import WORKERS
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels.spense._stream_k import schedule, tiles_of
+from sparsebench.results.record import Problem
+
+TOKENS = 16, 32, 64, 128, 256
+BOX = 64  # elements of 16 bits: rows of 128 bytes
+THREADS = 384
+SHARED_BYTES = 226 * 1024  # rings, chunks of Y, aligning to 1024
+STORED = 16  # tokens of Y at a time
+# Maps of x and y; Weights; First; Scales; items, sums of pieces, counters.
+ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
+LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens   of X that a CTA multiplies at a time, one of TOKENS
+    cluster  CTAs with the same tokens, which share the boxes of X: 1 or 2
+    ahead    tiles of W on their way to a warpgroup, at most
+    """
+
+    tokens: int
+    cluster: int
+    ahead: int
+
+
+def configurations(m: int) -> list[Config]:
+    """Return what is worth trying for m tokens, the likeliest first: at most four.
+
+    The tile that holds all tokens reads W once; for more tokens than any holds, the largest two.
+    """
+    fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
+    if m <= 32:
+        return [Config(fitting[-1], 1, ahead) for ahead in (5, 4, 6)]
+    if m <= 64:  # those of one CTA are 2 to 3 % faster where there are many features
+        return [Config(fitting[-1], *sizes) for sizes in ((2, 5), (2, 4), (1, 5), (1, 6))]
+    return [Config(tokens, cluster, 4) for tokens in fitting[:-3:-1] for cluster in (2, 1)]
+
+
+def space() -> list[Config]:
+    """Return what a long search times: everything."""
+    few, many = product((16, 32, 64), (1, 2), (4, 5, 6, 8)), product((128, 256), (1, 2), (4,))
+    return [Config(*sizes) for sizes in (*few, *many)]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What sums of fp8 are multiplied by, in fp32: by feature [n] and by token [m]; None is 1.
+
+    Features are rows of W; an activation is applied to scaled sums. H is linear in U: up's scales
+    can hold one for H, whose inverse goes into those of the next product.
+    """
+
+    features: Tensor | None = None
+    tokens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on the layout of W, tokens, configuration and activation, but on no address.
+
+    items     on the device;  first  the first ones, and starts: an argument
+    sums      floats of sums of pieces;  counters  of pieces that have arrived
+    x, y      shapes of X and of Y or H;  sparse, dense  those of W's tiles;  dtype  of X and W
+    """
+
+    loaded: Loaded
+    config: Config
+    items: Tensor
+    first: bytes
+    sums: int
+    counters: int
+    x: tuple[int, int]
+    y: tuple[int, int]
+    sparse: tuple[int, ...]
+    dense: tuple[int, ...]
+    dtype: torch.dtype
+    activation: str | None = None
+
+
+def launch(
+    x: Tensor,
+    w: Spense,
+    config: Config,
+    scales: Scales = Scales(),
+    *,
+    activation: str | None = None,
+    watchdog: bool = False,
+) -> Program:
+    """Return the program that computes X @ W.T [m, n], of fp8 times the scales; or H [m, n / 2].
+
+    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    """
+    if reason := refusal(x, w, activation):
+        raise Unsupported(reason)
+    return bind(plan(w, len(x), config, activation=activation, watchdog=watchdog), x, w, scales)
+
+
+def plan(
+    w: Spense,
+    m: int,
+    config: Config,
+    *,
+    activation: str | None = None,
+    packed: bool = False,
+    watchdog: bool = False,
+) -> Plan:
+    """Assign the work and upload the lists; of W the shapes and the dtype count.
+
+    `refusal` says what may not come here. What is `packed` is bound by _packed_gate.py.
+    """
+    device, (n, k), share = w.sparse.device, w.shape, 2 * config.cluster
+    workers = multiprocessors(device) // config.cluster
+    work = schedule(w, m, config.tokens, config.cluster, workers)
+    constants = constants_of(config, w.dtype, activation, packed)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
+    grid = workers * config.cluster
+    return Plan(
+        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, together=True),
+        config,
+        items=torch.from_numpy(work.items).to(device),
+        first=work.first,
+        sums=work.places * share * ROWS * config.tokens,
+        counters=work.counters * share,
+        x=(m, k),
+        y=(m, n // 2 if activation else n),
+        sparse=tuple(w.sparse.shape),
+        dense=tuple(w.dense.shape),
+        dtype=w.dtype,
+        activation=activation,
+    )
+
+
+def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program:
+    """Return the program of a plan on these operands, into an output and sums of its own."""
+    expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
+    found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
+    if found != expected:
+        raise Unsupported(f"planned for {expected}, found {found}")
+    m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
+    for name, own, size in zip(("features", "tokens"), of_sums, (n, m), strict=True):
+        if own is not None and (x.itemsize > 1 or not _fits(own, size)):
+            wanted = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
+            raise Unsupported(f"expected {wanted}; found {own.dtype} {list(own.shape)}, {x.dtype}")
+    kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
+    y = x.new_empty(plan.y, dtype=kind)
+    written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
+    return program(plan, x, w, y, _map_of(y, (STORED, written)), scales)
+
+
+def program(
+    plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
+) -> Program:
+    """Return the program that writes `out`, described to the kernel as `to`: a tensor map."""
+    m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
+    sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
+    counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # the kernel leaves them so
+    part = plan.config.tokens // plan.config.cluster
+    maps = _map_of(x, (part, BOX)) + to
+    by = *(0 if own is None else own.data_ptr() for own in of_sums), n, m
+    kept = plan.items, sums, counters
+    tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
+    args = ARGUMENTS(maps, *tiles, plan.first, *by, *(a.data_ptr() for a in kept))
+    owned = [own for own in of_sums if own is not None]
+    return Program(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
+
+
+def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
+    """Describe a matrix to TMA in words of 16 bits: bytes are copied two at a time."""
+    each, (height, width) = 2 // matrix.itemsize, matrix.shape
+    kind = matrix.dtype if each == 1 else torch.bfloat16
+    strides = matrix.stride(0) // each, matrix.stride(1)
+    return tensor_map(matrix.data_ptr(), (height, width // each), strides, kind, box)
+
+
+def _fits(scales: Tensor, size: int) -> bool:
+    return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
+
+
+def constants_of(
+    config: Config, dtype: torch.dtype, activation: str | None = None, packed: bool = False
+) -> Constants:
+    """Return what the kernel is compiled for."""
+    return (
+        ("TOKENS", config.tokens),
+        ("CLUSTER", config.cluster),
+        ("AHEAD", config.ahead),
+        ("FP8", int(dtype == torch.float8_e4m3fn)),
+        ("FP16", int(dtype == torch.float16)),
+        ("ACTIVATION", ACTIVATIONS.index(activation)),
+        ("PACKED", int(packed)),
+    )
+
+
+def refusal(x: Tensor, w: Spense, activation: str | None = None) -> str | None:
+    """Say which of the kernel's conditions fails, if any."""
+    n, k = w.shape
+    if activation not in ACTIVATIONS:
+        known = ", ".join(filter(None, ACTIVATIONS))
+        return f"activation: expected one of {known}; found {activation!r}"
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    step = TMA_ALIGNMENT // x.itemsize
+    if k % step or n % 8:
+        return f"expected columns of X a multiple of {step} and of Y of 8, found {k} and {n}"
+    if activation and n % (2 * step):
+        return f"expected a multiple of {step} hidden units, found {n} rows of gate and up"
+    if x.stride(1) != 1 or x.stride(0) % step:
+        return f"expected rows of a multiple of {step} elements, found strides {list(x.stride())}"
+    if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
+        return f"expected contiguous tiles, found strides {w.sparse.stride()}, {w.dense.stride()}"
+    if any(beyond := [a.data_ptr() % TMA_ALIGNMENT for a in (w.sparse, w.dense)]):
+        return f"expected tiles at a multiple of {TMA_ALIGNMENT} bytes, found {beyond} bytes more"
+    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**21:
+        return f"expected 1 to 2^31 tokens and 1 to 2^21 columns, found {len(x)}, {n} and {k}"
+    return None
+
+
+def prepare(
+    operands: Operands,
+    activation: str | None = None,
+    scales: Scales = Scales(),
+    *,
+    tuned: Tuned = True,
+) -> Launch:
+    """Assign the work; take a table's configuration, or time a few."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Spense)
+    if reason := refusal(x, w, activation):
+        raise Unsupported(reason)
+    (n, k), (rows, columns) = w.shape, w.sparse_shape
+    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
+    searched = space() if tuned == "wide" else configurations(len(x))
+    configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
+    candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
+    best = fastest(candidates, x.device)
+    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    return supports_hopper(problem, device, ("fp16", "bf16", "fp8"))
+
+
+KERNEL = Kernel("linear", "spense", "cuda", prepare, supports, tunes=True)

@@ -1,0 +1,182 @@
+"""fp8 from end to end, on the CPU: drawn, pruned, multiplied, held against the right answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparsebench.errors import SuiteError
+from sparsebench.formats._format import is_stored
+from sparsebench.formats.dense import Dense
+from sparsebench.harness import contest, sources
+from sparsebench.harness.bits import UNIT, fill
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ceilings import Ceilings
+from sparsebench.harness.check import FP8, Expected, check
+from sparsebench.harness.operands import DenseOperands, operands, redraw
+from sparsebench.harness.suite import read
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.dense import cublas
+from sparsebench.results.record import Contender, Problem, Source, Status, Value
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+E4M3 = torch.float8_e4m3fn
+FIELDS = {"m": 16, "n": 256, "k": 512, "dtype": "fp8", "pattern": "two_four", "sparsity": 0.5}
+
+
+def problem(source: Source | None = None, **fields: Value) -> Problem:
+    return Problem("linear", {**FIELDS, "block": 1, **fields}, 0, source)
+
+
+def built(asked: Problem, data: Path | None = None) -> DenseOperands:
+    return operands(asked, load_op("linear"), CPU, data)
+
+
+def test_the_smallest_number_drawn_is_the_smallest_of_e4m3() -> None:
+    numbers = torch.tensor([4097.0, -4097.0, 1019.0 * 8191.0]).mul(UNIT)
+    assert numbers.to(E4M3).float().tolist() == [2.0**-9, -(2.0**-9), 4.0]
+
+
+def test_numbers_are_rounded_once() -> None:
+    found, exact = torch.empty(100_000, dtype=E4M3), torch.empty(100_000)
+    fill(found, 0, "w")
+    fill(exact, 0, "w")
+    assert torch.equal(found.float(), exact.to(E4M3).float())
+    assert (found.float() != 0).all()
+
+
+@pytest.mark.parametrize("k", [512, 25600])
+def test_no_weight_that_is_kept_is_zero(k: int) -> None:
+    found = built(problem(m=1, n=16, k=k))
+    w = found.weights["w"]
+    assert w.dtype == found.activations["x"].dtype == E4M3
+    assert found.nnz == {"w": 16 * k // 2}
+    assert found.sparsity == 0.5
+    assert (is_stored(w).view(-1, 4).sum(1) == 2).all()
+    assert torch.equal(is_stored(w), w.float() != 0)
+
+
+def test_these_bits_never_change() -> None:
+    assert built(problem()).digest == "e5362e8ff9832c16"
+
+
+def test_activations_are_drawn_again_in_place() -> None:
+    asked, found = problem(), built(problem())
+    x, first = found.activations["x"], found.activations["x"].float()
+    redraw(asked, load_op("linear"), found.activations, 1)
+    assert found.activations["x"] is x
+    assert (x.float() != first).float().mean() > 0.9
+
+
+def test_weights_of_a_file_are_refused_and_its_pattern_is_not(tmp_path: Path) -> None:
+    save_file({"layer": torch.ones(256, 512, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
+    source = Source("m.safetensors", sources.sha256(tmp_path / "m.safetensors"), "layer")
+    with pytest.raises(SuiteError, match=r"16 or 32 bits for weights from a file, found fp8"):
+        built(problem(source), tmp_path)
+    (tmp_path / "p.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
+    source = Source("p.smtx", sources.sha256(tmp_path / "p.smtx"))
+    found = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
+    assert (found.weights["w"].float() != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("pattern", ["spense_rows", "spense_columns"])
+def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
+    asked = problem(pattern=pattern, sparsity=0.25)
+    contenders = [
+        Contender("dense", "torch_dense", baseline=True),
+        Contender("dense", "reference"),
+        Contender("csr", "reference"),
+        Contender("bsr", "reference", {"block": 32}),
+    ]
+    rows, _ = contest.run(asked, contenders, CPU, None)
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 4
+    kept = 3 * 256 * 512 // 4
+    assert {row.nnz for row in rows} == {kept}
+    assert {row.fewest_bytes for row in rows} == {kept + 16 * 512 + 2 * 16 * 256}
+    assert {row.dense_bytes for row in rows} == {256 * 512}
+
+
+def test_a_gradient_has_no_fp8(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    fields = "m: 16, n: 64, k: 64, dtype: fp8"
+    path.write_text(
+        "schema: sparsebench/suite@1\ntitle: t\n"
+        f"problems:\n  - {{op: linear_dgrad, {fields}}}\n"
+        "contenders:\n  - {format: dense, kernel: torch_dense}\n"
+    )
+    with pytest.raises(SuiteError, match=r"dtype: expected 'fp16', .*; found 'fp8'"):
+        read(str(path))
+
+
+def test_the_bound_of_a_device_without_fp8_is_that_of_its_fastest_products() -> None:
+    rates = {"bf16": 100.0, "fp32": 10.0, "tf32": 50.0}
+    without = Ceilings(1000.0, 900.0, rates, launch_us=4.0, l2_bytes=0)
+    assert without.bound("fp8", 1e9, 0, 0, "cold") == (10.0, "compute")
+    fast = Ceilings(1000.0, 900.0, {**rates, "fp8": 200.0}, launch_us=4.0, l2_bytes=0)
+    assert fast.bound("fp8", 1e9, 0, 0, "cold") == (5.0, "compute")
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "capability", "reason"),
+    [
+        ({}, CUDA, (9, 0), None),
+        ({"n": 250}, CUDA, (9, 0), "multiples of 16 in fp8, found n 250 and k 512"),
+        ({}, CUDA, (8, 0), "compute capability 8.9 or newer, found 8.0"),
+        ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
+    ],
+)
+def test_cublas_says_where_it_has_no_fp8(
+    monkeypatch: pytest.MonkeyPatch, fields: Any, device: Any, capability: Any, reason: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = cublas.supports(problem(**fields), device)
+    assert found is None if reason is None else reason in str(found)
+
+
+def by_cublas(device: torch.device, settled: Any = None, **fields: Value) -> tuple[Launch, float]:
+    """Return the baseline's launch, and the part of the allowed error that it makes."""
+    op, asked = load_op("linear"), problem(**fields)
+    drawn = operands(asked, op, device, None)
+    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
+    given = Operands(asked, weights, drawn.activations, op.definition, settled)
+    launch = cublas.prepare(given)
+    exact = drawn.weights["w"].double(), drawn.activations["x"].double()
+    right = Expected(
+        op.definition(*exact), op.spread(*exact), torch.bfloat16, op.depth(*exact), sums=FP8
+    )
+    verdict = check(launch(), right)
+    assert verdict.reason is None
+    assert verdict.error is not None
+    return launch, verdict.error / right.eps
+
+
+def test_cublas_multiplies_fp8_with_scales_of_one() -> None:
+    launch, error = by_cublas(CPU)  # oneDNN's, by the same name in torch
+    assert launch.choice == {"library": "cublaslt", "use_fast_accum": True}
+    assert error < 0.3
+
+
+def test_cublas_takes_the_accumulation_that_is_settled() -> None:
+    settled = {"library": "cublaslt", "use_fast_accum": False}
+    launch, error = by_cublas(CPU, settled)
+    assert launch.choice == settled
+    assert error < 0.3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("k", [512, 5120, 25600])
+def test_both_accumulations_are_right_on_a_gpu(fast: bool, k: int) -> None:
+    if reason := cublas.lacks_fp8(CUDA):
+        pytest.skip(reason)
+    settled = {"library": "cublaslt", "use_fast_accum": fast}
+    _, error = by_cublas(CUDA, settled, m=64, n=1024, k=k, pattern="dense", sparsity=0.0)
+    assert error < 0.3
+
+
+@pytest.mark.gpu
+def test_fp8_has_the_same_bits_on_a_gpu() -> None:
+    found = operands(problem(), load_op("linear"), torch.device("cuda:0"), None)
+    assert found.digest == built(problem()).digest

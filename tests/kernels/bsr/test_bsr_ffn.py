@@ -1,0 +1,186 @@
+"""A feed-forward layer of two block-sparse products: interpreted, on paper, and on a GPU."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from on_hopper import hopper
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.check import Expected, check
+from sparsebench.harness.entry import bound
+from sparsebench.harness.operands import DenseOperands, operands, redraw
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels.bsr import bsr_ffn
+from sparsebench.results.record import Problem, Value
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+OP = load_op("ffn")
+
+
+def problem(m: int, n: int, k: int, dtype: str, block: Any, **more: Value) -> Problem:
+    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "block": block, "pattern": "blocks"}
+    rest = {"sparsity": 0.5, "activation": "relu", "active": None, "skew": "iid"}
+    return Problem("ffn", {**fields, **rest, **more})
+
+
+def given(asked: Problem, device: torch.device = CPU) -> tuple[Operands, DenseOperands]:
+    """Return what a kernel gets, and the same dense."""
+    drawn = operands(asked, OP, device, None)
+    weights = {n: Bsr.from_dense(w, block=asked["block"]) for n, w in drawn.weights.items()}
+    return Operands(asked, weights, drawn.activations, bound(OP.definition, asked)), drawn
+
+
+def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
+    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    redraw(asked, OP, drawn.activations, 1)
+    y = launch()
+    assert isinstance(y, torch.Tensor)
+    y.fill_(float("nan"))
+    exact = {name: t.double() for name, t in {**drawn.weights, **drawn.activations}.items()}
+    right, spread = bound(OP.definition, asked)(**exact), bound(OP.spread, asked)(**exact)
+    expected = Expected(right, spread, OUTPUTS[asked["dtype"]], OP.depth(**exact))
+    found = launch()
+    assert isinstance(found, torch.Tensor)
+    verdict = check(found, expected)
+    assert verdict.reason is None, verdict.reason
+
+
+# ---- in Triton's interpreter ----
+
+
+@compiled
+@has_interpreter
+def test_the_layer_is_right_in_tritons_interpreter() -> None:
+    assert_passes(__file__, "-k", "interpreted_", "-W", "default")
+
+
+# Blocks that divide n and k, that do not, and a layer with few units on.
+LAYERS: list[tuple[Any, ...]] = [
+    (20, 128, 96, "fp16", 32, {"activation": "silu"}),
+    (5, 120, 72, "fp32", [32, 16], {"activation": "relu2"}),
+    (3, 72, 56, "fp16", 16, {}),
+    (40, 256, 128, "fp32", 16, {"active": 20.0, "sparsity": 0.75}),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("m", "n", "k", "dtype", "block", "more"), LAYERS)
+def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
+    asked = problem(m, n, k, dtype, block, **more)
+    these, drawn = given(asked)
+    launch = bsr_ffn.prepare(these)
+    assert_right(launch, asked, drawn)
+    again = bsr_ffn.prepare(replace(these, settled=launch.choice))
+    assert again.choice == launch.choice
+    assert {each["kernel"] for each in again.choice.values()} == {"bsr_triton"}
+    assert_right(again, asked, drawn)
+
+
+# ---- on paper ----
+
+
+@compiled
+@pytest.mark.parametrize(("n", "block"), [(64, [16, 32]), (56, [16, 32])])
+def test_gate_and_up_are_stacked(n: int, block: list[int]) -> None:
+    torch.manual_seed(0)
+    gate, up = (torch.randn(n, 96).where(torch.rand(n, 1) < 0.5, 0) for _ in range(2))
+    both = bsr_ffn.stacked(*(Bsr.from_dense(w, block=block) for w in (gate, up)))
+    assert both.block == tuple(block)
+    assert torch.equal(both.to_dense(), torch.cat((gate, up)))
+
+
+@compiled
+def test_gate_and_up_of_unlike_blocks_are_refused() -> None:
+    gate, up = (Bsr.from_dense(torch.ones(64, 64), block=side) for side in (16, 32))
+    with pytest.raises(Unsupported, match="gate and up of the same blocks, found 16x16 and 32x32"):
+        bsr_ffn.stacked(gate, up)
+
+
+@compiled
+def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    these, _ = given(problem(4, 64, 32, "fp32", 16))
+    asked: list[Any] = []
+
+    def module(name: str, reason: str | None) -> Any:
+        def prepare(own: Operands, *, tuned: bool) -> Launch:
+            asked.append((name, own.settled, tuned))
+            if name == "third":
+                raise Unsupported("not of these blocks")
+            return Launch(lambda: torch.zeros(1), {"of": name}, name)
+
+        return SimpleNamespace(
+            KERNEL=Kernel("linear", "bsr", "any", prepare, lambda *_: reason), prepare=prepare
+        )
+
+    modules = {name: module(name, None) for name in ("first", "second", "third")}
+    modules["fourth"] = module("fourth", "not on this device")
+    monkeypatch.setattr(bsr_ffn, "PRODUCTS", modules)
+    monkeypatch.setattr(bsr_ffn, "fastest", lambda launches, device: len(launches) - 1)
+    w, x = these.weights["wd"], these.activations["x"]
+    assert isinstance(w, Bsr)
+    found = bsr_ffn._product(these, "down", w, x, False)
+    assert (found.choice, found.code) == ({"kernel": "second", "of": "second"}, "second")
+    assert asked == [(name, None, False) for name in ("first", "second", "third")]
+    settled = {"down": {"kernel": "first"}}
+    found = bsr_ffn._product(replace(these, settled=settled), "down", w, x, True)
+    assert found.choice["kernel"] == "first"
+    monkeypatch.setattr(bsr_ffn, "PRODUCTS", {n: modules[n] for n in ("third", "fourth")})
+    reasons = "down: third: not of these blocks; fourth: not on this device"
+    with pytest.raises(Unsupported, match=reasons):
+        bsr_ffn._product(these, "down", w, x, True)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [("bf16", "needs an NVIDIA GPU, found cpu"), ("fp8", "expected fp16, bf16, fp32 or tf32")],
+)
+def test_what_it_cannot_run_is_refused(dtype: str, reason: str) -> None:
+    refused = bsr_ffn.KERNEL.supports(problem(4, 64, 32, dtype, 16), CPU)
+    assert refused is not None
+    assert reason in refused
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16, 300, 2048])
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize(("dtype", "activation"), [("bf16", "silu"), ("fp16", "relu2")])
+def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: str) -> None:
+    asked = problem(m, 1024, 512, dtype, block, activation=activation)
+    these, drawn = given(asked, CUDA)
+    launch = bsr_ffn.prepare(these)
+    assert_right(launch, asked, drawn)
+    again = bsr_ffn.prepare(replace(these, settled=launch.choice))
+    assert again.choice == launch.choice
+    assert_right(again, asked, drawn)
+    y = launch()
+    assert isinstance(y, torch.Tensor)
+    expected, graph = y.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        launch()
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", bsr_ffn.PRODUCTS)
+def test_a_hopper_gpu_computes_it_by_each_kernel(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = problem(200, 1000, 512, "bf16", 64, active=30.0)
+    these, drawn = given(asked, CUDA)
+    monkeypatch.setattr(bsr_ffn, "PRODUCTS", {kernel: bsr_ffn.PRODUCTS[kernel]})
+    launch = bsr_ffn.prepare(these, tuned=False)
+    assert [each["kernel"] for each in launch.choice.values()] == [kernel, kernel]
+    assert_right(launch, asked, drawn)

@@ -1,0 +1,300 @@
+"""The kernel for small blocks: its lists on paper, its code compiled, and on a GPU its products."""
+
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.bsr import bsr_small, bsr_small_dgrad
+from sparsebench.kernels.bsr._small_steps import (
+    END,
+    LAST,
+    NONE,
+    cut,
+    gathered,
+    lists_of,
+    sources,
+    swizzle,
+    work,
+)
+from sparsebench.kernels.bsr.bsr_small import Config
+from sparsebench.results.record import Problem
+
+CONFIGS = [Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
+
+# m, n, k, block, part of the blocks that is stored: full rows, so that a slot's room for blocks
+# ends a step; edge blocks that leave W on both sides; rows and columns without a block; none.
+SHAPES = [
+    (100, 320, 192, 16, 0.3),
+    (130, 512, 256, 32, 1.0),
+    (65, 288, 512, 16, 1.0),
+    (300, 200, 264, 32, 0.4),
+    (257, 328, 200, 16, 0.2),
+    (40, 1024, 1024, 16, 0.01),
+    (1, 1024, 512, 32, 0.05),
+    (70, 128, 128, 32, 0.0),
+]
+Shape = tuple[int, int, int, int, float]
+
+
+def example(shape: Shape) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
+    """Return W and activations for both directions, X [m, k] and dY [m, n]."""
+    m, n, k, b, density = shape
+    rows, columns = -(-n // b), -(-k // b)
+    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
+    there = torch.from_numpy(order < density * rows * columns)
+    generator = torch.Generator().manual_seed(2)
+    dense = torch.randn(rows * b, columns * b, generator=generator)
+    dense = dense.where(there.repeat_interleave(b, 0).repeat_interleave(b, 1), 0.0)
+    w = Bsr.from_dense(dense[:n, :k].contiguous(), block=b)
+    return w, *(torch.randn(m, size, generator=generator) for size in (k, n))
+
+
+def unpacked(values: torch.Tensor) -> np.ndarray:
+    """Undo the swizzle of packed blocks: piece p of a row is at p ^ row / (64 / b)."""
+    b = values.shape[1]
+    pieces = values.numpy().reshape(len(values), b, b // 8, 8)
+    back = np.empty_like(pieces)
+    for row, piece in product(range(b), range(b // 8)):
+        back[:, row, piece] = pieces[:, row, piece ^ row // (64 // b) % (b // 8)]
+    return back.reshape(len(values), b, b)
+
+
+def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
+    """Do with the lists what the device does; no element is written twice."""
+    b, warpgroups = w.block[0], config.warpgroups
+    height = config.features // b // warpgroups
+    lists = lists_of(w, config.features, warpgroups, transposed)
+    steps, bounds = work(lists, len(x), config.tokens, b, workers=5)
+    order, pieces = torch.from_numpy(lists.order), torch.from_numpy(swizzle(b))
+    blocks = unpacked(gathered(w.values, sources(order, pieces)))
+    padded = np.pad(x.numpy(), ((0, config.tokens), (0, 64)))  # zero outside of X
+    width = w.shape[1] if transposed else w.shape[0]
+    y = np.full((len(x), width), np.nan, np.float32)
+    for (start, end), warpgroup in product(pairwise(bounds.tolist()), range(warpgroups)):
+        sums = np.zeros((height, config.tokens, b), np.float32)
+        for step in steps[start:end]:
+            count, token, group, first = step[0].tolist()
+            strips = step[1].view(np.uint16).tolist()
+            share = step[2 + warpgroup]
+            counts, what = share[:2].tolist()
+            places = int(share[2:].view(np.uint64)[0])
+            at = first + (what & 0xFF)
+            for row in range(height):
+                for _ in range(counts >> 4 * row & 15):
+                    strip, inside = divmod((places & 7) * b, 32)
+                    assert strips[strip] != NONE
+                    column = strips[strip] * 32 + inside
+                    tile = padded[token : token + config.tokens, column : column + b]
+                    sums[row] += tile @ (blocks[at] if transposed else blocks[at].T)
+                    places, at = places >> 3, at + 1
+            assert at <= first + count
+            if what & LAST:
+                own = lists.units[group].reshape(warpgroups, -1)[warpgroup]
+                for row, unit in enumerate(own.repeat(32 // b).tolist()):
+                    column = unit * 32 + row * b % 32
+                    part = y[token : token + config.tokens, max(0, column) : max(0, column + b)]
+                    assert np.isnan(part).all()
+                    part[:] = sums[row, : part.shape[0], : part.shape[1]]
+                sums[:] = 0
+        assert what & END
+    return y
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
+    w, x, dy = example(shape)
+    dense = w.to_dense()
+    found = emulated(w, dy if transposed else x, config, transposed)
+    expected = dy @ dense if transposed else x @ dense.T
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=2e-4)
+
+
+def test_units_that_share_most_strips_are_multiplied_together():
+    there = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]])
+    w = Bsr.from_dense(there.repeat_interleave(32, 0).repeat_interleave(32, 1).float(), block=32)
+    lists = lists_of(w, features=64, warpgroups=2)
+    assert lists.units.tolist() == [[0, 2], [1, 3]]
+    assert lists.strips.tolist() == [2, 2]
+    assert len(lists.steps) == 2
+
+
+def test_two_rows_of_sixteen_are_a_unit_and_stay_together():
+    w, _, _ = example((1, 1024, 1024, 16, 0.1))
+    units = lists_of(w, 256, 2).units
+    assert sorted(units.reshape(-1).tolist()) == list(range(32))
+
+
+@pytest.mark.parametrize(("block", "side"), [([64, 64], 32), ([64, 128], 32), ([48, 16], 16)])
+def test_a_matrix_cut_into_smaller_blocks_is_the_same_matrix(block, side):
+    there = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+    dense = there.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1).float()
+    dense = dense[: 5 * block[0] - 24, : 4 * block[1] - 40].contiguous()  # blocks that leave W
+    found = cut(Bsr.from_dense(dense, block=block), side)
+    expected = Bsr.from_dense(dense, block=side)
+    assert all(map(torch.equal, found.arrays().values(), expected.arrays().values()))
+
+
+def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
+    w = Bsr.from_dense(torch.ones(128, 128).half(), block=64)
+    assert bsr_small._fitting(w, bsr_small.FEW).block == (32, 32)
+    with pytest.raises(Unsupported, match=r"blocks of 64x64: expected up to 256 tokens, found 257"):
+        bsr_small._fitting(w, bsr_small.FEW + 1)
+
+
+def test_a_step_has_less_room_where_blocks_are_rare_but_enough_for_any_strip():
+    rooms = []
+    for density in (1.0, 0.1, 0.02):
+        w, _, _ = example((1, 2048, 2048, 16, density))
+        lists = lists_of(w, 256, 2)
+        rooms.append(lists.room)
+        assert lists.steps[:, 0, 0].max() * 512 <= lists.room * 1024
+    assert rooms == [24, 12, 5]
+
+
+def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
+    for block in (16, 32):
+        w, _, _ = example((1, 512, 512, block, 1.0))
+        steps = lists_of(w, 256, 2).steps
+        assert steps[:, 0, 0].max() * 2 * block * block <= 24 * 1024
+        offsets = np.append(steps[:, 2:, 1], steps[:, :1, 0], 1)
+        assert np.diff(offsets, axis=1).max() <= 21
+
+
+def test_every_worker_has_steps_and_no_more_of_them_than_items():
+    w, _, _ = example((1, 512, 512, 32, 0.3))
+    lists = lists_of(w, 256, 2)
+    for m, workers in ((64, 132), (4096, 132)):
+        steps, bounds = work(lists, m, 64, 32, workers)
+        assert len(bounds) - 1 == min(workers, 2 * m // 64)
+        assert (np.diff(bounds) > 0).all()
+        flags = steps[: bounds[-1], 2, 1]
+        assert np.count_nonzero(flags & LAST) == 2 * m // 64
+        assert np.count_nonzero(flags & END) == len(bounds) - 1
+
+
+@pytest.mark.parametrize(
+    ("m", "first"),
+    [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))],
+)
+def test_the_byte_model_puts_large_items_first_where_tokens_are_many(m, first):
+    w, _, _ = example((1, 14336, 4096, 32, 0.2))
+    found = bsr_small.configurations(w, m, 132)
+    assert found[0] == first
+    assert all(config.tokens <= 64 or m > 64 for config in found)
+
+
+def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+    w, x, dy = example((4, 64, 96, 16, 1.0))
+    half = replace(w, values=w.values.half())
+
+    def refused(x: torch.Tensor, w: Bsr, transposed: bool = False) -> str:
+        with pytest.raises(Unsupported) as raised:
+            bsr_small.launch(x, w, CONFIGS[0], transposed=transposed)
+        return str(raised.value)
+
+    assert "found torch.float32 and torch.float32" in refused(x, w)
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), half)
+    assert "expected activations of 96 columns, found shape [4, 64]" in refused(dy.half(), half)
+    assert "of 64 columns, found shape [4, 96]" in refused(x.half(), half, True)
+    wide = Bsr.from_dense(w.to_dense().half(), block=[16, 32])
+    assert "expected blocks of 16x16 or 32x32, found 16x32" in refused(x.half(), wide)
+    apart = replace(half, values=half.values.transpose(1, 2))
+    assert "expected contiguous blocks" in refused(x.half(), apart)
+    odd = Bsr.from_dense(w.to_dense()[:60].half().contiguous(), block=16)
+    assert "multiple of 8 columns to write, found 60" in refused(x.half(), odd)
+    unsorted = replace(half, columns=half.columns.flip(0).contiguous())
+    with pytest.raises(FormatError, match="expected ascending columns"):
+        lists_of(unsorted, 64, 2)
+
+
+@pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
+def test_other_devices_are_refused(module):
+    problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
+    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
+    whats = (24, False, torch.float16), (12, False, torch.bfloat16), (5, True, torch.bfloat16)
+    for block, (room, transposed, dtype) in product(bsr_small.BLOCKS, whats):
+        constants = bsr_small.constants_of(config, room, block, dtype, transposed)
+        # C7519: a fence before each row's products, whose registers a branch may have left alone.
+        assert_compiles_cleanly("bsr_small", constants, tmp_path, allowed="(C7519)")
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+def test_nvrtc_compiles_it():
+    constants = bsr_small.constants_of(CONFIGS[0], 24, 16, torch.float16, transposed=False)
+    assert cuda.compiled("bsr_small", constants).startswith(b"\x7fELF")
+    assert cuda.compiled("bsr_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
+
+
+def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
+    w, x, dy = example(shape)
+    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
+    for shape, watchdog in product([(1000, 1536, 1280, 16, 0.2), *SHAPES], (True, False)):
+        w, x = on_gpu(shape, dtype, transposed)
+        program = bsr_small.launch(x, w, config, transposed=transposed, watchdog=watchdog)
+        for _ in range(3):
+            program.out.fill_(float("nan"))
+            program()
+        torch.cuda.synchronize()
+        assert_right(program.out, x, w, transposed, (shape, watchdog))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
+    w, _, _ = example((1, 64, 64, 16, 1.0))
+    dense = w.to_dense().cuda().half()
+    dense[:16, 16:32] = 0  # block row 0 does not touch columns 16 to 31, its neighbours do
+    x = torch.randn(300, 64, device="cuda").half()
+    x[:, 20] = float("nan")
+    y = bsr_small.launch(x, Bsr.from_dense(dense, block=16), config)()
+    assert y[:, :16].isfinite().all()
+    assert y[:, 16:].isnan().all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("block", [8, 16, 32, 64])
+@pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, block):
+    transposed = module is bsr_small_dgrad
+    w, x = on_gpu((1000 if block < 64 else 200, 1536, 1280, block, 0.1), "bf16", transposed)
+    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
+    given = {"dy" if transposed else "x": wide}
+    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = module.prepare(operands)
+    again = module.prepare(replace(operands, settled=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, transposed, launch.choice)

@@ -1,0 +1,299 @@
+"""The Hopper kernel: its lists on paper, its code compiled, and on such a GPU its products."""
+
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.bsr import bsr_wgmma, bsr_wgmma_dgrad
+from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of
+from sparsebench.kernels.bsr._wgmma_schedule import schedule
+from sparsebench.kernels.bsr.bsr_wgmma import Config
+from sparsebench.results.record import Problem
+
+CONFIGS = [Config(tokens, cluster) for tokens in bsr_wgmma.TOKENS for cluster in (1, 2)]
+
+# m, n, k, block, part of the blocks that is stored: one slice a block row, three, two; rectangles;
+# edge blocks that leave W on both sides; block rows and columns without a block; none at all.
+SHAPES = [
+    (100, 320, 192, (64, 64), 0.5),
+    (65, 384, 576, (192, 192), 0.4),
+    (300, 512, 256, (128, 64), 0.4),
+    (129, 256, 512, (64, 128), 0.4),
+    (513, 200, 264, (128, 128), 0.7),
+    (40, 1024, 1024, (64, 64), 0.03),
+    (70, 128, 128, (64, 64), 0.0),
+]
+Shape = tuple[int, int, int, tuple[int, int], float]
+
+
+def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
+    """Return random blocks where the pattern says."""
+    there, (r, c) = np.asarray(there, bool), block
+    offsets = np.concatenate([[0], there.sum(1).cumsum()]).astype(np.int32)
+    columns = np.nonzero(there)[1].astype(np.int32)
+    values = torch.randn(len(columns), r, c, generator=torch.Generator().manual_seed(0))
+    shape = there.shape[0] * r, there.shape[1] * c
+    return Bsr(shape, torch.from_numpy(offsets), torch.from_numpy(columns), values)
+
+
+def example(shape: Shape) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
+    """Return W and activations for both directions, X [m, k] and dY [m, n]."""
+    m, n, k, block, density = shape
+    rows, columns = -(-n // block[0]), -(-k // block[1])
+    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
+    whole = bsr_of(order < density * rows * columns, block)
+    w = Bsr.from_dense(whole.to_dense()[:n, :k].contiguous(), block=list(block))
+    generator = torch.Generator().manual_seed(2)
+    return w, *(torch.randn(m, size, generator=generator) for size in (k, n))
+
+
+def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
+    """Do with the lists what the device does; no element is written twice."""
+    groups = groups_of(w, transposed)
+    both = config.tokens * config.cluster
+    plan = schedule(groups, len(x), both, workers=5)
+    blocks = w.values.reshape(-1, w.block[1]).numpy()
+    padded = np.pad(x.numpy(), ((0, both), (0, 64)))  # what a tile has outside of X is zero
+    y = np.full((len(x), w.shape[1] if transposed else w.shape[0]), np.nan, np.float32)
+    for (first, count, token, slices), half in product(plan.items[: plan.starts[-1]], (0, 1)):
+        total = np.zeros((64, both), np.float32)
+        for step in groups.steps[first : first + count]:
+            row, column = step[1 + half], int(step[3]) >> 16 * half & 0xFFFF
+            if row >= 0:
+                tile = blocks[row : row + 64, column : column + 64]
+                x_tile = padded[token : token + both, step[0] : step[0] + 64]
+                total += (tile.T if transposed else tile) @ x_tile.T
+        at = (int(slices) >> 16 * half & 0xFFFF) * 64
+        out = y[token : token + both, at : at + 64]
+        assert np.isnan(out).all()
+        out[:] = total.T[: out.shape[0], : out.shape[1]]
+    return y
+
+
+@pytest.mark.parametrize("config", [Config(256, 1), Config(64, 2)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
+    w, x, dy = example(shape)
+    dense = w.to_dense().numpy()
+    expected = dy.numpy() @ dense if transposed else x.numpy() @ dense.T
+    found = emulated(w, dy if transposed else x, config, transposed)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_group_steps_through_the_columns_that_either_slice_touches():
+    groups = groups_of(bsr_of([[1, 0, 1, 1], [0, 1, 1, 1]]))
+    assert groups.slices.tolist() == [[0, 1]]
+    assert groups.first.tolist() == [0, 4]
+    columns = [[0, 0, -1, 0], [64, -1, 192, 0], [128, 64, 256, 0], [192, 128, 320, 0]]
+    assert groups.steps[:4].tolist() == columns
+
+
+def test_slices_that_share_most_are_paired():
+    groups = groups_of(
+        bsr_of([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]])
+    )
+    assert groups.slices.tolist() == [[0, 2], [1, 3], [4, NO_SLICE]]
+
+
+def test_the_halves_of_a_block_row_are_one_group_and_skip_nothing():
+    groups = groups_of(bsr_of([[1, 0], [0, 1]], (128, 64)))
+    assert groups.slices.tolist() == [[0, 1], [2, 3]]
+    assert groups.steps[:2].tolist() == [[0, 0, 64, 0], [64, 128, 192, 0]]
+
+
+def test_transposed_halves_are_columns_of_one_block():
+    groups = groups_of(bsr_of([[1], [1]], (64, 128)), transposed=True)
+    assert groups.slices.tolist() == [[0, 1]]
+    assert groups.steps[:2].tolist() == [[0, 0, 0, 64 << 16], [64, 64, 64, 64 << 16]]
+
+
+def test_a_group_without_a_block_has_one_step_that_loads_nothing():
+    groups = groups_of(bsr_of([[0, 0], [0, 0]]))
+    assert groups.first.tolist() == [0, 1]
+    assert groups.steps[0].tolist() == [-1, -1, -1, 0]
+
+
+def test_what_an_edge_block_has_outside_of_w_is_left_out():
+    w = bsr_of([[1]], (128, 192))
+    groups = groups_of(replace(w, shape=(56, 72)))
+    assert groups.slices.tolist() == [[0, NO_SLICE]]
+    assert groups.steps[:2].tolist() == [[0, 0, -1, 0], [64, 0, -1, 64]]
+
+
+@pytest.mark.parametrize("density", [0.5, 0.1, 0.02])
+def test_workers_are_balanced_and_go_through_the_tokens_in_order(density):
+    there = np.random.default_rng(0).random((96, 96)) < density
+    plan = schedule(groups_of(bsr_of(there)), 4000, 256, workers=132)
+    items = plan.items[: plan.starts[-1]].astype(int)
+    assert len(np.unique(items[:, 2:], axis=0)) == len(items) == 48 * 16
+    cost = items[:, 1] + 3
+    loads = np.add.reduceat(cost, plan.starts[:-1])
+    assert loads.max() <= 1.1 * max(cost.max(), cost.sum() / 132)
+    for begin, end in pairwise(plan.starts):
+        assert begin < end
+        assert (np.diff(items[begin:end, 2]) >= 0).all()
+
+
+def test_one_long_row_has_a_worker_of_its_own():
+    there = np.zeros((32, 64), bool)
+    there[:2], there[2:, 0] = True, True
+    plan = schedule(groups_of(bsr_of(there)), 256, 256, workers=4)
+    lengths = [plan.items[a:b, 1].tolist() for a, b in pairwise(plan.starts)]
+    assert sorted(lengths, key=len)[0] == [64]
+
+
+def test_there_are_no_more_workers_than_items():
+    assert schedule(groups_of(bsr_of([[1], [1]])), 300, 256, 132).starts.tolist() == [0, 1, 2]
+
+
+def broken(**change: Any) -> Bsr:
+    return replace(bsr_of([[1, 1], [0, 1]]), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offsets": torch.tensor([0, 3])}, "expected 3 offsets from 0 to 3, found 2 from 0 to 3"),
+        ({"offsets": torch.tensor([0, 2, 2])}, "expected 3 offsets from 0 to 3, found 3 from 0 to"),
+        ({"offsets": torch.tensor([0, 4, 3])}, "expected ascending offsets, found 4 to 3 in row 1"),
+        ({"columns": torch.tensor([0, 1])}, "expected 3 block columns, found 2"),
+        ({"columns": torch.tensor([0, 2, 1])}, "expected block columns 0 to 1, found 0 to 2"),
+        ({"columns": torch.tensor([-1, 0, 1])}, "expected block columns 0 to 1, found -1 to 1"),
+        ({"columns": torch.tensor([1, 0, 1])}, "ascending columns, found .1, 0. in block row 0"),
+        ({"columns": torch.tensor([1, 1, 1])}, "ascending columns, found .1, 1. in block row 0"),
+    ],
+)
+def test_arrays_that_are_no_bsr_matrix_are_refused(change, message):
+    with pytest.raises(FormatError, match=message):
+        groups_of(broken(**change))
+
+
+def refused(x: torch.Tensor, w: Bsr, module: Any = bsr_wgmma) -> str:
+    name = "x" if module is bsr_wgmma else "dy"
+    with pytest.raises(Unsupported) as raised:
+        module.prepare(Operands(Problem("linear", {}), {"w": w}, {name: x}, torch.matmul))
+    return str(raised.value)
+
+
+def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+    x, w = torch.zeros(4, 128).half(), bsr_of([[1, 1], [0, 1]])
+    w = replace(w, values=w.values.half())
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
+    assert "found torch.float32 and torch.float32" in refused(x.float(), bsr_of([[1, 1]]))
+    assert "expected activations of 128 columns" in refused(x[:, :64], w)
+    assert "found strides [4096, 1, 64]" in refused(x, replace(w, values=w.values.mT))
+    assert "multiple of 8 columns to write, found 124" in refused(x, replace(w, shape=(124, 128)))
+    small = replace(bsr_of([[1, 1]], (32, 64)), values=torch.zeros(2, 32, 64).half())
+    assert "multiple of 64 rows and columns, found 32x64" in refused(x, small)
+    assert "expected activations of 64 columns" in refused(x, bsr16(), bsr_wgmma_dgrad)
+
+
+def bsr16() -> Bsr:
+    w = bsr_of([[1, 1]])
+    return replace(w, values=w.values.half())
+
+
+@pytest.mark.parametrize("module", [bsr_wgmma, bsr_wgmma_dgrad])
+def test_other_devices_are_refused(module):
+    problem = Problem("linear", {"dtype": "fp16"})
+    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
+def test_no_problem_has_more_than_four_configurations_and_none_is_for_other_tokens(m):
+    found = bsr_wgmma.configurations(m, 4096)
+    assert 1 <= len(found) <= 4
+    assert all(config in CONFIGS for config in found)
+    assert all(
+        config.tokens * config.cluster < 2 * m or config == Config(64, 1) for config in found
+    )
+
+
+@pytest.mark.parametrize(("m", "width", "tokens"), [(256, 14336, 128), (1024, 8192, 256)])
+def test_few_items_make_the_smaller_tile_the_first(m, width, tokens):
+    assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
+    for transposed, dtype in product((False, True), (torch.float16, torch.bfloat16)):
+        constants = bsr_wgmma.constants_of(config, dtype, transposed)
+        assert_compiles_cleanly("bsr_wgmma", constants, tmp_path)
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+def test_nvrtc_compiles_it_and_says_where_it_does_not():
+    constants = bsr_wgmma.constants_of(CONFIGS[0], torch.float16, transposed=False)
+    assert cuda.compiled("bsr_wgmma", constants).startswith(b"\x7fELF")
+    assert cuda.compiled("bsr_wgmma", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
+    with pytest.raises(RuntimeError, match=r"NVRTC, bsr_wgmma.cu -DTOKENS=256: .*CLUSTER"):
+        cuda.compiled("bsr_wgmma", constants[:1])
+
+
+def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
+    w, x, dy = example(shape)
+    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
+    for shape, watchdog in product([(1000, 1536, 1280, (128, 128), 0.3), *SHAPES], (True, False)):
+        w, x = on_gpu(shape, dtype, transposed)
+        program = bsr_wgmma.launch(x, w, config, transposed=transposed, watchdog=watchdog)
+        for _ in range(3):
+            program.out.fill_(float("nan"))
+            program()
+        torch.cuda.synchronize()
+        assert_right(program.out, x, w, transposed, (shape, watchdog))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
+    w = bsr_of([[1, 0, 1], [1, 1, 0]])
+    w = Bsr((128, 192), w.offsets.cuda(), w.columns.cuda(), w.values.cuda().half())
+    x = torch.randn(300, 192, device="cuda").half()
+    x[:, 130] = float("nan")  # row 0's alone
+    y = bsr_wgmma.launch(x, w, config)()
+    assert y[:, :64].isnan().all()
+    assert y[:, 64:].isfinite().all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("module", [bsr_wgmma, bsr_wgmma_dgrad])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module):
+    transposed = module is bsr_wgmma_dgrad
+    w, x = on_gpu((1000, 1536, 1280, (64, 64), 0.2), "bf16", transposed)
+    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
+    given = {"dy" if transposed else "x": wide}
+    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = module.prepare(operands)
+    again = module.prepare(replace(operands, settled=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, transposed, launch.choice)

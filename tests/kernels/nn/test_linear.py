@@ -1,0 +1,659 @@
+"""BlockSparseLinear against nn.Linear: values, gradients, compilation, patterns that change."""
+
+import copy
+import ctypes
+import gc
+import io
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from interpreter import assert_passes, has_interpreter
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.triton import Program, box
+from sparsebench.kernels.bsr import bsr_small, bsr_wgmma, bsr_wgrad
+from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_plans
+from sparsebench.kernels.nn.linear import index_of, repack
+
+# n, k, block, sparsity, shape of X before k: edge blocks that leave W, rows and columns without a
+# block, no block at all, a vector, no token.
+LAYERS: list[tuple[int, int, Any, float, tuple[int, ...]]] = [
+    (64, 48, 16, 0.5, (7,)),
+    (70, 50, (16, 8), 0.6, (2, 3)),
+    (30, 100, (32, 64), 0.0, (5,)),
+    (96, 96, 8, 0.97, (1, 2, 3)),
+    (32, 32, 16, 1.0, (4,)),
+    (32, 48, 16, 0.5, ()),
+    (32, 48, 16, 0.5, (0,)),
+]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> BlockSparseLinear:
+    return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
+
+
+def step(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Return the output, and the gradients of X and of all parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    weights = (torch.arange(y.numel(), device=y.device) % 17 - 8) / 8  # exact in any dtype
+    weights = weights.to(y.dtype).view(y.shape)
+    return y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])
+
+
+def dense_step(layer: BlockSparseLinear, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Do the same by nn.Linear, and take the gradient of W where blocks are."""
+    y, dx, dw, *db = step(layer.to_dense().to(dtype), x.to(dtype))
+    return y, dx, layer.bsr.sample(dw).values, *db
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("n", "k", "block", "sparsity", "tokens"), LAYERS)
+def test_output_and_gradients_are_those_of_nn_linear(n, k, block, sparsity, tokens, bias):
+    layer = layer_of(n, k, block, sparsity=sparsity, bias=bias)
+    x = torch.randn(*tokens, k)
+    torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
+
+
+@has_interpreter
+def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
+    assert_passes(__file__, "-k", "those_of_nn_linear or same_bits or shares_with_the_old")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "block", "shape", "expected"),
+    [
+        ((9, 0), torch.bfloat16, (64, 128), (1000, 520), _bsr_plans._on_hopper),
+        ((9, 0), torch.float16, (128, 128), (1024, 512), _bsr_plans._on_hopper),
+        ((9, 0), torch.float32, (64, 64), (512, 512), _bsr_plans._in_triton),
+        ((9, 0), torch.bfloat16, (64, 32), (512, 512), _bsr_plans._in_triton),
+        ((9, 0), torch.bfloat16, (64, 64), (512, 515), _bsr_plans._in_triton),
+        ((8, 0), torch.bfloat16, (64, 64), (512, 512), _bsr_plans._in_triton),
+        ((10, 0), torch.bfloat16, (64, 64), (512, 512), _bsr_plans._in_triton),
+    ],
+)
+def test_kernels_are_chosen_by_gpu_dtype_and_block(
+    capability, dtype, block, shape, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: True)
+    device = torch.device("cuda")
+    for op in ("linear", "dgrad", "wgrad"):
+        call = _bsr_plans.Call(op, 1000, shape, block, dtype)
+        assert _bsr_plans.chosen(call, device) is expected
+        few = expected if op == "wgrad" else _bsr_plans._in_triton
+        assert _bsr_plans.chosen(call._replace(m=100), device) is few
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    if expected is _bsr_plans._on_hopper:
+        with pytest.raises(Unsupported, match="needs CuPy: pip install"):
+            _bsr_plans.chosen(call, device)
+
+
+def test_what_no_kernel_multiplies_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    call = _bsr_plans.Call("linear", 100, (512, 512), (64, 64), torch.float16)
+    with pytest.raises(Unsupported, match=r"needs compute capability 8.0 or newer, found 7.5"):
+        _bsr_plans.chosen(call, torch.device("cuda"))
+    with pytest.raises(Unsupported, match=r"expected fp16, bf16 or fp32 on a GPU, found torch.fl"):
+        _bsr_plans.chosen(call._replace(dtype=torch.float64), torch.device("cuda"))
+
+
+def operands(layer: BlockSparseLinear, m: int = 3) -> tuple[Tensor, Tensor, Tensor, tuple]:
+    """Return X, dY and W's values in fp64, ready to be differentiated, and the index."""
+    sizes = (m, layer.in_features), (m, layer.out_features), layer.values.shape
+    made = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    return *made, (layer.offsets, layer.columns)
+
+
+def calls() -> list[tuple[Any, tuple]]:
+    x, dy, values, index = operands(layer_of(20, 28, (8, 16)))
+    return [
+        (_bsr_autograd.linear, (x, values, *index, 20)),
+        (_bsr_autograd.dgrad, (dy, values, *index, 28)),
+        (_bsr_autograd.wgrad, (dy, x, *index, 8, 16)),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["linear", "dgrad", "wgrad"])
+def test_an_operator_has_right_derivatives_of_first_and_second_order(number):
+    op, (a, b, *rest) = calls()[number]
+    assert torch.autograd.gradcheck(lambda a, b: op(a, b, *rest), (a, b))
+    assert torch.autograd.gradgradcheck(lambda a, b: op(a, b, *rest), (a, b))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["linear", "dgrad", "wgrad"])
+def test_an_operator_is_what_torch_compile_expects(number):
+    torch.library.opcheck(*calls()[number])
+
+
+@pytest.mark.parametrize(("frozen", "idle"), [("values", "wgrad"), ("x", "dgrad")])
+def test_a_gradient_that_nobody_needs_is_not_computed(frozen, idle, monkeypatch):
+    layer, x = layer_of(), torch.randn(3, 48, requires_grad=frozen != "x")
+    layer.values.requires_grad_(frozen != "values")
+    monkeypatch.delattr(_bsr_autograd, idle)
+    layer(x).sum().backward()
+    assert (x.grad is None, layer.values.grad is None) == (frozen == "x", frozen == "values")
+
+
+def test_a_second_run_gives_the_same_bits():
+    layer, x = layer_of(), torch.randn(5, 48)
+    for first, second in zip(step(layer, x), step(layer, x), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
+    layer = layer_of()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (3, 5, 8):
+        x = torch.randn(m, 48)
+        torch.testing.assert_close(step(compiled, x), step(layer, x))
+
+
+def test_a_pattern_of_as_many_blocks_needs_no_other_compilation():
+    counter = CompileCounterWithBackend("aot_eager")
+    layer, x = layer_of(), torch.randn(3, 48)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for _ in range(3):
+        torch.testing.assert_close(step(compiled, x), dense_step(layer, x, torch.float32))
+        other = layer_of()
+        layer.set_pattern(other.offsets, other.columns)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_gives_the_dtypes_of_nn_linear(dtype):
+    layer, x = layer_of(dtype=dtype), torch.randn(3, 48, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = step(layer, x), dense_step(layer, x, dtype)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_state_dict_brings_its_pattern_along():
+    saved, loaded = layer_of(), layer_of(sparsity=0.75)
+    file = io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    loaded.load_state_dict(torch.load(file))
+    x = torch.randn(3, 48)
+    assert torch.equal(saved(x), loaded(x))
+    assert list(saved.state_dict()) == ["values", "bias", "offsets", "columns"]
+
+
+def test_a_copy_in_another_dtype_has_plans_of_its_own():
+    layer, x = layer_of(), torch.randn(3, 48)
+    twin = copy.deepcopy(layer).double()
+    torch.testing.assert_close(twin(x.double()).float(), layer(x))
+
+
+def test_a_pattern_keeps_the_blocks_that_it_shares_with_the_old_one():
+    before = torch.tensor([[1, 0, 1], [0, 1, 0]]).bool()
+    after = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
+    layer = layer_of(32, 48, sparsity=None, pattern=before)
+    a, _, b = layer.values.detach().clone()
+    x, values = torch.randn(3, 48), layer.values
+    layer(x).sum().backward()
+    source = layer.set_pattern(*index_of(after))
+    assert source.tolist() == [0, -1, 2, -1]
+    assert layer.values is values
+    assert layer.values.grad is None
+    zero = torch.zeros_like(a)
+    assert torch.equal(layer.values, torch.stack([a, zero, b, zero]))
+    torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
+    assert torch.equal(repack(torch.ones(3, 1, 1), source).flatten(), torch.tensor([1.0, 0, 1, 0]))
+
+
+def test_a_pattern_may_lose_all_of_its_blocks_and_get_others():
+    layer, x = layer_of(), torch.randn(3, 48)
+    for sparsity in (1.0, 0.5):
+        other = layer_of(sparsity=sparsity)
+        layer.set_pattern(other.offsets, other.columns)
+        assert layer.values.eq(0).all()
+        layer.set_pattern(other.offsets, other.columns, other.values)
+        torch.testing.assert_close(step(layer, x)[2], step(other, x)[2])
+
+
+def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
+    layer, other, x = layer_of(), layer_of(), torch.randn(3, 48)
+    step(layer, x)
+    layer.set_pattern(other.offsets, other.columns)
+    monkeypatch.delattr(_bsr_plans, "plan")
+    step(layer, x)
+    with pytest.raises(NameError):
+        layer(x[:2])
+
+
+def test_plans_are_made_once_and_end_with_their_pattern():
+    gc.collect()
+    before, layer, x = len(_bsr_plans._PLANS), layer_of(), torch.randn(3, 48)
+    for _ in range(3):
+        step(layer, x)
+    plans = _bsr_plans._PLANS[id(layer.offsets), id(layer.columns)]
+    assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
+    assert len(_bsr_plans._PLANS) == before + 1
+    del layer, plans
+    gc.collect()
+    assert len(_bsr_plans._PLANS) == before
+
+
+def test_plans_end_with_either_half_of_their_index():
+    layer, x = layer_of(), torch.randn(3, 48)
+    layer(x)
+    before = len(_bsr_plans._PLANS)
+    layer.columns = layer.columns.clone()
+    assert len(_bsr_plans._PLANS) == before - 1
+    layer(x)
+    assert len(_bsr_plans._PLANS) == before
+
+
+class Driver:
+    """Stands in for CUDA's: a map is what it was made of, a launch leaves its arguments."""
+
+    def __init__(self) -> None:
+        self.maps, self.launches, self.size = 0, [], 0
+
+    def cuTensorMapEncodeTiled(self, place, type, rank, address, sizes, steps, box, *rest) -> int:
+        self.maps += 1
+        fields = address.value, *sizes, *steps, *box, type
+        ctypes.memmove(place.value, struct.pack("16q", *fields, *[0] * (16 - len(fields))), 128)
+        return 0
+
+    def cuLaunchKernel(self, kernel, *rest) -> int:
+        self.launches.append(ctypes.string_at(rest[-2][0], self.size))
+        return 0
+
+
+def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
+    """Return the fields of a map, 2 bytes an element."""
+    height, width = matrix.shape
+    return matrix.data_ptr(), width, height, 2 * matrix.stride(0), *box[::-1]
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    """Let the CUDA C++ kernels for Hopper be planned, bound and launched on a CPU, in vain."""
+    driver = Driver()
+    properties = SimpleNamespace(multi_processor_count=5)
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "_set_device", lambda: lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for kernel in (bsr_small, bsr_wgmma, bsr_wgrad):
+        monkeypatch.setattr(kernel, "load", lambda *given: (SimpleNamespace(ptr=1), "code"))
+    small = {16: _bsr_plans._small, 64: _bsr_plans._on_hopper}
+    monkeypatch.setattr(_bsr_plans, "chosen", lambda call, device: small[call.block[0]])
+    cuda.tensor_map.cache_clear()
+    yield driver
+    cuda.tensor_map.cache_clear()
+
+
+def test_a_map_is_made_once_for_what_it_depends_on(driver):
+    given = 4096, (64, 128), (128, 1), torch.bfloat16, (64, 64)
+    made = cuda.tensor_map(*given)
+    assert cuda.tensor_map(*given) is made
+    others = 8192, (65, 128), (256, 1), torch.float16, (64, 32)
+    for at, other in enumerate(others):
+        assert cuda.tensor_map(*given[:at], other, *given[at + 1 :]) != made
+    assert driver.maps == 1 + len(others)
+    for at, wrong in ((0, 4104), (2, (129, 1)), (2, (128, 2))):
+        for _ in range(2):
+            with pytest.raises(Unsupported, match="TMA expected contiguous rows"):
+                cuda.tensor_map(*given[:at], wrong, *given[at + 1 :])
+
+
+def test_arguments_lie_as_in_c_and_are_never_written_again():
+    layout = cuda.Layout("5s", "P", "i", "P")
+    (one, memory), (two, _) = layout(b"a\0b\0c", 1, -2, 3), layout(b"defgh", 4, 5, 6)
+    assert [pointer - one[0] for pointer in one] == [0, 8, 16, 24]
+    assert memory.raw[:5] == b"a\0b\0c"
+    assert struct.unpack("PiP", memory.raw[8:]) == (1, -2, 3)
+    assert ctypes.string_at(two[0], 5) == b"defgh"
+
+
+def test_a_launch_has_the_addresses_of_its_own_operands(driver):
+    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
+    blocks, driver.size = layer.values.detach().view(-1, 64), 384
+    kept = []  # so that no address comes twice
+
+    def held(m: int, x: Tensor) -> None:
+        kept.extend((x, y := layer(x).detach()))
+        tokens = bsr_wgmma.configurations(m, 128)[0].tokens
+        expected = (x, (tokens, 64)), (blocks, (64, 64)), (y, (64, 64))
+        for at, matrix in enumerate(expected):
+            assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == map_of(*matrix)
+
+    for m in (300, 400, 300):
+        wide = torch.zeros(m, 256, dtype=torch.bfloat16)
+        for x in (torch.zeros(m, 192, dtype=torch.bfloat16), wide[:, :192], wide[:, 8:200]):
+            held(m, x)
+    with torch.no_grad():
+        layer.values.data = layer.values.clone()
+    blocks = layer.values.detach().view(-1, 64)
+    held(300, kept[0])
+    other = layer_of(128, 192, 64, dtype=torch.bfloat16)
+    layer.set_pattern(other.offsets, other.columns)
+    blocks = layer.values.detach().view(-1, 64)
+    held(300, kept[0])
+    plan = next(iter(_bsr_plans._PLANS[id(layer.offsets), id(layer.columns)].values()))
+    with pytest.raises(Unsupported, match="planned for"):
+        plan(kept[0].half(), layer.values)
+
+
+def test_equal_addresses_give_the_same_arguments(driver):
+    w = layer_of(128, 192, 16, dtype=torch.bfloat16).bsr
+    plan = bsr_small.plan(w, 300, bsr_small.Config(64, 64))
+    given = 4096, (192, 1), 8192, 16384
+    assert plan.arguments(*given) is plan.arguments(*given)
+    for at, other in enumerate((4112, (256, 1), 8208, 16400)):
+        assert plan.arguments(*given[:at], other, *given[at + 1 :])[1].raw != (
+            plan.arguments(*given)[1].raw
+        )
+
+
+def test_launches_of_several_threads_keep_their_operands_apart(driver):
+    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
+    layer.values.requires_grad_(False)
+    xs = [torch.zeros(300, 192, dtype=torch.bfloat16) for _ in range(4)]
+    driver.size = 384
+    layer(xs[0])
+
+    def pairs(x: Tensor) -> set[tuple[int, int]]:
+        return {(x.data_ptr(), layer(x).data_ptr()) for _ in range(200)}
+
+    with ThreadPoolExecutor(len(xs)) as pool:
+        returned = set().union(*pool.map(pairs, xs))
+    launched = {
+        (struct.unpack_from("q", args)[0], struct.unpack_from("q", args, 256)[0])
+        for args in driver.launches[1:]
+    }
+    assert launched == returned
+
+
+class Recorder:
+    """Stands in for a Triton kernel: compiled by its first call, and keeps what it is given."""
+
+    arg_names = ("a", "b", "out", "extra", "size", "LAST", "FIRST")
+
+    def __init__(self) -> None:
+        self.compilations, self.calls = 0, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.calls.append((grid, args, tuple(constants.values())))
+            return self if constants else None
+
+        self.compilations += len(grid) < 3
+        return run
+
+
+def test_a_template_runs_on_any_operands_of_its_layout():
+    kernel, extra, programs = Recorder(), torch.zeros(3), []
+
+    def program(a: Tensor, b: Tensor) -> Any:
+        programs.append(a.stride())
+        out = a.new_empty(len(a), 5)
+        args = box(a, 16, 16, "tma"), b, out, extra, a.stride(0)
+        return Program(kernel, (7,), args, {"FIRST": 1, "LAST": 2, "num_warps": 4}, out)
+
+    run, b = _bsr_plans._templates(program), torch.zeros(9)
+    wide = torch.zeros(32, 64)
+    for a in (torch.zeros(32, 32), torch.ones(32, 32), wide[:, :32]):
+        out = run(a, b)
+        grid, (boxed, *args), constants = kernel.calls[-1]
+        assert (boxed.base.data_ptr(), *boxed.strides) == (a.data_ptr(), *a.stride())
+        given = [args[i] if isinstance(args[i], int) else args[i].data_ptr() for i in range(2)]
+        assert (given, args[2] is extra) == ([b.data_ptr(), out.data_ptr()], True)
+        assert isinstance(args[0], Tensor) == bool(constants)  # Triton binds a first call's
+        assert (args[3], out.shape, out.is_meta) == (a.stride(0), (32, 5), False)
+    assert (grid, programs) == ((7,), [(32, 1), (64, 1)])
+    assert kernel.compilations == 2
+    grid, args, _ = kernel.calls[1]
+    assert (grid, args[-2:]) == ((7, 1, 1), (2, 1))
+
+
+def test_inference_mode_gives_the_same():
+    layer, x = layer_of(), torch.randn(3, 48)
+    with torch.inference_mode():
+        found = layer(x)
+    assert torch.equal(found, layer(x))
+
+
+def test_values_are_drawn_within_the_bound_of_their_fan_in():
+    pattern = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]]).bool()
+    layer = layer_of(40, 40, sparsity=None, pattern=pattern)  # fan-in 32, 8 and none
+    largest = layer.values.detach().abs().amax((1, 2))
+    bounds = torch.tensor([32.0, 32.0, 8.0]).rsqrt()
+    assert (largest <= bounds).all()
+    assert (largest > 0.95 * bounds).all()
+    assert layer.values[2, :, 8:].eq(0).all()
+    assert layer.bias[32:].eq(0).all()
+    assert layer.bias[:32].ne(0).all()
+
+
+def test_a_drawn_pattern_spreads_its_blocks_over_the_rows():
+    layer = layer_of(160, 320, sparsity=0.87)
+    assert sorted(set(layer.offsets.diff().tolist())) == [2, 3]
+    assert len(layer.columns) == 26
+    assert str(layer).endswith("block=16x16, stored=26 of 200, bias=True)")
+
+
+def test_a_dense_layer_keeps_its_largest_blocks():
+    linear = nn.Linear(40, 24)
+    layer = BlockSparseLinear.from_dense(linear, (8, 16), 0.5)
+    norms = torch.stack(
+        [p.norm() for row in linear.weight.split(8) for p in row.split(16, 1)]
+    ).view(3, 3)
+    expected = norms >= norms.flatten().sort(descending=True).values[3]
+    assert torch.equal(layer.offsets.diff(), expected.sum(1).int())
+    mask = expected.repeat_interleave(8, 0).repeat_interleave(16, 1)[:, :40]
+    assert torch.equal(layer.to_dense().weight, linear.weight * mask)
+    assert torch.equal(layer.bias, linear.bias)
+
+
+def index(offsets: list[int], columns: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(offsets).int(), torch.tensor(columns).int()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "columns", "message"),
+    [
+        ([0, 2, 3], [1, 0, 1], "expected ascending columns, found .1, 0. in block row 0"),
+        ([0, 2, 3], [1, 1, 1], "expected ascending columns, found .1, 1. in block row 0"),
+        ([0, 2, 3], [0, 3, 1], "expected block columns 0 to 2, found 0 to 3"),
+        ([0, 2, 3], [0, 1], "expected 3 offsets from 0 to 2, found 3 from 0 to 3"),
+        ([0, 3], [0, 1, 2], "expected 3 offsets from 0 to 3, found 2 from 0 to 3"),
+    ],
+)
+def test_an_index_that_is_none_is_refused_and_changes_nothing(offsets, columns, message):
+    layer, x = layer_of(32, 48), torch.randn(2, 48)
+    before = layer(x)
+    with pytest.raises(FormatError, match=message):
+        layer.set_pattern(*index(offsets, columns))
+    values = torch.zeros(len(columns), 16, 16)
+    with pytest.raises(FormatError, match=message):
+        _bsr_autograd.linear(x, values, *index(offsets, columns), 32)
+    assert torch.equal(layer(x), before)
+
+
+def test_an_index_of_another_type_is_refused():
+    with pytest.raises(FormatError, match=r"offsets: expected a contiguous list of int32, found"):
+        layer_of(32, 48).set_pattern(torch.tensor([0, 1, 1]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"values": lambda v: v.mT}, FormatError, "expected contiguous, found strides"),
+        ({"values": lambda v: v[1:]}, FormatError, "expected shape .6, r, c., found .5, 16, 16."),
+        ({"values": lambda v: v.double()}, Unsupported, "found torch.float32 and torch.float64"),
+        ({"x": lambda x: x.half()}, Unsupported, "one dtype, found torch.float16 and torch.float"),
+    ],
+)
+def test_operands_that_do_not_go_together_are_refused(change, error, message):
+    layer = layer_of()
+    given = {"x": torch.randn(3, 48), "values": layer.values.detach()}
+    given |= {"offsets": layer.offsets, "columns": layer.columns}
+    given |= {name: changed(given[name]) for name, changed in change.items()}
+    with pytest.raises(error, match=message):
+        _bsr_autograd.linear(**given, n=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 0}, "block: expected at least 1x1, found 0x0"),
+        ({"block": (16, -1)}, "block: expected at least 1x1, found 16x-1"),
+        ({"sparsity": 1.5}, "sparsity: expected 0 to 1, found 1.5"),
+        ({"sparsity": None}, "expected either sparsity or pattern"),
+        ({"pattern": torch.ones(4, 3).bool()}, "expected either sparsity or pattern"),
+        ({"sparsity": None, "pattern": torch.ones(3, 4).bool()}, "expected bool .4, 3., found"),
+        ({"sparsity": None, "pattern": torch.ones(4, 3)}, "expected a bool matrix, found torch.fl"),
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused(options, message):
+    with pytest.raises(FormatError, match=message):
+        layer_of(**options)
+
+
+def test_activations_of_another_width_are_refused():
+    with pytest.raises(Unsupported, match=r"expected .\.\.\., 48., found .2, 96."):
+        layer_of()(torch.randn(2, 96))
+
+
+# block, dtype, n, k: Hopper's kernels where the GPU has them, Triton's by boxes and by pointers.
+ON_GPU = [
+    (16, torch.bfloat16, 512, 768),
+    (32, torch.float16, 512, 768),
+    (64, torch.bfloat16, 768, 512),
+    ((64, 128), torch.float16, 1000, 520),
+    (128, torch.bfloat16, 1024, 1024),
+    (64, torch.float32, 256, 320),
+    ((48, 24), torch.float16, 300, 430),
+    (8, torch.bfloat16, 136, 72),
+]
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, as a whole
+
+
+def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b.double()).norm() <= CLOSE[a.dtype] * b.double().norm()
+
+
+def on_gpu(block: Any, dtype: torch.dtype, n: int, k: int, m: int = 300) -> tuple[Any, Tensor]:
+    layer = layer_of(n, k, block, sparsity=0.7, device="cuda", dtype=dtype)
+    return layer, torch.randn(2, m // 2, k, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_gpu_gives_what_nn_linear_gives_in_fp64(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    wide = x.new_zeros(*x.shape[:2], k + 64)[..., :k].copy_(x)  # rows with a gap between them
+    for given in (x, x[0, 0], x[:, :7], wide, x[:0]):
+        found = step(layer, given)
+        assert_near(found, dense_step(layer, given, torch.float64))
+        assert all(map(torch.equal, found, step(layer, given)))
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_small_blocks_have_their_own_kernel_on_hopper(block, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "find_spec", lambda name: True)
+    call = _bsr_plans.Call("linear", 100, (512, 512), (block, block), torch.bfloat16)
+    device = torch.device("cuda")
+    assert _bsr_plans.chosen(call, device) is _bsr_plans._small
+    assert _bsr_plans.chosen(call._replace(op="dgrad"), device) is _bsr_plans._small
+    assert _bsr_plans.chosen(call._replace(op="wgrad"), device) is _bsr_plans._in_triton
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_new_pattern_is_right_on_a_gpu(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    step(layer, x)
+    other = layer_of(n, k, block, sparsity=0.9, device="cuda", dtype=dtype)
+    layer.set_pattern(other.offsets, other.columns)
+    assert_near(step(layer, x), dense_step(layer, x, torch.float64))
+    layer.load_state_dict(other.state_dict())
+    assert_near(step(layer, x), step(other, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_gpu_compiles_the_layer_into_one_graph(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_near(step(compiled, x), step(layer, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
+def test_a_training_step_is_captured_in_a_cuda_graph(block, dtype, n, k):
+    layer, x = on_gpu(block, dtype, n, k)
+    twin = copy.deepcopy(layer)
+
+    def train(layer: BlockSparseLinear, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        layer(x).float().square().mean().backward()
+        optimizer.step()
+
+    optimizer, its_twin = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (layer, twin))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(layer, optimizer)
+    torch.cuda.current_stream().wait_stream(side)
+    train(twin, its_twin)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        train(layer, optimizer)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        train(twin, its_twin)
+    assert_near((layer.values, layer.bias), (twin.values, twin.bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_an_unplanned_call_says_so_instead_of_breaking_a_capture():
+    layer, x = on_gpu(64, torch.bfloat16, 512, 512)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"linear of 300 tokens, torch.bfloat16, is not planned"),
+        torch.cuda.graph(graph),
+    ):
+        layer(x)
+
+
+@pytest.mark.gpu
+def test_operands_on_several_devices_are_refused():
+    layer, x = on_gpu(64, torch.bfloat16, 512, 512)
+    with pytest.raises(Unsupported, match="expected one device, found cpu, cuda:0"):
+        _bsr_autograd.linear(x[0], layer.values, layer.offsets.cpu(), layer.columns, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_values_and_gradients_take_the_memory_of_the_blocks(block):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    options = {"sparsity": 0.9, "bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    layer = layer_of(4096, 4096, block, **options)
+    layer(torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    gc.collect()
+    dense = 2 * 4096 * 4096 * 2  # W and its gradient
+    assert torch.cuda.memory_allocated() - before <= 0.15 * dense

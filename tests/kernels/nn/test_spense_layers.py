@@ -1,0 +1,656 @@
+"""Layers of 2:4 hybrid weights against dense ones, and the op ffn with such weights."""
+
+import io
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import triton
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from on_hopper import hopper
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.harness import contest
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.check import Expected, check
+from sparsebench.harness.operands import operands, redraw
+from sparsebench.harness.pruning.mlp import GatedMLP
+from sparsebench.harness.suite import read
+from sparsebench.kernels._common import elementwise
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn import _spense_op as layers
+from sparsebench.kernels.spense import spense_ffn, spense_wgmma
+from sparsebench.results.record import Contender, Problem, Status
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pruned(n: int, k: int, rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Return a weight that is 2:4 in its first rows and columns, with zeros of both signs."""
+    w = torch.randn(n, k)
+    keep = torch.rand(n, -(-k // 4), 4).argsort(-1).flatten(1)[:, :k] % 4 < 2
+    keep[rows:] = keep[:, columns:] = True
+    return (w * keep / k**0.5).to(dtype)
+
+
+# n, k, dense fraction, split, shape of X before k: edges inside of tiles, no sparse and no dense
+# part, a vector, no token.
+LAYERS: list[tuple[int, int, float, str, tuple[int, ...]]] = [
+    (200, 144, 0.0, "rows", (7,)),
+    (328, 136, 0.5, "rows", (2, 3)),
+    (72, 400, 0.4, "columns", (5,)),
+    (192, 264, 1.0, "rows", ()),
+    (64, 264, 1.0, "columns", (0,)),
+]
+
+
+def layer_of(
+    n: int, k: int, fraction: float, split: str, dtype: torch.dtype = BF16, bias: bool = True
+) -> tuple[SpenseLinear, Tensor, Tensor | None]:
+    rows = int(n * (1 - fraction)) if split == "rows" else n
+    columns = int(k * (1 - fraction)) if split == "columns" else k
+    w, b = pruned(n, k, rows, columns, dtype), torch.randn(n).to(dtype) if bias else None
+    layer = SpenseLinear.from_dense(w, dense_fraction=fraction, split=split, bias=b)
+    return layer, w, b
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(BF16, True), (FP16, False)])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_layer_gives_what_nn_linear_gives(n, k, fraction, split, tokens, dtype, bias):
+    layer, w, b = layer_of(n, k, fraction, split, dtype, bias)
+    x = torch.randn(*tokens, k).to(dtype)
+    torch.testing.assert_close(layer(x), linear(x, w) if b is None else linear(x, w) + b)
+    dense = layer.to_dense()
+    assert torch.equal(dense.weight, w)
+    assert (dense.bias is not None) == bias
+    torch.testing.assert_close(dense(x), linear(x, w, b))
+
+
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_state_dict_fills_another_layer_of_its_layout(n, k, fraction, split, tokens):
+    saved, w, _ = layer_of(n, k, fraction, split)
+    empty = SpenseLinear(k, n, dense_fraction=fraction, split=split)
+    assert torch.equal(empty.spense.to_dense(), torch.zeros_like(w))
+    file = io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    empty.load_state_dict(torch.load(file))
+    x = torch.randn(*tokens, k).to(BF16)
+    assert torch.equal(empty(x), saved(x))
+    assert list(saved.state_dict()) == ["bias", "sparse", "dense", "_extra_state"]
+
+
+def test_a_state_dict_of_another_layout_is_refused():
+    saved = layer_of(256, 144, 0.5, "rows")[0].state_dict()
+    other = SpenseLinear(144, 256, dense_fraction=0.5, dtype=FP16)
+    with pytest.raises(FormatError, match=r"expected \[256, 144, 128, 144, 0\], found .* 144, 1\]"):
+        other.load_state_dict(saved)
+    with pytest.raises(FormatError, match=r"found \[256, 144, 128, 144, 1\]"):
+        SpenseLinear(144, 256).load_state_dict(saved)
+
+
+def mlp_of(
+    h: int = 328, k: int = 136, dense: int = 200, activation: str = "silu", dtype=BF16
+) -> tuple[SpenseGatedMLP, GatedMLP]:
+    gate, up = (2 * pruned(h, k, h - dense, k, dtype) for _ in range(2))
+    down = pruned(k, h, k, h - dense, dtype)
+    packed = SpenseGatedMLP.from_dense(gate, up, down, dense=dense, activation=activation)
+    return packed, GatedMLP(gate, up, down, activation)
+
+
+# h, k, dense: parts of whole tiles and not, all dense, all sparse.
+MLPS = [(328, 136, 200), (512, 72, 128), (200, 136, 200), (200, 144, 0), (320, 64, 100)]
+
+
+@pytest.mark.parametrize("activation", [*layers.ACTIVATIONS])
+@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
+def test_an_mlp_gives_what_three_dense_products_give(h, k, dense, activation):
+    packed, right = mlp_of(h, k, dense, activation)
+    for found, expected in zip(packed.to_dense(), (right.gate, right.up, right.down), strict=True):
+        assert torch.equal(found, expected)
+    for tokens in ((5,), (2, 3), (), (0,)):
+        x = torch.randn(*tokens, k).to(BF16)
+        torch.testing.assert_close(packed(x), right(x))
+
+
+@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
+def test_an_mlps_state_dict_fills_another_one(h, k, dense):
+    saved, _ = mlp_of(h, k, dense)
+    empty, x = SpenseGatedMLP(k, h, dense=dense), torch.randn(3, k).to(BF16)
+    assert empty(x).eq(0).all()
+    empty.load_state_dict(saved.state_dict())
+    assert torch.equal(empty(x), saved(x))
+
+
+# ---- fp8 ----
+
+
+def by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix as e4m3 holds it, in fp64, and the scale of each row."""
+    scale = (matrix.float().abs().amax(-1, keepdim=True) / 448).clamp_min(1e-30)
+    return (matrix.float() / scale).to(E4M3).double(), scale.double()
+
+
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS[:4])
+def test_a_layer_in_fp8_gives_the_scaled_product(n, k, fraction, split, tokens):
+    w, b = layer_of(n, k, fraction, split)[1:]
+    given = {"dense_fraction": fraction, "split": split, "bias": b}
+    w[0] = 0
+    layer = SpenseLinear.from_dense(w, dtype=E4M3, **given)
+    x = torch.randn(*tokens, k).to(BF16)
+    (of_x, token), (of_w, row) = by_row(x), by_row(w)
+    product = (of_x @ of_w.T * row[:, 0] * token).to(BF16)
+    y = layer(x)
+    assert y.dtype == BF16
+    torch.testing.assert_close(y, product + b)
+    exact = linear(x.double(), w.double())
+    assert (product.double() - exact).square().mean() < 0.05**2 * exact.square().mean()
+    torch.testing.assert_close(layer.to_dense().weight.double(), of_w * row, rtol=2**-8, atol=0)
+    # As a checkpoint in fp8 has it: one scale a row, of two shapes, or one of all.
+    stored = of_w.float().to(E4M3)
+    for scale in (row.float(), row.float()[:, 0]):
+        again = SpenseLinear.from_dense(stored, scale=scale, **given)
+        assert torch.equal(again(x), y)
+    given["bias"] = None
+    of_one = SpenseLinear.from_dense(stored, scale=torch.tensor(0.25), **given)
+    assert torch.equal(of_one(x), SpenseLinear.from_dense(stored, **given)(x) / 4)
+    # X in e4m3 is taken as it is.
+    rounded = SpenseLinear.from_dense(w, dtype=E4M3, **given)
+    as_it_is = rounded(of_x.float().to(E4M3))
+    torch.testing.assert_close(as_it_is, (of_x @ of_w.T * row[:, 0]).to(BF16))
+
+
+def test_a_state_dict_in_fp8_has_scales_and_loads_into_fp8_alone():
+    w, b = layer_of(256, 144, 0.5, "rows")[1:]
+    saved = SpenseLinear.from_dense(w, dense_fraction=0.5, bias=b, dtype=E4M3)
+    assert list(saved.state_dict()) == ["bias", "sparse", "dense", "scale", "_extra_state"]
+    empty, x = SpenseLinear(144, 256, dense_fraction=0.5, dtype=E4M3), torch.randn(3, 144).to(BF16)
+    assert empty(x).eq(0).all()
+    empty.load_state_dict(saved.state_dict())
+    assert torch.equal(empty(x), saved(x))
+    with pytest.raises(FormatError, match=r"found \[256, 144, 128, 144, 2\]"):
+        layer_of(256, 144, 0.5, "rows")[0].load_state_dict(saved.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("activation", [*layers.ACTIVATIONS])
+@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
+def test_an_mlp_in_fp8_rounds_x_and_h(h, k, dense, activation):
+    _, right = mlp_of(h, k, dense, activation)
+    weights, x = (right.gate, right.up, right.down), torch.randn(2, 3, k).to(BF16)
+    (gate, up, down), (of_gate, of_up, of_down) = zip(*map(by_row, weights), strict=True)
+    of_x, token = by_row(x)
+    g, u = (of_x @ w.T * row[:, 0] * token for w, row in ((gate, of_gate), (up, of_up)))
+    hidden = ACT[activation](g) * u
+    for largest in (float(hidden.abs().max()), float(hidden.abs().max()) / 4):  # of few it is more
+        rounded = (hidden / largest * 448).clamp(-448, 448).float().to(E4M3).double()
+        product = rounded @ down.T * of_down[:, 0] * largest / 448
+        packed = SpenseGatedMLP.from_dense(
+            *weights, dense=dense, activation=activation, dtype=E4M3, largest=largest
+        )
+        y = packed(x).double()
+        assert (y - product).square().mean() < 0.01**2 * product.square().mean()
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(packed(x).double(), y)
+        stored = [w.float().to(E4M3) for w in (gate, up, down)]
+        given = {"scales": (of_gate.float(), of_up.float(), of_down.float())}
+        again = SpenseGatedMLP.from_dense(
+            *stored, dense=dense, activation=activation, largest=largest, **given
+        )
+        assert torch.equal(again(x).double(), y)
+        empty = SpenseGatedMLP(k, h, dense=dense, activation=activation, dtype=E4M3)
+        empty.load_state_dict(packed.state_dict())
+        assert torch.equal(empty(x).double(), y)
+    dense_gate, dense_up, dense_down = (w.double() for w in packed.to_dense())
+    of_dense = (
+        ACT[activation](x.double() @ dense_gate.T) * (x.double() @ dense_up.T)
+    ) @ dense_down.T
+    exact = hidden @ (down * of_down).T
+    assert (of_dense - exact).square().mean() < 0.05**2 * exact.square().mean()
+
+
+def test_what_fp8_cannot_hold_is_refused():
+    w = pruned(256, 64, 256, 64)
+    make, stored, scale = SpenseLinear.from_dense, w.to(E4M3), torch.ones(64)
+    with pytest.raises(FormatError, match=r"^weight: expected a scale of \[256\] or one, found"):
+        make(stored, scale=scale)
+    with pytest.raises(
+        FormatError, match=r"weight: expected no scale with torch.bfloat16, found one"
+    ):
+        make(w, dtype=E4M3, scale=scale)
+    with pytest.raises(FormatError, match=r"weight: expected torch.float16, found torch.bfloat16"):
+        make(w, dtype=FP16)
+    with pytest.raises(FormatError, match=r"weight: .* floating-point matrix, found torch.int8"):
+        make(w.to(torch.int8), dtype=E4M3)
+    gate = pruned(256, 64, 128, 64)
+    mlp = partial(SpenseGatedMLP.from_dense, gate, gate, pruned(64, 256, 64, 128), dense=128)
+    with pytest.raises(FormatError, match=r"largest: expected more than 0, found None"):
+        mlp(dtype=E4M3)
+    with pytest.raises(FormatError, match=r"largest: expected none with torch.bfloat16, found 3"):
+        mlp(largest=3.0)
+    layer, x = make(w, dtype=E4M3), torch.zeros(3, 64)
+    with pytest.raises(
+        Unsupported, match=r"expected torch.bfloat16 as the layer has, found torch.f"
+    ):
+        layer(x.half())
+    with pytest.raises(Unsupported, match=r"expected fp32 scales \[256\], found torch.bfloat16"):
+        layer.to(BF16)(x.to(BF16))
+
+
+@compiled
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_layers_compile_into_one_graph(dtype: torch.dtype, dynamic: bool):
+    stack = stack_of(dtype)
+    run = torch.compile(stack, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for m in (3, 5):
+        x = torch.randn(m, 136).to(BF16)
+        torch.testing.assert_close(run(x), stack(x))
+
+
+def stack_of(dtype: torch.dtype) -> nn.Module:
+    mlp, right = mlp_of()
+    layer, w, b = layer_of(328, 136, 0.5, "rows")
+    if dtype == E4M3:
+        weights = right.gate, right.up, right.down
+        mlp = SpenseGatedMLP.from_dense(*weights, dense=200, dtype=E4M3, largest=10.0)
+        layer = SpenseLinear.from_dense(w, dense_fraction=0.5, bias=b, dtype=E4M3)
+    return nn.Sequential(mlp, layer)
+
+
+def test_operators_are_what_torch_compile_expects():
+    layer, x = layer_of(72, 400, 0.4, "columns")[0], torch.randn(3, 400).to(BF16)
+    torch.library.opcheck(layers.linear, (x, layer.sparse, layer.dense, 72, 400, 72, 128))
+    gate_up = mlp_of(200, 400, 72)[0].gate_up
+    sizes = 400, 400, *gate_up.sparse_shape, "silu"
+    torch.library.opcheck(layers.linear, (x, gate_up.sparse, gate_up.dense, *sizes))
+    layer = SpenseLinear.from_dense(pruned(72, 400, 72, 400), dtype=E4M3)
+    sizes = 72, 400, *layer.sparse_shape, None
+    torch.library.opcheck(layers.linear, (x, layer.sparse, layer.dense, *sizes, layer.scale))
+
+
+def test_autocast_takes_inputs_to_the_dtype_of_the_weights():
+    layer, w, b = layer_of(200, 144, 0.0, "rows")
+    x = torch.randn(3, 144)
+    with torch.autocast("cpu", BF16):
+        torch.testing.assert_close(layer(x), linear(x.to(BF16), w) + b)
+
+
+def test_what_a_layer_cannot_hold_is_refused():
+    w = pruned(256, 64, 256, 64)
+    w[3, 4:7] = 1
+    with pytest.raises(FormatError, match=r"^weight: expected at most 2 of 4 .* row 3, group 1 "):
+        SpenseLinear.from_dense(w)
+    with pytest.raises(
+        FormatError, match=r"weight: expected fp16, bf16 or fp8 .* found torch.float32"
+    ):
+        SpenseLinear.from_dense(w.float())
+    with pytest.raises(FormatError, match=r"weight: expected a split by rows or columns"):
+        SpenseLinear.from_dense(w, split="both")
+    with pytest.raises(FormatError, match=r"bias: expected \[256\], found \[64\]"):
+        SpenseLinear.from_dense(pruned(256, 64, 256, 64), bias=w[0])
+
+
+def test_what_an_mlp_cannot_hold_is_refused():
+    gate, up, down = pruned(256, 64, 128, 64), pruned(256, 64, 128, 64), pruned(64, 256, 64, 128)
+    make = SpenseGatedMLP.from_dense
+    with pytest.raises(FormatError, match=r"^down: expected \[64, 256\], found \[256, 64\]"):
+        make(gate, up, up, dense=128)
+    with pytest.raises(FormatError, match=r"^up: expected torch.bfloat16 as gate has, found"):
+        make(gate, up.half(), down, dense=128)
+    with pytest.raises(FormatError, match="dense: expected 0 to 256 hidden units, found 257"):
+        make(gate, up, down, dense=257)
+    with pytest.raises(FormatError, match="hidden_features: expected a multiple of 8, found 252"):
+        make(gate[:252], up[:252], down[:, :252], dense=128)
+    with pytest.raises(FormatError, match="expected one of silu, gelu_tanh, relu; found 'tanh'"):
+        make(gate, up, down, dense=128, activation="tanh")
+    up[127, :4] = 1
+    with pytest.raises(FormatError, match=r"^up: expected at most 2 of 4 .* row 127, group 0"):
+        make(gate, up, down, dense=128)
+
+
+def test_inputs_that_a_layer_cannot_multiply_are_refused():
+    layer = layer_of(200, 144, 0.0, "rows")[0]
+    with pytest.raises(Unsupported, match=r"expected \[\.\.\., 144\], found \[3, 145\]"):
+        layer(torch.zeros(3, 145))
+    with pytest.raises(
+        Unsupported, match=r"expected torch.bfloat16 as the layer has, found torch.float32"
+    ):
+        layer(torch.zeros(3, 144))
+    x = torch.zeros(3, 144, dtype=BF16, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"expected inference \(torch.no_grad\)"):
+        layer(x)
+    with torch.inference_mode():
+        layer(x)
+
+
+# ---- plans ----
+
+
+def test_equal_tiles_of_tokens_share_their_lists(monkeypatch):
+    monkeypatch.setattr(spense_wgmma, "load", lambda *given: (None, "code"))
+    monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(spense_wgmma, "supports", lambda problem, device: None)
+    monkeypatch.setattr(layers, "_PLANS", {})
+    w = layer_of(512, 1024, 0.5, "columns")[0].spense
+    plans = {m: layers._planned(torch.zeros(m, 1024, dtype=BF16), w) for m in (600, 700, 900)}
+    assert plans[600].items is plans[700].items
+    assert plans[600].items is not plans[900].items
+    for m, plan in plans.items():
+        alone = spense_wgmma.plan(w, m, plan.config)
+        assert replace(plan, items=None) == replace(alone, items=None)
+        assert torch.equal(plan.items, alone.items)
+    hidden = layers._planned(torch.zeros(600, 1024, dtype=BF16), w, "silu")
+    assert hidden.items is not plans[600].items
+    assert (plans[600].y, hidden.y) == ((600, 512), (600, 256))
+
+
+def test_a_gpu_without_the_kernel_is_refused(monkeypatch):
+    monkeypatch.setattr(layers, "_PLANS", {})
+    w = layer_of(512, 1024, 0.5, "columns")[0].spense
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU of compute"):
+        layers._planned(torch.zeros(4, 1024, dtype=BF16), w)
+
+
+# ---- the op ffn ----
+
+
+def test_gate_and_up_that_do_not_fit_are_not_joined():
+    w = torch.zeros(256, 256, dtype=BF16)
+    half, whole = (Spense.from_dense(w, dense_fraction=fraction) for fraction in (0.5, 0.0))
+    with pytest.raises(Unsupported, match=r"found \[128, 256\] sparse of \[256, 256\] and \[256,"):
+        spense_ffn.joined(half, whole)
+    columns = Spense.from_dense(w, dense_fraction=0.5, split="columns")
+    with pytest.raises(Unsupported, match="expected gate and up split at the same row, found"):
+        spense_ffn.joined(columns, columns)
+    odd = Spense.from_dense(w[:100])
+    with pytest.raises(Unsupported, match="expected a multiple of 8 hidden units, found 100"):
+        spense_ffn.joined(odd, odd)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("h", "fraction"), [(328, 0.5), (328, 0.0), (200, 1.0), (72, 0.5)])
+def test_gate_and_up_are_joined_by_rows_of_eight_and_parted(h, fraction, dtype):
+    of = {"dense_fraction": fraction, "split": "rows"}
+    rows = int(h * (1 - fraction))
+    gate, up = ((pruned(h, 400, rows, 400, FP16) + 0.0).to(dtype) for _ in range(2))
+    packed = [Spense.from_dense(w, **of) for w in (gate, up)]
+    both = spense_ffn.joined(*packed)
+    rows = both.to_dense().float()
+    assert torch.equal(rows[:24], torch.cat((gate.float()[:8], up.float()[:8], gate.float()[8:16])))
+    for found, right in zip(spense_ffn.parted(rows), (gate, up), strict=True):
+        assert torch.equal(found, right.float())
+    assert both.sparse_shape == (2 * packed[0].sparse_shape[0], 400)
+
+
+def test_a_suite_gives_down_a_split_of_its_own():
+    for asked in read("spense-ffn").contests:
+        (hybrid,) = (c for c in asked.contenders if c.kernel == "spense_ffn")
+        assert hybrid.params_of("wu") == {"dense_fraction": 0.5, "split": "rows"}
+        assert hybrid.params_of("wd") == {"dense_fraction": 0.5, "split": "columns"}
+
+
+@compiled
+def test_down_is_converted_by_a_split_of_its_own():
+    params = {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
+    contender = Contender("spense", "reference", params)
+    (row,), _ = contest.run(problem(4, 512, 128), [contender], torch.device("cpu"), None)
+    assert row.status is Status.OK
+    assert row.stored_bytes == 3 * 512 * 128 * (2 + 9 / 8) / 2  # by rows, all of down were dense
+
+
+ACT = {**layers.ACTIVATIONS, "relu2": lambda z: z.relu().square()}
+
+
+def assert_activates(m: int, n: int, activation: str, dtype: Any, device: str) -> None:
+    """Hold the kernel against fp64, to two units in the last place; NaN stays in its element."""
+    products = 3 * torch.randn(m, 2 * n, device=device).to(dtype)
+    products[0, 0] = -300  # whose exp is infinite
+    products[-1, 1] = float("nan")
+    program = elementwise.hidden(products, activation)
+    program.out.fill_(7)
+    gate, up = products.double().chunk(2, 1)
+    right = (ACT[activation](gate) * up).to(dtype)
+    with numpy.errstate(over="ignore"):  # the interpreter's
+        torch.testing.assert_close(program(), right, rtol=2**-7, atol=1e-6, equal_nan=True)
+
+
+@compiled
+@has_interpreter
+def test_the_activation_is_right_in_the_interpreter():
+    assert_passes(__file__, "-k", "interpreted_")
+
+
+@interpreted
+@pytest.mark.parametrize("activation", [*ACT])
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (19, 328), (5, 512), (33, 200)])
+def test_interpreted_activations_are_right(m, n, activation):
+    assert_activates(m, n, activation, FP16, "cpu")
+
+
+def assert_right(y: Tensor, these: Operands) -> None:
+    """Ask what the harness asks of the op ffn."""
+    names = {name: w.to_dense().double() for name, w in these.weights.items()}
+    names |= {name: x.double() for name, x in these.activations.items()}
+    op, how = load_op("ffn"), {"activation": these.problem["activation"]}
+    right, spread = op.definition(**names, **how), op.spread(**names, **how)
+    verdict = check(y, Expected(right, spread, y.dtype, max(names["wg"].shape)))
+    assert verdict.reason is None, verdict.reason
+
+
+def problem(m: int, n: int, k: int, dtype: str = "bf16", activation: str = "silu") -> Problem:
+    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": activation}
+    rest = {"pattern": "two_four", "sparsity": 0.5, "block": 1, "active": None, "skew": "iid"}
+    return Problem("ffn", {**fields, **rest})
+
+
+def ffn(asked: Problem, fraction: float, device: str = "cuda") -> Operands:
+    op = load_op("ffn")
+    drawn = operands(asked, op, torch.device(device), None)
+    split = {"wg": "rows", "wu": "rows", "wd": "columns"}
+    weights = {
+        name: Spense.from_dense(w, dense_fraction=fraction, split=split[name])
+        for name, w in drawn.weights.items()
+    }
+    definition = partial(op.definition, activation=asked["activation"])
+    return Operands(asked, weights, drawn.activations, definition)
+
+
+def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
+    """Stands in for spense_wgmma's prepare."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    y, dense = x.new_empty(len(x), w.shape[0] // (2 if activation else 1)), w.to_dense()
+
+    def run() -> Tensor:
+        if activation is None:
+            return y.copy_(x @ dense.T)
+        gate, up = spense_ffn.parted(dense @ x.T)
+        return y.copy_((ACT[activation](gate) * up).T)
+
+    return Launch(run, {"by": operands.settled or list(w.shape)}, "code")
+
+
+@compiled
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_feed_forward_layers_join_gate_and_up(fraction, activation, monkeypatch):
+    monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
+    these = ffn(problem(19, 392, 72, "fp16", activation), fraction, "cpu")
+    launch = spense_ffn.prepare(these)
+    redraw(these.problem, load_op("ffn"), these.activations, 1)
+    assert_right(launch(), these)
+    assert launch.choice == {"gate_up": {"by": [2 * 392, 72]}, "down": {"by": [72, 392]}}
+    again = spense_ffn.prepare(replace(these, settled=launch.choice))
+    assert again.choice == {name: {"by": choice} for name, choice in launch.choice.items()}
+
+
+@compiled
+@pytest.mark.parametrize("activation", [*ACT])
+def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = elementwise._activate
+    constants = {
+        "TOKENS": 16,
+        "FEATURES": elementwise.FEATURES,
+        "ACTIVATION": activation,
+        "SCALE": 1.0,
+    }
+    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= {"products": "*bf16", "h": "*bf16"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3)}  # all but m
+    source = ASTSource(function, kinds, constants, aligned)
+    ptx = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ptx.count("ld.global.v4") == ptx.count("ld.global") > 0
+    assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+def test_a_feed_forward_layer_is_right_on_a_gpu(activation, dtype):
+    for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
+        these = ffn(problem(m, 1352, 520, dtype, activation), fraction)
+        launch = spense_ffn.prepare(these)
+        redraw(these.problem, load_op("ffn"), these.activations, 1)
+        launch().fill_(float("nan"))
+        assert_right(launch(), these)
+        again = spense_ffn.prepare(replace(these, settled=launch.choice))
+        assert (again.choice, again.code) == (launch.choice, launch.code)
+        assert_right(again(), these)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_activations_are_right_on_a_gpu(dtype):
+    for activation in ACT:
+        for m, n in ((1, 8), (19, 328), (5, 512), (3000, 1352)):
+            assert_activates(m, n, activation, dtype, "cuda")
+
+
+def close_on_a_gpu(y: Tensor, right: Tensor) -> None:
+    """Both round to a dtype of 8 bits or more; h, too, and of its roundings the sum."""
+    y, right = y.float(), right.float()
+    bound = 2**-5 * (right.abs() + right.square().mean().sqrt())
+    assert ((y - right).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_layers_are_right_on_a_gpu(dtype):
+    with torch.no_grad():
+        for n, k, fraction, split, _ in LAYERS:
+            layer, w, b = layer_of(n, k, fraction, split, dtype)
+            layer, w, b = layer.cuda(), w.cuda(), b.cuda()
+            wide = torch.randn(300, k + 24, device="cuda").to(dtype)
+            for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, 3 : k + 3], wide[:17, :k]):
+                close_on_a_gpu(layer(x), linear(x, w, b))
+            assert layer(wide[:0, :k]).shape == (0, n)
+        for h, k, dense in MLPS:
+            for activation in layers.ACTIVATIONS:
+                packed, right = mlp_of(h, k, dense, activation, dtype)
+                gate, up, down = (t.cuda() for t in (right.gate, right.up, right.down))
+                x = torch.randn(2, 150, k, device="cuda").to(dtype)
+                close_on_a_gpu(packed.cuda()(x), GatedMLP(gate, up, down, activation)(x))
+
+
+class OnCpu(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cpu())
+
+
+def close_in_fp8(y: Tensor, right: Tensor) -> None:
+    """Sums of the tensor cores have 13 bits, so that a few elements of H are rounded otherwise."""
+    y, right = y.float(), right.float().to(y.device)
+    assert (y - right).square().mean() < 0.03**2 * right.square().mean()
+
+
+@pytest.mark.gpu
+@hopper
+def test_layers_in_fp8_are_right_on_a_gpu():
+    with torch.no_grad():
+        for n, k, *how in (
+            (200, 144, 0.0, "rows"),
+            (72, 400, 0.4, "columns"),
+            (192, 272, 1.0, "rows"),
+        ):
+            w, b = layer_of(n, k, *how)[1:]
+            given = {"dense_fraction": how[0], "split": how[1], "bias": b, "dtype": E4M3}
+            layer, wide = SpenseLinear.from_dense(w, **given), torch.randn(300, k + 24).to(BF16)
+            for x in (wide[:, :k], wide[:, 3 : k + 3], wide[:17, :k], wide[:0, :k]):
+                right = layer.cpu()(x)
+                y = layer.cuda()(x.cuda())
+                assert y.dtype == BF16
+                close_on_a_gpu(y, right.cuda())
+        for h, k, dense in ((336, 144, 200), (512, 80, 128), (208, 144, 0)):
+            for activation in layers.ACTIVATIONS:
+                _, dense_mlp = mlp_of(h, k, dense, activation)
+                weights, x = (dense_mlp.gate, dense_mlp.up, dense_mlp.down), torch.randn(2, 150, k)
+                packed = SpenseGatedMLP.from_dense(
+                    *weights, dense=dense, activation=activation, dtype=E4M3, largest=40.0
+                )
+                right = packed(x.to(BF16))
+                close_in_fp8(packed.cuda()(x.to(BF16).cuda()), right)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
+    mlp, right = mlp_of(1024, 512, 512)
+    weights, x = (right.gate, right.up, right.down), torch.randn(40, 512, device="cuda").to(BF16)
+    right, close = GatedMLP(*(t.cuda() for t in weights)), close_on_a_gpu
+    if dtype == E4M3:
+        mlp = SpenseGatedMLP.from_dense(*weights, dense=512, dtype=E4M3, largest=40.0)
+        right, close = OnCpu(deepcopy(mlp)), close_in_fp8
+    mlp = mlp.cuda()
+    layers._PLANS.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        run = torch.compile(mlp, fullgraph=True)
+        close(run(x), right(x))
+        mlp(x)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = mlp(x)
+        for _ in range(2):
+            x.copy_(torch.randn_like(x))
+            y.fill_(float("nan"))
+            graph.replay()
+            close(y, right(x))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_a_gpu_says_that_a_capture_came_before_the_first_call(dtype: torch.dtype):
+    w = layer_of(256, 144, 0.5, "rows")[1]
+    layer = SpenseLinear.from_dense(w, dense_fraction=0.5, dtype=dtype).cuda()
+    x = torch.zeros(4, 144, device="cuda")
+    layers._PLANS.clear()
+    graph = torch.cuda.CUDAGraph()
+    x = x.to(BF16)
+    before = pytest.raises(RuntimeError, match="call the layer once before capturing")
+    with torch.no_grad(), before, torch.cuda.graph(graph):
+        layer(x)
+    with pytest.raises(Unsupported, match="expected inputs on cuda:0, found cpu"):
+        layer(x.cpu())

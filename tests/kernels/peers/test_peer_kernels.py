@@ -1,0 +1,198 @@
+"""The dense, scipy and torch peers: right where they run, and a reason where they do not."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.ops.linear import definition, spread
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.dense import cublas, reference, torch_dense
+from sparsebench.kernels.peers import _cusparse, cusparse_bell, scipy_bsr, scipy_csr, torch_bsr
+from sparsebench.results.record import Problem
+
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_THE_CPU = [
+    (reference, Csr, {}),
+    (reference, Bsr, {"block": [3, 5]}),
+    (torch_dense, Dense, {}),
+    (scipy_csr, Csr, {}),
+    (scipy_bsr, Bsr, {"block": 1}),
+    (scipy_bsr, Bsr, {"block": 4}),
+    (scipy_bsr, Bsr, {"block": [3, 5]}),
+]
+
+
+def problem_of(dtype: str = "fp32") -> Problem:
+    return Problem("linear", {"m": 1, "n": 1, "k": 1, "dtype": dtype})
+
+
+def operands_of(
+    shape: tuple[int, int, int],
+    form: Any = Bsr,
+    density: float = 0.4,
+    dtype: str = "fp32",
+    **params: Any,
+) -> Operands:
+    m, n, k = shape
+    torch.manual_seed(0)
+    dense = (torch.randn(n, k) * (torch.rand(n, k) < density)).to(DTYPES[dtype])
+    problem = Problem("linear", {"m": m, "n": n, "k": k, "dtype": dtype})
+    x = torch.randn(m, k).to(DTYPES[dtype])
+    return Operands(problem, {"w": form.from_dense(dense, **params)}, {"x": x}, definition)
+
+
+def assert_right(y: torch.Tensor, operands: Operands) -> None:
+    """Hold every element to 16 rounding errors of its terms, and one of its value."""
+    dtype = operands.problem["dtype"]
+    w, x = operands.weights["w"].to_dense().double(), operands.activations["x"].double()
+    expected = definition(w, x)
+    bound = ROUNDING[dtype] * (16 * spread(w, x) + expected.abs())
+    assert y.dtype == DTYPES[dtype]
+    assert y.shape == expected.shape
+    assert y.is_contiguous()
+    assert ((y.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
+@pytest.mark.parametrize("shape", [(7, 13, 11), (1, 64, 33), (37, 8, 100)])
+@pytest.mark.parametrize(("peer", "form", "params"), ON_THE_CPU)
+def test_the_product_equals_the_definition_in_fp64(
+    peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
+) -> None:
+    operands = operands_of(shape, form, density, **params)
+    assert peer.KERNEL.supports(operands.problem, CPU) is None
+    assert_right(peer.KERNEL.prepare(operands)(), operands)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_dense_baseline_multiplies_sixteen_bit_types(dtype: str) -> None:
+    operands = operands_of((5, 9, 64), Dense, dtype=dtype)
+    assert_right(torch_dense.KERNEL.prepare(operands)(), operands)
+
+
+@pytest.mark.parametrize(("peer", "form", "params"), ON_THE_CPU)
+def test_rewritten_activations_are_multiplied_anew(peer: Any, form: Any, params: Any) -> None:
+    operands = operands_of((6, 10, 14), form, **params)
+    launch = peer.KERNEL.prepare(operands)
+    before = launch()
+    kept = before.clone()
+    operands.activations["x"].neg_().add_(1)
+    assert_right(launch(), operands)
+    assert torch.equal(before, kept)  # an earlier output is not overwritten
+
+
+@pytest.mark.parametrize("peer", [scipy_csr, scipy_bsr])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_scipy_refuses_sixteen_bit_types(peer: Any, dtype: str) -> None:
+    assert f"found {dtype}" in peer.KERNEL.supports(problem_of(dtype), CPU)
+
+
+def test_cublas_refuses_fp32_where_torch_is_told_to_use_tf32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert cublas.supports(problem_of("fp32"), CUDA) is None
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert "found torch.backends.cuda.matmul.fp32_precision = 'tf32'" in str(
+        cublas.supports(problem_of("fp32"), CUDA)
+    )
+    assert cublas.supports(problem_of("bf16"), CUDA) is None
+    assert cublas.supports(problem_of("tf32"), CUDA) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32"])
+def test_cublas_has_tf32_during_the_calls_of_a_tf32_problem_alone(dtype: str) -> None:
+    seen, settings = [], torch.backends.cuda.matmul
+    before = settings.fp32_precision, torch.backends.cuda.preferred_blas_library()
+
+    def definition(w: Tensor, x: Tensor) -> Tensor:
+        seen.append(settings.fp32_precision)
+        return x @ w.T
+
+    operands = replace(operands_of((5, 9, 64), Dense, dtype=dtype), definition=definition)
+    launch = cublas.prepare(operands)
+    assert_right(launch(), operands)
+    assert set(seen) == ({"tf32"} if dtype == "tf32" else {before[0]})
+    assert (settings.fp32_precision, torch.backends.cuda.preferred_blas_library()) == before
+    assert launch.choice.get("fp32_precision") == ("tf32" if dtype == "tf32" else None)
+
+
+def test_cublas_restores_the_precision_after_an_error() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with pytest.raises(RuntimeError, match="mat1"), cublas.tf32_products(True):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_blocked_ell_is_refused_fp32_and_not_tf32() -> None:
+    assert "expected dtype tf32" in str(cusparse_bell.supports(problem_of("fp32"), CUDA))
+    found = cusparse_bell.supports(problem_of("tf32"), CUDA)
+    assert found == _cusparse.supports(problem_of("tf32"), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "tuned", "reason"),
+    [
+        ((64, 80, 80), 10, False, "powers of two >= 16, found 10x10"),
+        ((64, 80, 80), 8, True, "powers of two >= 16, found 8x8"),
+        ((64, 80, 64), 32, False, "divide W, found 32x32 in 80x64"),
+        ((64, 64, 80), 32, True, "divide W, found 32x32 in 64x80"),
+        ((64, 64, 64), [16, 32], False, "square blocks, found 16x32"),
+        ((48, 64, 64), 32, False, "multiple of 32 tokens, found 48"),
+        ((37, 64, 64), 32, True, "multiple of 16 tokens, found 37"),
+    ],
+)
+def test_what_torch_would_hand_to_its_slow_path_is_refused(
+    shape: tuple[int, int, int], block: Any, tuned: bool, reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        torch_bsr.prepare(operands_of(shape, block=block), tuned=tuned)
+
+
+def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
+    w = operands_of((48, 64, 64), block=[16, 32]).weights["w"]
+    assert isinstance(w, Bsr)
+    assert torch_bsr.refusal(w, 48, tuned=True) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "block", "dtype", "tiles"),
+    [
+        (4096, (32, 32), "bf16", [32, 64, 128, 256]),
+        (4096, (128, 128), "bf16", [64, 128, 256]),
+        (4096, (128, 128), "fp32", [16, 32, 64, 128]),
+        (48, (32, 32), "bf16", [16]),
+        (64, (16, 64), "fp16", [16, 32, 64]),
+        (16, (256, 256), "fp32", [16]),
+    ],
+)
+def test_tiles_divide_the_tokens_and_hold_what_torch_ships(
+    m: int, block: tuple[int, int], dtype: str, tiles: list[int]
+) -> None:
+    assert torch_bsr.token_tiles(m, block, DTYPES[dtype]) == tiles
+
+
+def test_torch_asks_for_a_gpu() -> None:
+    assert "found device cpu" in str(torch_bsr.supports(problem_of(), CPU))
+    assert torch_bsr.supports(problem_of(), CUDA) is None
+
+
+def test_the_peers_import_without_any_gpu_package() -> None:
+    peers = "cublas cusparse_bell cusparse_bsr cusparse_csr reference scipy_bsr scipy_csr torch_bsr"
+    program = (
+        "import sys\n"
+        "for name in 'nvmath', 'cupy', 'triton': sys.modules[name] = None\n"
+        f"for name in '{peers} torch_dense'.split():\n"
+        "    __import__('sparsebench.kernels.' + name)\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)

@@ -1,0 +1,152 @@
+"""STK as a peer: what is refused, and its calls and layouts on a stand-in of dense products."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.peers import stk
+from sparsebench.results.record import Problem
+
+CUDA = torch.device("cuda")
+SIZES = {"m": 128, "n": 384, "k": 256, "dtype": "fp16"}
+
+
+class Matrix:
+    """STK's matrix, as far as it is used: three arrays, and a flag for the transposed view."""
+
+    def __init__(
+        self, size: Any, data: Tensor, rows: Tensor, columns: Tensor, offsets: Tensor
+    ) -> None:
+        assert rows.dtype == columns.dtype == torch.int16
+        self.size, self.data, self.offsets = tuple(size), data, offsets
+        self.rows, self.columns = rows, columns
+        self.flipped = False
+
+    def t(self) -> "Matrix":
+        found = Matrix(self.size, self.data, self.rows, self.columns, self.offsets)
+        found.flipped = not self.flipped
+        return found
+
+    def dense(self) -> Tensor:
+        dense = Bsr(self.size, self.offsets, self.columns.int(), self.data).to_dense()
+        return dense.t() if self.flipped else dense
+
+
+def sdd(dy_transposed: Tensor, x: Tensor, topology: Matrix) -> SimpleNamespace:
+    like = Bsr(topology.size, topology.offsets, topology.columns.int(), topology.data)
+    return SimpleNamespace(data=like.sample(dy_transposed @ x).values)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, ops = ModuleType("stk"), ModuleType("stk.ops")
+    module.Matrix, module.ops = Matrix, ops  # type: ignore[attr-defined]
+    ops.dds = lambda x, w: x @ w.dense()  # type: ignore[attr-defined]
+    ops.dsd = lambda w, x: w.dense() @ x  # type: ignore[attr-defined]
+    ops.sdd = sdd  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "stk", module)
+    monkeypatch.setitem(sys.modules, "stk.ops", ops)
+    monkeypatch.setattr(stk, "version", lambda name: "0.7.1")
+
+
+def operands_of(op: str, layout: str | None = None, block: int = 128) -> Operands:
+    torch.manual_seed(0)
+    kept = torch.tensor([[1, 0], [0, 0], [1, 1]]).repeat_interleave(128, 0)
+    w = torch.randn(384, 256) * kept.repeat_interleave(128, 1)
+    drawn = {"x": torch.randn(128, 256), "dy": torch.randn(128, 384)}
+    names = {"linear": ["x"], "linear_dgrad": ["dy"], "linear_wgrad": ["dy", "x"]}[op]
+    packed = Bsr.from_dense(w, block=block)
+    settled = {"layout": layout} if layout else None
+    found = Operands(
+        Problem(op, SIZES),
+        {"w": packed},
+        {name: drawn[name] for name in names},
+        load_op(op).definition,
+        settled,
+    )
+    return replace(found, weights={}, pattern=packed) if op == "linear_wgrad" else found
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("layout", ["dds", "dsd"])
+@pytest.mark.parametrize("op", ["linear", "linear_dgrad"])
+def test_both_layouts_give_the_product_by_tokens(op: str, layout: str) -> None:
+    operands = operands_of(op, layout)
+    launch = load_kernel({"linear": "stk", "linear_dgrad": "stk_dgrad"}[op]).prepare(operands)
+    found = launch()
+    w = operands.weights["w"].to_dense()
+    expected = operands.definition(w, *operands.activations.values())
+    assert isinstance(found, Tensor)
+    assert found.is_contiguous()
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert launch.choice == {"layout": layout}
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_weight_gradient_is_packed_like_the_weight() -> None:
+    operands = operands_of("linear_wgrad")
+    pattern = operands.pattern
+    found = load_kernel("stk_wgrad").prepare(operands)()
+    assert isinstance(found, Bsr)
+    assert isinstance(pattern, Bsr)
+    expected = pattern.sample(operands.definition(*operands.activations.values()))
+    assert torch.allclose(found.values, expected.values, atol=1e-4)
+    assert found.columns is pattern.columns
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "fp32"}, "expected fp16 or bf16, found fp32"),
+        ({"m": 64}, "multiples of 128, found 64, 384 and 256"),
+        ({"k": 32768 + 128}, "at most 32768"),
+        ({"m": 2**18, "n": 2**13}, "less than 2^31 elements"),
+    ],
+)
+def test_sizes_that_stk_cannot_take_are_refused(fields: dict[str, Any], reason: str | None) -> None:
+    found = stk.supports(Problem("linear", SIZES | fields), CUDA)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_without_a_gpu_or_stk_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem("linear", SIZES)
+    assert "found device cpu" in str(stk.supports(problem, torch.device("cpu")))
+
+    def missing(name: str) -> str:
+        raise stk.PackageNotFoundError(name)
+
+    monkeypatch.setattr(stk, "version", missing)
+    assert stk.supports(problem, CUDA) == "needs STK: pip install stanford-stk"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_other_blocks_are_refused() -> None:
+    with pytest.raises(Unsupported, match="blocks of 128x128, found 64x64"):
+        stk.prepare(operands_of("linear", block=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
+def test_stk_itself_is_right(op: str) -> None:
+    from sparsebench.harness import contest
+    from sparsebench.results.record import Contender, Status
+
+    name = {"linear": "stk", "linear_dgrad": "stk_dgrad", "linear_wgrad": "stk_wgrad"}[op]
+    fields = {"m": 256, "n": 512, "k": 384, "dtype": "bf16"}
+    problem = Problem(op, {**fields, "pattern": "blocks", "block": 128, "sparsity": 0.5})
+    if reason := stk.supports(problem, CUDA):
+        pytest.skip(reason)
+    contender = Contender("bsr", name, {"block": 128})
+    (row,) = contest.run(problem, [contender], torch.device("cuda:0"), None)[0]
+    assert (row.status, row.detail) == (Status.OK, "")

@@ -1,0 +1,525 @@
+"""Gated feed-forward layers in fp8, and the dense peer of two products, in every dtype."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import triton
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from on_hopper import hopper
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+
+from sparsebench.errors import SuiteError
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.harness import contest, sim_contest
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.check import Expected, check, roundings
+from sparsebench.harness.entry import bound
+from sparsebench.harness.operands import DenseOperands, operands, redraw
+from sparsebench.harness.suite import read
+from sparsebench.kernels._common import elementwise
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
+from sparsebench.kernels.dense import cublas, cublas_ffn, torch_compile
+from sparsebench.kernels.spense import spense_ffn, spense_wgmma
+from sparsebench.results.record import Contender, Problem, Status, Value
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+OP = load_op("ffn")
+SPLITS = {"wg": "rows", "wu": "rows", "wd": "columns"}
+
+
+def problem(dtype: str = "fp8", **fields: Value) -> Problem:
+    sizes = {"m": 16, "n": 2048, "k": 512, "dtype": dtype, "activation": "silu"}
+    rest = {"pattern": "dense", "sparsity": 0.0, "block": 1, "active": None, "skew": "iid"}
+    return Problem("ffn", {**sizes, **rest, **fields})
+
+
+def given(
+    asked: Problem, device: torch.device = CPU, fraction: float | None = None
+) -> tuple[Operands, DenseOperands]:
+    """Return what a kernel gets, dense or in Spense, and the same dense."""
+    drawn = operands(asked, OP, device, None)
+    weights: dict[str, Any] = {
+        name: Dense.from_dense(w)
+        if fraction is None
+        else Spense.from_dense(w, dense_fraction=fraction, split=SPLITS[name])
+        for name, w in drawn.weights.items()
+    }
+    definition = bound(OP.definition, asked)
+    return Operands(asked, weights, drawn.activations, definition), drawn
+
+
+def expected_of(asked: Problem, drawn: DenseOperands) -> Expected:
+    """Return what the harness holds an output against."""
+    exact = {name: t.double() for name, t in {**drawn.weights, **drawn.activations}.items()}
+    right, spread = bound(OP.definition, asked)(**exact), bound(OP.spread, asked)(**exact)
+    dtype, depth = asked["dtype"], OP.depth(**exact)
+    allowed = roundings(dtype, OP.rounds(dtype))
+    return Expected(right, spread, OUTPUTS[dtype], depth, *allowed)
+
+
+def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
+    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    redraw(asked, OP, drawn.activations, 1)
+    launch().fill_(float("nan"))
+    verdict = check(launch(), expected_of(asked, drawn))
+    assert verdict.reason is None, verdict.reason
+
+
+# ---- operands and contests ----
+
+
+@compiled
+def test_weights_are_e4m3_activations_bf16_and_the_bits_never_change() -> None:
+    drawn = operands(problem(n=512, k=256), OP, CPU, None)
+    assert {w.dtype for w in drawn.weights.values()} == {E4M3}
+    assert drawn.activations["x"].dtype == BF16
+    assert drawn.digest == "4f9674750a555ad2"
+
+
+@compiled
+def test_a_contest_is_right_on_a_cpu() -> None:
+    asked = problem(m=2, n=512, k=256, pattern="spense_hidden", sparsity=0.25)
+    contenders = [
+        Contender("dense", "torch_dense", baseline=True),
+        Contender("dense", "reference"),
+        Contender("csr", "reference"),
+        Contender(
+            "spense",
+            "reference",
+            {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"},
+        ),
+    ]
+    rows, _ = contest.run(asked, contenders, CPU, None)
+    assert [row.status for row in rows] == [Status.OK] * 4
+    kept, x_and_y = 3 * (3 * 512 * 256) // 4, 2 * 2 * 256
+    assert {row.nnz for row in rows} == {kept}
+    assert {row.fewest_bytes for row in rows} == {kept + 2 * x_and_y}
+    assert {row.flops for row in rows} == {2.0 * 2 * kept}
+    assert rows[3].stored_bytes == 3 * 512 * 256 * (1 + 5 / 8) / 2
+
+
+@compiled
+def test_a_simulated_contest_counts_activations_of_16_bits() -> None:
+    work = sim_contest._work(problem())
+    assert work.output_bytes == 2 * 16 * 512
+    assert work.fewest_bytes == work.dense_bytes + 2 * work.output_bytes == 3 * 2048 * 512 + 2**15
+
+
+REFUSED = {
+    "op: mlp": "dtype: expected 'fp16', 'bf16' or 'fp32'; found 'fp8'",
+    "op: ffn, pattern: blocks, block: 8, sparsity: 0.95": "sparsity up to 0.9 in fp8, not 0.95",
+    "op: ffn, activation: relu, active: 8": "dtype of 16 or 32 bits where active is given, not fp8",
+}
+
+
+@compiled
+@pytest.mark.parametrize("written", REFUSED)
+def test_what_fp8_cannot_be_right_in_is_refused(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "schema: sparsebench/suite@1\ntitle: t\nproblems:\n"
+        f"  - {{m: 4, n: 1280, k: 640, dtype: fp8, {written}}}\n"
+        "contenders: [{format: dense, kernel: reference}]\n"
+    )
+    with pytest.raises(SuiteError, match=REFUSED[written]):
+        read(str(path))
+
+
+# ---- what is right ----
+
+
+def quantised(z: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    return z.float().clamp(-448, 448).to(dtype).float()
+
+
+def layer(
+    drawn: DenseOperands,
+    activation: str,
+    of_x: Callable[[Tensor], Tensor] = quantised,
+    of_h: Callable[[Tensor], Tensor] = quantised,
+    scales: tuple[float, float] | None = None,
+) -> Tensor:
+    """Return Y as a kernel in fp8 makes it: G and U rounded to bf16 before they are scaled."""
+    wg, wu, wd = (w.float() for w in drawn.weights.values())
+    inner, outer = scales or (unit_scale(wg.shape[1]), unit_scale(wd.shape[1]))
+    x = of_x(drawn.activations["x"])
+    g, u = (inner * (x @ w.T).bfloat16().float() for w in (wg, wu))
+    return (outer * (of_h(cublas.ACTIVATIONS[activation](g) * u) @ wd.T)).bfloat16()
+
+
+@compiled
+@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.9])
+def test_layers_of_rounded_activations_are_right(activation: str, sparsity: float) -> None:
+    pattern = {0.25: "spense_hidden", 0.9: "unstructured"}.get(sparsity, "dense")
+    asked = problem(activation=activation, pattern=pattern, sparsity=sparsity)
+    drawn = operands(asked, OP, CPU, None)
+    y, expected = layer(drawn, activation), expected_of(asked, drawn)
+    assert check(y, expected).reason is None
+    error = float((y.double() - expected.reference).norm() / expected.spread.norm())
+    assert 0.7 < error / expected.eps < 0.85
+
+
+def dropped(z: Tensor, columns: int) -> Tensor:
+    z = quantised(z)
+    z[:, 256 : 256 + columns] = 0
+    return z
+
+
+@cache
+def example(activation: str) -> tuple[DenseOperands, Expected]:
+    asked = problem(activation=activation)
+    drawn = operands(asked, OP, CPU, None)
+    return drawn, expected_of(asked, drawn)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "x in e5m2": {"of_x": partial(quantised, dtype=E5M2)},
+    "h in e5m2": {"of_h": partial(quantised, dtype=E5M2)},
+    "a tile of k left out": {"of_x": partial(dropped, columns=64)},
+    "a tile of n left out": {"of_h": partial(dropped, columns=128)},
+    "unscaled": {"scales": (1.0, 1.0)},
+    "down unscaled": {"scales": (unit_scale(512), 1.0)},
+    "scaled twice": {"scales": (unit_scale(512) ** 2, unit_scale(2048))},
+    "the scale of the other product": {"scales": (unit_scale(2048), unit_scale(512))},
+    "x beyond 448 by another scale": {"of_x": lambda z: quantised(1024 * z) / 1024},
+}
+
+
+@compiled
+@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_layers_are_caught(what: str, activation: str) -> None:
+    drawn, expected = example(activation)
+    assert check(layer(drawn, activation, **WRONG[what]), expected).reason
+
+
+# ---- the baselines ----
+
+
+@compiled
+@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+def test_cublas_multiplies_step_by_step(activation: str) -> None:
+    asked = problem(n=512, k=256, activation=activation)
+    these, drawn = given(asked)
+    for fast in (True, False):  # oneDNN's products, by the same name in torch
+        settled = {"library": "cublaslt", "use_fast_accum": fast}
+        launch = cublas.prepare(replace(these, settled=settled))
+        assert launch.choice == settled
+        assert_right(launch, asked, drawn)
+
+
+@compiled
+def test_cublas_saturates_what_it_rounds() -> None:
+    these, drawn = given(problem(m=1, n=32, k=32))
+    x, beyond = drawn.activations["x"], cublas.in_fp8(these, True)
+    x.fill_(1e6)
+    found = beyond(**drawn.weights, x=x)
+    x.fill_(448)
+    assert found.isfinite().all()
+    assert torch.equal(found, beyond(**drawn.weights, x=x))
+    x[0, 0] = float("nan")
+    assert beyond(**drawn.weights, x=x).isnan().all()
+
+
+@compiled
+def test_its_steps_are_one_graph_to_torch_compile() -> None:
+    these, drawn = given(problem(n=256, k=128))
+    run = torch.compile(cublas.in_fp8(these, True), fullgraph=True, backend="aot_eager")
+    arguments = {**drawn.weights, **drawn.activations}
+    assert torch.equal(run(**arguments), cublas.in_fp8(these, True)(**arguments))
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (cublas, "products of fp8 need an NVIDIA GPU, found cpu"),
+        (cublas_ffn, "products of fp8 need an NVIDIA GPU, found cpu"),
+        (torch_compile, "products of fp8 need an NVIDIA GPU, found cpu"),
+        (spense_ffn, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
+    ],
+)
+def test_a_cpu_is_refused(kernel: Any, reason: str) -> None:
+    assert reason in kernel.KERNEL.supports(problem(), CPU)
+    odd = kernel.KERNEL.supports(problem(n=2056), CPU)
+    assert kernel is spense_ffn or "multiples of 16 in fp8, found n 2056 and k 512" in odd
+
+
+@compiled
+def test_both_libraries_and_layouts_are_tried_and_in_fp8_both_accumulations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    found = [(way.library, way.weights) for way in cublas_ffn.ways(BF16)]
+    assert len(set(found)) == len(found) == 4
+    assert [way.use_fast_accum for way in cublas_ffn.ways(E4M3)] == [True, False]
+    w, x = torch.randn(24, 16), torch.randn(3, 16)
+    for way in cublas_ffn.ways(BF16):
+        w_t = cublas_ffn.laid_out(w, way.weights)
+        torch.testing.assert_close(cublas_ffn.multiply(w_t, x, way, 1.0)(), x @ w.T)
+
+
+# ---- Triton ----
+
+
+@compiled
+@has_interpreter
+def test_layers_are_right_in_the_interpreter() -> None:
+    assert_passes(__file__, "-k", "interpreted_")
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cast to e4m3 as cvt.rn.satfinite does: Triton 3.7's interpreter makes 64 of 126.5."""
+    cast = interpreter._convert_float
+
+    def by_torch(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target.name != "fp8e4nv":
+            return cast(data, source, target, rounding)
+        wide = torch.from_numpy(numpy.ascontiguousarray(data)).clamp(-448, 448)
+        return wide.to(E4M3).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", by_torch)
+
+
+def same_bits(found: Tensor, right: Tensor) -> bool:
+    return torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
+@interpreted
+@pytest.mark.usefixtures("casts")
+@pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
+def test_interpreted_inputs_are_rounded_whatever_their_stride(m: int, k: int) -> None:
+    wide = 100 * torch.randn(m, k + 24).half()
+    for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, :k].contiguous()):
+        program = elementwise.quantised(x)
+        program.out.view(torch.uint8).fill_(0x7F)
+        assert same_bits(program(), x.clamp(-448, 448).to(E4M3))
+
+
+def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (x.float().abs().amax(1) / 448).clamp_min(1e-30)
+    return (x.float() / scales[:, None]).clamp(-448, 448).to(E4M3), scales
+
+
+@interpreted
+@pytest.mark.usefixtures("casts")
+@pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
+def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
+    wide = 100 * torch.randn(m, k + 24).half()
+    wide[-1] = 0
+    wide[0, 9] = 60000
+    for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, :k].contiguous()):
+        found, (right, expected) = torch.empty(m, k, dtype=E4M3), by_token(x)
+        assert torch.equal(elementwise.scaled(x, found), expected)
+        assert same_bits(found, right)
+
+
+@interpreted
+@pytest.mark.usefixtures("casts")
+@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+@pytest.mark.parametrize(("dtype", "sizes"), [("fp8", (19, 400, 144)), ("fp16", (5, 136, 72))])
+def test_interpreted_layers_of_two_products_are_right(activation, dtype, sizes) -> None:
+    m, n, k = sizes
+    asked = problem(dtype, m=m, n=n, k=k, activation=activation)
+    these, drawn = given(asked)
+    launch = cublas_ffn.prepare(these)
+    assert_right(launch, asked, drawn)
+    settled = {name: dict(way) for name, way in launch.choice.items()}
+    again = cublas_ffn.prepare(replace(these, settled=settled))
+    assert again.choice == launch.choice
+    assert_right(again, asked, drawn)
+
+
+def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
+    """Stands in for spense_wgmma's prepare."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert x.dtype == w.to_dense().dtype == E4M3
+    dense = w.to_dense().float()
+    y = torch.empty(len(x), w.shape[0], dtype=BF16)
+    h = torch.empty(len(x), w.shape[0] // 2, dtype=E4M3)
+
+    def run() -> Tensor:
+        sums = x.float() @ dense.T * scales.features
+        if activation is None:
+            return y.copy_(sums)
+        gate, up = spense_ffn.parted(sums.T)
+        units = (cublas.ACTIVATIONS[activation](gate) * up).T
+        return h.copy_(units.clamp(-448, 448))
+
+    return Launch(run, {"tuned": tuned})
+
+
+@interpreted
+@pytest.mark.usefixtures("casts")
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_interpreted_hybrid_layers_are_right(fraction: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
+    pattern = {"pattern": "two_four", "sparsity": 0.5}
+    asked = problem(m=19, n=400, k=144, **pattern)
+    these, drawn = given(asked, fraction=fraction)
+    launch = spense_ffn.prepare(these, tuned=False)
+    assert launch.choice == {"gate_up": {"tuned": False}, "down": {"tuned": False}}
+    assert_right(launch, asked, drawn)
+
+
+SCALED = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"}
+
+
+def ptx(function: Any, pointers: dict[str, str], constants: dict[str, Any]) -> str:
+    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    names = [name for name in function.arg_names if name not in (*constants, "m")]
+    aligned = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in names}
+    source = ASTSource(function, kinds | pointers, constants, aligned)
+    text: str = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return text
+
+
+@compiled
+def test_casts_saturate_and_memory_is_read_in_16_bytes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tiles = {"TOKENS": elementwise.TOKENS, "FEATURES": elementwise.FEATURES}
+    how = {"ACTIVATION": "silu", "SCALE": 2.0**-6}
+    codes = [
+        ptx(elementwise._activate, {"products": "*bf16", "h": "*fp8e4nv"}, tiles | how),
+        ptx(elementwise._quantise, {"x": "*bf16", "out": "*fp8e4nv"}, tiles),
+        ptx(elementwise._scale, SCALED, {"COLUMNS": 8192}),
+    ]
+    for code in codes:
+        assert code.count("cvt.rn.satfinite.e4m3x2.f32") == code.count("e4m3x2") > 0
+        assert code.count("ld.global.v4") == code.count("ld.global") > 0
+        words = code.count("st.global.b32")  # a scale
+        assert code.count("st.global.v") == code.count("st.global") - words > 0
+        assert words <= (code is codes[2])
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
+    if reason := cublas.lacks_fp8(CUDA):
+        pytest.skip(reason)
+    every = torch.arange(2**16, device=CUDA).to(torch.int32).to(torch.int16).view(BF16)
+    x = torch.stack([every.view(64, 1024)[i % 64].roll(i) for i in range(133)])
+    right = x.float().clamp(-448, 448).to(E4M3)
+    found = elementwise.quantised(x)()
+    assert torch.equal(found.float().isnan(), x.isnan())
+    assert torch.equal(found.float().nan_to_num(7), right.float().nan_to_num(7))
+
+
+@pytest.mark.gpu
+def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
+    if reason := cublas.lacks_fp8(CUDA):
+        pytest.skip(reason)
+    for m, k in ((1, 16), (19, 5120), (300, 27648)):
+        x = 10.0 ** torch.linspace(-6, 4, m, device=CUDA)[:, None] * torch.randn(m, k, device=CUDA)
+        x = x.to(BF16)
+        x[-1, : k // 2] = 0
+        found, (right, expected) = torch.empty_like(x, dtype=E4M3), by_token(x.cpu())
+        assert torch.equal(elementwise.scaled(x, found).cpu(), expected)
+        assert same_bits(found.cpu(), right)
+        x[0, 3] = float("nan")
+        elementwise.scaled(x, found)
+        assert found.float().isnan().sum() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+def test_hidden_units_are_rounded_once_on_a_gpu(activation: str) -> None:
+    if reason := cublas.lacks_fp8(CUDA):
+        pytest.skip(reason)
+    for m, n in ((1, 16), (19, 336), (3000, 1360)):
+        products = 64 * torch.randn(m, 2 * n, device=CUDA).to(BF16)
+        products[0, 1] = products[-1, 2] = float("nan")
+        products[0, 3], products[0, n] = 1e5, 1e5  # beyond 448, where act is not zero
+        program = elementwise.hidden(products, activation, E4M3, 2.0**-6)
+        program.out.view(torch.uint8).fill_(0x7F)
+        found = program().float()
+        gate, up = (products.double() / 64).chunk(2, 1)
+        right = cublas.ACTIVATIONS[activation](gate) * up
+        assert torch.equal(found.isnan(), right.isnan())
+        right = right.clamp(-448, 448)
+        within = 2.0**-4 * 1.001 * right.abs() + 2.0**-10 * 1.001
+        assert ((found - right).abs() <= within)[~right.isnan()].all()
+
+
+SHAPES = [(1, 512, 256), (17, 1360, 528), (33, 2048, 512), (300, 1360, 528), (1000, 4096, 1024)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_products_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
+    if reason := cublas_ffn.supports(problem(dtype), CUDA):
+        pytest.skip(reason)
+    m, n, k = shape
+    for activation in cublas.ACTIVATIONS:
+        asked = problem(dtype, m=m, n=n, k=k, activation=activation)
+        these, drawn = given(asked, CUDA)
+        launch = cublas_ffn.prepare(these)
+        assert_right(launch, asked, drawn)
+        for way in cublas_ffn.ways(these.weights["wg"].to_dense().dtype):
+            settled = dict.fromkeys(("gate_up", "down"), vars(way))
+            forced = cublas_ffn.prepare(replace(these, settled=settled))
+            assert forced.choice == settled
+            assert_right(forced, asked, drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+@pytest.mark.parametrize("kernel", [cublas, torch_compile])
+def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
+    if reason := cublas.lacks_fp8(CUDA):
+        pytest.skip(reason)
+    for m, n, k in SHAPES:
+        for activation in ("silu", "relu2"):
+            asked = problem(m=m, n=n, k=k, activation=activation)
+            these, drawn = given(asked, CUDA)
+            assert_right(kernel.prepare(these), asked, drawn)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
+    for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
+        pattern = {"pattern": "two_four", "sparsity": 0.5}
+        asked = problem(m=m, n=1360, k=528, activation=activation, **pattern)
+        these, drawn = given(asked, CUDA, fraction)
+        launch = spense_ffn.prepare(these)
+        assert_right(launch, asked, drawn)
+        again = spense_ffn.prepare(replace(these, settled=launch.choice))
+        assert (again.choice, again.code) == (launch.choice, launch.code)
+        assert_right(again, asked, drawn)
+
+
+@pytest.mark.gpu
+@hopper
+def test_layers_are_captured_and_follow_their_inputs_on_a_gpu() -> None:
+    asked = problem(m=40, n=1024, k=512, pattern="spense_hidden", sparsity=0.25)
+    for kernel, fraction in ((cublas_ffn, None), (spense_ffn, 0.5)):
+        these, drawn = given(asked, CUDA, fraction)
+        launch = kernel.prepare(these)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = launch()
+        for draw in (1, 2):
+            redraw(asked, OP, drawn.activations, draw)
+            y.fill_(float("nan"))
+            graph.replay()
+            verdict = check(y, expected_of(asked, drawn))
+            assert verdict.reason is None, verdict.reason

@@ -1,0 +1,408 @@
+"""The launch that gives H = act(G) * U: its own source on a CPU, thread by thread; on a Hopper GPU.
+
+What comes after the products is run from spense_wgmma.cu's text: scales, act, stores, and the sums
+of items that are cut. PTX and TMA are stand-ins; a store reads shared memory as late as it may.
+"""
+
+import ctypes
+import re
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_on_cpu import built
+from on_hopper import hopper
+from places import cuda_source
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._stream_k import rows_in_turn, schedule
+from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
+from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from sparsebench.results.record import Problem
+
+ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
+NAMES = "bf16", "fp16", "fp8"
+
+KERNEL = "// the kernel's own text\n"  # stands for it in what a test adds
+IN_CPP = """
+using std::max;
+struct TensorMap { char* to; long bytes, rows; };  // of a row, and rows
+static Meeting groups[64][3];
+static void warpgroup_in_step(int barrier) { meet(groups[now->cta][barrier], 128); }
+#define __expf expf
+static float __fdividef(float a, float b) { return a / b; }
+static float4 __ldcg(const float4* p) { return *p; }
+static int seen(const int* counter) { others_first(); return *counter; }
+static void count_one(int* counter) { ++*counter; }
+
+// The columns of 8 x 8 pieces, as rows: lane 8 j + r has the address of row r of piece j.
+static void stmatrix_trans(u32 place, const u32* words, int pieces) {
+  memcpy(warp()[lane()], words, 4 * pieces);
+  warp_in_step();
+  const int piece = lane() / 8, row = lane() % 8;
+  if (piece < pieces)
+    for (int c = 0; c < 8; c++) {
+      const u32 word = warp()[4 * c + row / 2][piece];
+      const unsigned short bits = word >> 16 * (row % 2);
+      memcpy(dynamic_shared() + place + 2 * c, &bits, 2);
+    }
+  warp_in_step();
+}
+static void store_transposed(u32 place, u32 a, u32 b) {
+  const u32 words[] = {a, b};
+  stmatrix_trans(place, words, 2);
+}
+static void put_transposed(u32 place, const float* s) {
+  const u32 words[] = {pair_of(s[0], s[1]), pair_of(s[2], s[3]), pair_of(s[4], s[5]),
+                       pair_of(s[6], s[7])};
+  stmatrix_trans(place, words, 4);
+}
+static void store_byte(u32 at, u32 value) { dynamic_shared()[at] = value; }
+static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
+  const u32 sign = std::signbit(f) ? 0x80 : 0;
+  const float a = min(std::fabs(f), 448.f), least = 1 / 64.f;
+  if (f != f) return sign | 0x7f;
+  const int e = a < least ? -6 : std::ilogb(a);
+  return sign | ((e + 6 << 3) + (int)std::nearbyint(std::ldexp(a, 3 - e)));
+}
+static u32 e4m3_pair_of(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
+
+struct Store { const TensorMap* map; u32 from; int column, row; };
+static std::vector<std::vector<Store>> pending[64][2];  // groups of stores, the last one open
+static auto& mine_pending() { return pending[now->cta][now->thread / 128]; }
+static void store(const TensorMap* map, u32 from, int column, int row) {
+  mine_pending().back().push_back({map, from, column, row});
+}
+static void end_of_stores() { mine_pending().emplace_back(); }
+template <int LEFT> static void stores_have_read();
+static void show_to_copies() {}
+"""
+
+TMA = """
+template <int LEFT> static void stores_have_read() {
+  auto& groups = mine_pending();
+  for (; (int)groups.size() > LEFT + 1; groups.erase(groups.begin()))
+    for (const Store& s : groups[0])
+      for (int r = 0; r < GRANULE; r++)
+        for (int b = 0; b < OUT_BYTES; b++) {
+          const u32 at = s.from + r * OUT_BYTES + b;
+          const long row = s.row + r, byte = 2l * s.column + b;
+          if (row < s.map->rows && byte < s.map->bytes)
+            s.map->to[row * s.map->bytes + byte] =
+                dynamic_shared()[at ^ (at >> 7 & (OUT_BYTES / 16 - 1)) << 4];
+        }
+}
+static struct { const float* given; const Item* items; const int* starts; float4* partial;
+                int* counters; const float *features, *tokens; char* out; } p;
+static struct { int rows, sparse_rows, n, m, bytes; } q;
+static void run() {
+  const TensorMap map{p.out, q.bytes, q.m};
+  const Scales scales{p.features, p.tokens, q.n, q.m};
+  const Weights w{nullptr, nullptr, q.rows, q.sparse_rows, 0, 0, 0, 0};
+  const int worker = cta_number() / CLUSTER, half = threadIdx.x / 128;
+  const int share = cta_number() % CLUSTER * 2 + half, thread = threadIdx.x % 128;
+  const u32 out = half * BUFFERS * CHUNK_BYTES;
+  mine_pending().resize(1);
+  const int begin = p.starts[worker], end = p.starts[worker + 1];
+  for (int i = begin; i < end; i++) {
+    float d[TOKENS / 2];
+    const float* of = p.given + (size_t)(i * SHARES + share) * 64 * TOKENS;
+    for (int j = 0; j < TOKENS / 2; j++)
+      d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
+                j / 4 * 8 + thread % 4 * 2 + j % 2];
+    const Item& item = p.items[i];
+    const int feature = row_of(w, item.work, share) * ROWS;
+    if (item.join.parts > 1) {
+      put_part(d, item.join, p.partial, p.counters, share, half);
+    } else {
+      if (FP8) scale<TOKENS / 8>(d, scales, feature, item.work.token);
+      put_out(d, &map, out, feature, item.work.token, half);
+    }
+  }
+  for (int i = begin; i < end; i++) {
+    const Item& item = p.items[i];
+    if (item.join.parts > 1)
+      join_parts(item, sums_of(p.partial, item.join, share),
+                 p.counters + item.join.counter * SHARES + share, scales, &map, out,
+                 row_of(w, item.work, share) * ROWS, half);
+  }
+  if (thread == 0) stores_have_read<0>();
+}
+extern "C" void call(void** pointers, int* sizes, int grid) {
+  memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
+  for (auto& cta : pending) for (auto& half : cta) half.clear();
+  launch(grid, 256, grid, 2 * BUFFERS * CHUNK_BYTES, run);
+}
+"""
+
+
+def section(source: str, start: str, end: str) -> str:
+    return source[source.index(start) : source.index(end)]
+
+
+@cache
+def on_cpu(own: str, constants: Any, folder: Path) -> Any:
+    """Build what follows the products, and `own`; PTX is IN_CPP's and cuda_on_cpu.h's."""
+    kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
+    parts = section(kernel, "constexpr int ROWS", "// ---- a ring of slots")
+    parts += "using Sums = float[TOKENS / 2];\n"
+    parts += shared[shared.index("__device__ __forceinline__ u32 place_of_lane") :]
+    parts += section(kernel, "// ---- scales ----", "// ---- the kernel")
+    function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
+    parts = re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", parts)
+    assert "asm" not in parts
+    source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
+    return built(source + own.replace(KERNEL, parts), constants, folder)
+
+
+@dataclass(frozen=True)
+class Case:
+    """m tokens, hidden units, steps of k, the sparse part of all, and CTAs."""
+
+    config: Config
+    m: int
+    units: int
+    steps: int
+    sparse: float
+    ctas: int
+
+
+# Whole items, and some that are cut: into few parts, and into more than there are granules.
+CASES = [
+    Case(Config(16, 1, 4), 21, 328, 6, 0.5, 7),
+    Case(Config(32, 2, 4), 33, 328, 9, 0.5, 6),
+    Case(Config(64, 1, 4), 50, 40, 40, 0.0, 9),
+    Case(Config(128, 2, 4), 300, 72, 5, 1.0, 4),
+    Case(Config(256, 1, 4), 270, 264, 7, 0.5, 5),
+]
+KINDS = [
+    ("bf16", "relu"),
+    ("fp16", "silu"),
+    ("fp8", "relu2"),
+    ("bf16", "gelu_tanh"),
+    ("bf16", None),
+]
+
+
+def layout(case: Case, dtype: torch.dtype) -> Spense:
+    """Return gate and up without memory: of so many units, a multiple of 16 in fp8."""
+    step = 16 // dtype.itemsize
+    n, k = 2 * (-(-case.units // step) * step), case.steps * 256 // dtype.itemsize
+    sparse = int(case.units * case.sparse) // 128 * 128 * 2 if case.sparse < 1 else n
+    tiles = [-(-rows // 64) for rows in (sparse, n - sparse)]
+    blobs = (torch.empty(t, case.steps, 1, device="meta") for t in tiles)
+    return Spense((n, k), dtype, (sparse, k), *blobs)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("name", "activation"), KINDS)
+def test_its_threads_write_the_hidden_units_on_a_cpu(
+    name: str, activation: str | None, case: Case, tmp_path: Path
+) -> None:
+    dtype, config, share = DTYPES[name], case.config, 2 * case.config.cluster
+    w, m = layout(case, dtype), case.m
+    n = w.shape[0]
+    work = schedule(w, m, config.tokens, config.cluster, case.ctas // config.cluster)
+    items, rows = work.items[: work.starts[-1]], -(-n // 64)
+    rng = np.random.default_rng(0)
+    wide = -(-m // config.tokens) * config.tokens
+    of_steps = rng.integers(-2, 3, (case.steps, rows * 64, wide)).astype(np.float32)
+    of_steps[0, 3, 1] = np.nan  # of gate
+    turns = rows_in_turn(rows, w.sparse.shape[0])
+    given = np.zeros((len(items), share, 64, config.tokens), np.float32)
+    for i, (group, token, first, count, *_) in enumerate(items):
+        for j, row in enumerate(turns[np.minimum(group * share + np.arange(share), rows - 1)]):
+            part = of_steps[first : first + count, row * 64 : row * 64 + 64]
+            given[i, j] = part[..., token : token + config.tokens].sum(0)
+    fp8 = name == "fp8"
+    features = (2.0 ** torch.randint(-2, 2, (n,))).float()
+    tokens = (2.0 ** torch.randint(-2, 2, (m,))).float()
+    partial = torch.full((work.places, share, 64, config.tokens), float("nan"))
+    counters = torch.zeros(work.counters * share + 1, dtype=torch.int32)
+    kind = torch.bfloat16 if fp8 and not activation else dtype
+    out = torch.zeros(m, n // 2 if activation else n).add(7).to(kind)
+
+    kept = given, work.items, work.starts, partial, counters, features, tokens, out
+    address = [t.ctypes.data if isinstance(t, np.ndarray) else t.data_ptr() for t in kept]
+    sizes = rows, w.sparse.shape[0], n, m, out.shape[1] * out.itemsize
+    constants = spense_wgmma.constants_of(config, dtype, activation)
+    run = on_cpu(KERNEL + TMA, constants, tmp_path).call
+    for _ in range(2):  # counters are as they were
+        run((ctypes.c_void_p * 8)(*address), (ctypes.c_int * 5)(*sizes), case.ctas)
+    assert not counters.any()
+
+    sums = torch.from_numpy(of_steps.sum(0)[:n, :m]).double()
+    if fp8:
+        sums = sums * features[:, None] * tokens
+    assert_same(out, right_of(sums, activation), activation)
+
+
+def right_of(sums: Tensor, activation: str | None) -> Tensor:
+    """Return Y, or H, of sums [n, m]."""
+    if activation is None:
+        return sums.T
+    gate, up = parted(sums)
+    return (act(gate, activation) * up).T
+
+
+def act(z: Tensor, activation: str) -> Tensor:
+    match activation:
+        case "silu":
+            return torch.nn.functional.silu(z)
+        case "gelu_tanh":  # torch's 1 + tanh loses what is below eps
+            return z * (2 * (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)).sigmoid()
+        case "relu":
+            return z.relu()
+        case _:
+            return z.relu().square()
+
+
+def assert_same(out: Tensor, right: Tensor, activation: str | None) -> None:
+    if out.dtype == torch.float8_e4m3fn:
+        right = right.clamp(-448, 448)
+    right = right.to(out.dtype)
+    if activation in (None, "relu"):
+        assert torch.equal(out.double().nan_to_num(9999), right.double().nan_to_num(9999))
+    else:  # fp32's last places may decide how one is rounded; near 1e-38 it has no others
+        limits = torch.finfo(out.dtype)
+        close = {"rtol": limits.eps, "atol": max(limits.smallest_normal * limits.eps, 1e-30)}
+        torch.testing.assert_close(out.double(), right.double(), equal_nan=True, **close)
+
+
+# ---- what is refused ----
+
+
+def refused(x: Tensor, w: Spense, activation: str) -> str:
+    with pytest.raises(Unsupported) as raised:
+        spense_wgmma.launch(x, w, Config(16, 1, 4), activation=activation)
+    return str(raised.value)
+
+
+def test_what_the_kernel_cannot_write_is_refused_before_anything_is_built() -> None:
+    x, w = torch.zeros(4, 64).half(), torch.zeros(2 * 12, 64)
+    packed = Spense.from_dense(w.half())
+    assert "expected one of silu, relu, relu2, gelu_tanh; found 'gelu'" in refused(
+        x, packed, "gelu"
+    )
+    found = refused(x, packed, "silu")
+    assert found == "expected a multiple of 8 hidden units, found 24 rows of gate and up"
+    of_bytes = Spense.from_dense(torch.zeros(2 * 24, 64).to(torch.float8_e4m3fn))
+    found = refused(x.to(torch.float8_e4m3fn), of_bytes, "silu")
+    assert found == "expected a multiple of 16 hidden units, found 48 rows of gate and up"
+
+
+# ---- on a Hopper GPU ----
+
+CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
+ENDS = [Config(16, 1, 4), Config(256, 2, 4)]
+
+# m, units (8 more at 16 bits), k, dense fraction: one tile; edges on all sides; all sparse, all
+# dense; a last row of tiles without a neighbour; items of many CTAs; more tokens than a tile.
+SHAPES = [
+    (1, 16, 16, 0.0),
+    (20, 208, 528, 0.25),
+    (33, 336, 400, 0.5),
+    (5, 464, 784, 0.7),
+    (40, 176, 640, 1.0),
+    (16, 336, 6400, 0.5),
+    (64, 6400, 640, 0.5),
+    (300, 1552, 1280, 0.5),
+    (513, 528, 2064, 0.0),
+]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """X, gate and up in one, scales of the sums, and the sums themselves [2 units, m] in fp64."""
+
+    x: Tensor
+    w: Spense
+    scales: Scales
+    sums: Tensor
+
+
+def drawn(shape: tuple[int, int, int, float], name: str) -> Drawn:
+    """Return small integers in units of a power of two, whose products every dtype sums exactly."""
+    (m, units, k, fraction), dtype = shape, DTYPES[name]
+    units += TURN * (name != "fp8")
+    of = {"dtype": torch.float32, "device": "cuda"}
+    x = torch.randint(-3, 4, (m, k), **of) / 8
+    gate, up = torch.randint(-3, 4, (2, units, k), **of) / 4
+    sparse = int(units * (1 - fraction))
+    for w in (gate, up):
+        kept = torch.rand(units, k // 4, 4, device="cuda").argsort(-1) < 2
+        w[:sparse] = torch.where(kept.flatten(1), w, 0)[:sparse]
+    gate[0, :4] = torch.tensor([float("nan"), 0, 0, 0])
+    packed = [Spense.from_dense((w + 0.0).to(dtype), dense_fraction=fraction) for w in (gate, up)]
+    sums, scales = interleaved(gate, up).double() @ x.double().T, Scales()
+    if name == "fp8":
+        features, tokens = (2.0 ** torch.randint(-2, 2, (n,), **of) for n in (2 * units, m))
+        sums, scales = sums * features[:, None] * tokens, Scales(features, tokens)
+    return Drawn(x.to(dtype), joined(*packed), scales, sums)
+
+
+def poison(h: Tensor) -> None:
+    h.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+
+
+def assert_right_on_gpu(config: Config, name: str, activation: str, watchdog: bool = False) -> None:
+    for shape in SHAPES:
+        these = drawn(shape, name)
+        how = {"activation": activation, "watchdog": watchdog}
+        program = spense_wgmma.launch(these.x, these.w, config, these.scales, **how)
+        seen = []
+        for _ in range(3):
+            poison(program.out)
+            seen.append(program().float())
+        assert_same(program.out, right_of(these.sums, activation), activation)
+        for h in seen:
+            assert torch.equal(h.nan_to_num(9999), seen[0].nan_to_num(9999)), shape
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_hidden_units_are_right_on_a_hopper_gpu(config: Config, name: str) -> None:
+    assert_right_on_gpu(config, name, "relu", watchdog=True)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("config", ENDS, ids=str)
+def test_activations_are_right_on_a_hopper_gpu(config: Config, name: str, activation: str) -> None:
+    assert_right_on_gpu(config, name, activation)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(name: str) -> None:
+    for shape in (SHAPES[5], SHAPES[7]):
+        these = drawn(shape, name)
+        x = torch.zeros_like(these.x)
+        operands = Operands(Problem("ffn", {"dtype": name}), {"w": these.w}, {"x": x}, torch.mm)
+        launch = spense_wgmma.prepare(operands, "silu")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            h = launch()
+        x.copy_(these.x)
+        poison(h)
+        graph.replay()
+        by_feature, by_token = these.scales.features, these.scales.tokens
+        sums = these.sums
+        if by_feature is not None and by_token is not None:  # prepared without scales
+            sums = sums / by_feature[:, None] / by_token
+        assert_same(h, right_of(sums, "silu"), "silu")

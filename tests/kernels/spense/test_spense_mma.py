@@ -1,0 +1,331 @@
+"""The portable kernel of 2:4 hybrids: what mma.sp is given, its threads on a CPU, its code, a GPU.
+
+On the CPU the kernel's own source runs thread by thread, with the arguments of its launch; PTX's
+instructions are mma_on_cpu.h's, as the PTX ISA defines them.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_on_cpu import built
+from on_hopper import CLEAN
+from places import KERNELS, cuda_source
+from test_spense_wgmma import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import ROW_STEP, ROWS, VALUE_BYTES, Spense
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.spense import spense_mma
+from sparsebench.kernels.spense.spense_mma import Config
+from sparsebench.results.record import Problem
+
+CONFIGS = spense_mma.space()
+NAMES = "bf16", "fp16"
+TARGETS = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
+NEEDED = "needs an NVIDIA GPU of compute capability 8.0 or newer"
+
+# As those of spense_wgmma, and n that is no multiple of 8; fewer columns than a box.
+ODD = [(3, 70, 8, 0.0, "rows"), (130, 258, 264, 0.5, "rows"), (9, 74, 648, 0.5, "columns")]
+
+
+def test_an_item_is_of_one_kind_of_tiles() -> None:
+    assert ROW_STEP == 2 * ROWS
+
+
+# ---- metadata ----
+
+
+def test_lanes_get_the_words_that_cutlass_packs_for_ampere() -> None:
+    """PyTorch's conversion reorders metadata as CUTLASS does for mma.sp of sm_80."""
+    conversions = pytest.importorskip("torch.sparse._semi_structured_conversions")
+    torch.manual_seed(0)
+    two = (torch.rand(64, 32, 4).argsort(-1) < 2).flatten(1)
+    dense = torch.randn(64, 128).half().where(two, 0)
+    _, theirs = conversions.sparse_semi_structured_from_dense_cutlass(dense)
+    # Of 32 columns and 32 rows, a word for each lane: rows 0 to 15 for the selector 0, then 16 on.
+    theirs = theirs.flatten().view(torch.int32).view(4, 2, 8, 2, 2)
+    tile = Spense.from_dense(dense).sparse[0, 0, VALUE_BYTES:].view(torch.int32)
+    ours = tile.view(2, 2, 8, 2, 4)  # 32 rows, 16 of them, lane / 4, lane % 2, product
+    torch.testing.assert_close(ours.permute(4, 0, 2, 1, 3), theirs, rtol=0, atol=0)
+
+
+# ---- its threads ----
+
+
+@cache
+def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
+    """Build the kernel's own source for this machine."""
+    source = cuda_source("spense_mma.cu")
+    head, _, rest = source.partition("// ---- PTX ----")
+    source = '#include "mma_on_cpu.h"\n' + head + rest[rest.index("// ---- copies") :]
+    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source += """
+      static void** a;
+      template <class T> T& at(int i) { return *(T*)a[i]; }
+      static void run() {
+        multiply_tiles(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<const Item*>(3),
+                       at<const int*>(4), at<float4*>(5), at<int*>(6), at<int>(7));
+      }
+      extern "C" void call(void** args, int grid, size_t bytes) {
+        a = args;
+        if (bytes != (size_t)STAGES * STAGE_BYTES) abort();
+        launch(grid, THREADS, 1, bytes, run);
+      }
+    """
+    name = f"{config.tokens}_{dtype}_{late}".replace("torch.", "")
+    constants = (*spense_mma.constants_of(config, dtype), ("LATE", int(late)))
+    return built(source, constants, folder, name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+def emulated(
+    x: Tensor,
+    w: Spense,
+    config: Config,
+    workers: int,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    late: bool = True,
+) -> Tensor:
+    """Run the launch, twice: counters must be as they were."""
+    patch.setattr(spense_mma, "load", lambda *given: (None, "code"))
+    patch.setattr(spense_mma, "workers", lambda device, config: workers)
+    patch.setattr(spense_mma, "target_of", lambda device: "cpu")
+    program = spense_mma.launch(x, w, config)
+    kernel, shared = on_cpu(config, x.dtype, late, folder), ctypes.c_size_t(config.shared_bytes)
+    seen = []
+    for _ in range(2):
+        program.out.fill_(float("nan"))
+        kernel.call(program.args[0], workers, shared)
+        seen.append(program.out.clone())
+    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0, equal_nan=True)
+    return seen[0]
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("shape", "config", "workers", "late"),
+    [
+        *((shape, CONFIGS[i % 4], 5, True) for i, shape in enumerate([*SHAPES, *ODD])),
+        *((shape, CONFIGS[i % 4 - 2], 2, False) for i, shape in enumerate([*SHAPES, *ODD])),
+    ],
+    ids=str,
+)
+def test_its_threads_give_the_product_on_a_cpu(
+    shape: Shape,
+    config: Config,
+    workers: int,
+    late: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtype = torch.float16 if config.tokens in (16, 128) else torch.bfloat16
+    x, w = example(shape, dtype)
+    right = (x.float() @ w.to_dense().float().T).to(dtype)
+    y = emulated(x, w, config, workers, folder, monkeypatch, late)
+    torch.testing.assert_close(y, right, rtol=0, atol=0)
+
+
+@needs_compiler
+def test_rows_of_x_may_be_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = example(SHAPES[1], torch.float16)
+    wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan")).half()[:, : x.shape[1]]
+    wide.copy_(x)
+    y = emulated(wide, w, Config(32), 3, folder, monkeypatch)
+    torch.testing.assert_close(y, (x.float() @ w.to_dense().float().T).half(), rtol=0, atol=0)
+
+
+@needs_compiler
+def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = example((20, 136, 528, 0.25, "columns"), torch.float16)
+    dense = w.to_dense()
+    dense[1, 0:4] = torch.tensor([float("nan"), 0.0, -0.0, 0.0])
+    dense[2, 500] = float("nan")
+    dense[3] = -0.0  # of the sparse part two of four, which is what is left of it
+    dense[3, :384].view(-1, 4)[:, 2:] = 0
+    x[4, 520] = float("inf")  # in the dense part every feature reads it
+    w = Spense.from_dense(dense, dense_fraction=0.25, split="columns")
+    y = emulated(x, w, Config(16), 7, folder, monkeypatch)
+    right = (x.float() @ dense.float().T).half()
+    torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
+    assert right.isnan().any(0)[:4].tolist() == [False, True, True, True]
+
+
+@needs_compiler
+def test_a_wrong_byte_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = example(SHAPES[1], torch.float16)
+    right = (x.float() @ w.to_dense().float().T).half()
+    byte = w.sparse[1, 2, VALUE_BYTES + 700]
+    w.sparse[1, 2, VALUE_BYTES + 700] = 0b0100_0100 if byte != 0b0100_0100 else 0b1110_1110
+    assert not torch.equal(emulated(x, w, Config(32), 3, folder, monkeypatch), right)
+
+
+# ---- what is refused, and the code ----
+
+
+def refused(x: Tensor, w: Spense) -> str:
+    with pytest.raises(Unsupported) as raised:
+        spense_mma.prepare(Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul))
+    return str(raised.value)
+
+
+def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> None:
+    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
+    assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
+    assert "found strides [1, 4]" in refused(x.T.contiguous().T, w)
+    odd = example((4, 64, 132, 0.0, "rows"), torch.float16)
+    assert "columns of X a multiple of 8 and of Y of 2, found 132 and 64" in refused(*odd)
+    odd = example((4, 63, 128, 0.0, "rows"), torch.float16)
+    assert "found 128 and 63" in refused(*odd)
+    fp8 = example((4, 64, 128, 0.0, "rows"), torch.float8_e4m3fn)
+    assert "expected fp16 or bf16 of one dtype, found torch.float8_e4m3fn" in refused(*fp8)
+    assert "expected 1 to 2^31 tokens and 1 to 2^24 columns, found 0, 64 and 128" in refused(
+        x[:0], w
+    )
+    shifted = torch.cat((w.sparse.flatten()[:8], w.sparse.flatten()))[8:].view_as(w.sparse)
+    found = refused(x, replace(w, sparse=shifted))
+    assert "multiples of 16 bytes, found [0, 8, 0] bytes more" in found
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "reason"),
+    [
+        ("cpu", (9, 0), "bf16", f"{NEEDED}, found cpu"),
+        ("cuda", (7, 5), "bf16", f"{NEEDED}, found 7.5"),
+        ("cuda", (9, 0), "fp8", "expected fp16 or bf16, found fp8"),
+        ("cuda", (8, 0), "fp32", "expected fp16 or bf16, found fp32"),
+        ("cuda", (8, 0), "fp16", ""),
+        ("cuda", (12, 0), "bf16", ""),
+    ],
+)
+def test_other_devices_and_dtypes_are_refused(
+    device: str,
+    capability: tuple[int, int],
+    dtype: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(spense_mma, "find_spec", lambda name: name)
+    found = spense_mma.KERNEL.supports(Problem("linear", {"dtype": dtype}), torch.device(device))
+    assert bool(found) == bool(reason)
+    assert (found or "").startswith(reason)
+
+
+def test_it_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert cuda.target_of(torch.device("cuda")) == "sm_86"
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 8192])
+def test_the_tile_that_holds_all_tokens_is_tried_first(m: int) -> None:
+    found = spense_mma.configurations(m)
+    assert 1 <= len(found) <= 2
+    assert found[0].tokens >= min(m, 128)
+    assert all(config in CONFIGS and config.tokens < max(2 * m, 17) for config in found)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_its_ring_fits_into_what_ampere_and_ada_have(config: Config) -> None:
+    slot = config.tokens * 128 + spense_mma.W_BYTES
+    assert config.shared_bytes <= 99 * 1024
+    assert config.shared_bytes // slot >= 3  # less would not overlap copies and products
+
+
+def nvcc(config: Config, dtype: torch.dtype, target: str, folder: Path) -> str:
+    """Compile and return what the compiler said."""
+    command = ["nvcc", "-std=c++17", f"-arch={target}", "-cubin", "-Xptxas", "-v"]
+    command += [f"-D{name}={value}" for name, value in spense_mma.constants_of(config, dtype)]
+    command += ["-I", str(KERNELS / "_common"), "-o", str(folder / "kernel.cubin")]
+    command += [str(KERNELS / "spense" / "spense_mma.cu")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_it_compiles_without_a_spill(config: Config, target: str, tmp_path: Path) -> None:
+    dtype = torch.float16 if config.tokens == 64 else torch.bfloat16
+    log = nvcc(config, dtype, target, tmp_path)
+    assert CLEAN in log, log
+    assert not any(word in log for word in ("warning", "error")), log
+    registers = int(re.findall(r"Used (\d+) registers", log)[0])
+    assert registers * spense_mma.THREADS * spense_mma.CTAS <= 2**16  # of a multiprocessor
+    if CUOBJDUMP.exists():
+        sass = subprocess.check_output([CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], text=True)
+        products = 2 * 128 * config.tokens // (16 * 8) // 4  # of a box, by each of four warps
+        assert sass.count(" HMMA.SP.16832") == products
+        assert sass.count(" CALL.") < products, "products go through a function"
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize("target", TARGETS)
+def test_nvrtc_compiles_it_for_every_target(target: str) -> None:
+    constants = spense_mma.constants_of(CONFIGS[0], torch.float16)
+    assert cuda.compiled("spense_mma", constants, target).startswith(b"\x7fELF")
+
+
+# ---- on a GPU ----
+
+ampere = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < spense_mma.LEAST,
+    reason="needs a GPU of compute capability 8.0 or newer",
+)
+
+
+@pytest.mark.gpu
+@ampere
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_products_are_right_on_a_gpu(config: Config, dtype: str) -> None:
+    for shape in [*LARGE, *SHAPES, *ODD]:
+        x, w = on_gpu(shape, dtype)
+        program = spense_mma.launch(x, w, config)
+        seen = []
+        for _ in range(3):
+            program.out.fill_(float("nan"))
+            seen.append(program().clone())
+        torch.cuda.synchronize()
+        assert_right(program.out, x, w, shape)
+        assert all(torch.equal(y, seen[0]) for y in seen), (shape, "sums depend on the moment")
+
+
+@pytest.mark.gpu
+@ampere
+@pytest.mark.parametrize("dtype", NAMES)
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(dtype: str) -> None:
+    x, w = on_gpu(LARGE[1], dtype)
+    wide = torch.zeros(len(x), x.shape[1] + 8, device="cuda").to(x.dtype)[:, : x.shape[1]]
+    problem = Problem("linear", {"dtype": dtype})
+    operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
+    launch = spense_mma.prepare(operands)
+    again = spense_mma.prepare(replace(operands, settled=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, launch.choice)

@@ -1,0 +1,501 @@
+"""The kernel of 2:4 hybrids: what its instructions make of the packed bytes, its lists, its code.
+
+The emulation reads memory as wgmma does: descriptors of swizzled tiles, metadata from each thread's
+register, in the order that verified runs on an H200 have shown (PTX ISA 9.0, wgmma.mma_async.sp).
+"""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from on_hopper import assert_compiles_cleanly, hopper
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import DTYPES as PACKED
+from sparsebench.formats.spense import SPAN_BYTES, VALUE_BYTES, Spense
+from sparsebench.harness.check import FP8, FP32, Expected, check
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, rows_in_turn, schedule
+from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from sparsebench.results.record import Problem
+
+CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
+CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
+NAMES = "bf16", "fp16", "fp8"
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+# m, n, k, dense fraction, split: one tile; edges on all sides; both splits; all sparse, all dense;
+# a last row of tiles without a neighbour; rows of tiles of both kinds in a group of four.
+SHAPES = [
+    (1, 8, 16, 0.0, "rows"),
+    (20, 200, 528, 0.25, "columns"),
+    (33, 320, 400, 0.5, "rows"),
+    (16, 136, 1040, 0.5, "columns"),
+    (5, 448, 784, 0.7, "rows"),
+    (40, 192, 640, 1.0, "rows"),
+    (17, 192, 640, 1.0, "columns"),
+]
+Shape = tuple[int, int, int, float, str]
+
+
+def example(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Spense]:
+    """Return small integers, whose products every dtype sums exactly: X, and W packed."""
+    m, n, k, fraction, split = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randint(-3, 4, size, generator=generator, device=device).float()
+
+    dense = drawn(n, k)
+    groups = torch.rand(n, -(-k // 4), 4, generator=generator, device=device)
+    two = dense.where((groups.argsort(-1) < 2).flatten(1)[:, :k], 0)
+    last = int((n if split == "rows" else k) * (1 - fraction))
+    if split == "rows":
+        two[last:] = dense[last:]
+    else:
+        two[:, last:] = dense[:, last:]
+    packed = Spense.from_dense((two + 0.0).to(dtype), dense_fraction=fraction, split=split)
+    return drawn(m, k).to(dtype), packed
+
+
+# ---- what the instructions read ----
+
+
+def values(stored: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Read bytes [..., bytes] as numbers."""
+    return torch.from_numpy(np.ascontiguousarray(stored)).view(dtype).float().numpy()
+
+
+def described(tile: np.ndarray, start: int, rows: int, width: int) -> np.ndarray:
+    """Return what a descriptor of a K-major tile in the 128-byte swizzle reads, [rows, width]."""
+    row, byte = np.arange(rows)[:, None], np.arange(width)
+    address = start + row // 8 * 1024 + row % 8 * 128 + byte
+    return tile[address ^ (address >> 7 & 7) << 4]
+
+
+def box(x: np.ndarray, token: int, column: int, tokens: int) -> np.ndarray:
+    """Do what TMA does: a box of X [m, bytes], swizzled, with zeros outside of X."""
+    padded = np.pad(x, ((0, token + tokens), (0, column + 128)))
+    pieces = padded[token : token + tokens, column : column + 128].reshape(tokens, 8, 16)
+    row = np.arange(tokens)[:, None]
+    return pieces[row, np.arange(8) ^ row % 8].reshape(-1)
+
+
+def codes(words: np.ndarray, size: int) -> np.ndarray:
+    """Return the code of each row and group of one wgmma.sp, of the words of 128 threads."""
+    found = np.full((64, 8 if size == 2 else 16), -1)
+    for thread in range(128):
+        row, q = thread // 32 * 16 + thread % 32 // 4, thread % 4
+        for nibble in range(8):
+            code = int(words[thread]) >> 4 * nibble & 15
+            if size == 2 and q < 2:  # selector 0: two of four lanes
+                found[row + 8 * (nibble // 4), 4 * q + nibble % 4] = code
+            elif size == 1:
+                found[row + 8 * (q & 1), 8 * (q >> 1) + nibble] = code
+    return found
+
+
+def sparse_operand(tile: np.ndarray, step: int, dtype: torch.dtype) -> np.ndarray:
+    """Return the 64 rows that product `step` of a sparse tile multiplies, with their zeros."""
+    size, thread = dtype.itemsize, np.arange(128)
+    place = thread if size == 1 else thread // 4 * 2 + thread % 2
+    words = tile[VALUE_BYTES:].view(np.uint32).reshape(-1, 4)[place, step]
+    code = codes(words, size)
+    first, second = code & 3, code >> 2
+    assert (first < second).all()
+    pairs = values(described(tile, 32 * step, 64, 32), dtype).reshape(64, -1, 2)
+    operand = np.zeros((*code.shape, 4), np.float32)
+    np.put_along_axis(operand, first[..., None], pairs[..., :1], -1)
+    np.put_along_axis(operand, second[..., None], pairs[..., 1:], -1)
+    return operand.reshape(64, -1)
+
+
+def multiplied(w: Spense, x: np.ndarray, row: int, step: int, token: int, tokens: int) -> Any:
+    """Return the products of one tile of W, in the addresses that the kernel computes."""
+    rows, sparse_rows, sparse_columns, dense_row, dense_column, _ = spense_wgmma.tiles_of(w)
+    assert row < rows
+    total = np.zeros((64, tokens), np.float32)
+    sparse = row < sparse_rows and step < sparse_columns
+    for half in (0, 1):
+        tile = w.sparse[row, step] if sparse else w.dense[row - dense_row, step - dense_column]
+        bytes_of = tile.numpy() if sparse else tile.numpy()[half * VALUE_BYTES :][:VALUE_BYTES]
+        of_x = box(x, token, (2 * step + half) * 128, tokens)
+        for i in range(2 if sparse else 4):
+            if sparse:
+                a, wide = sparse_operand(bytes_of, 2 * half + i, w.dtype), 64
+            else:
+                a, wide = values(described(bytes_of, 32 * i, 64, 32), w.dtype), 32
+            total += a @ values(described(of_x, wide * i, tokens, wide), w.dtype).T
+    return total
+
+
+def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
+    """Do with the lists and the bytes what the device does."""
+    n, m, share = w.shape[0], len(x), 2 * config.cluster
+    work = schedule(w, m, config.tokens, config.cluster, workers)
+    raw = x.view(torch.uint8).numpy()
+    rows = -(-n // 64)
+    turns = rows_in_turn(rows, w.sparse.shape[0])
+    sums = np.full((work.places, share, 64, config.tokens), np.nan, np.float32)
+    arrived = np.zeros(work.counters, int)
+    y = np.full((m, n), np.nan, np.float32)
+    for group, token, first, count, part, parts, place, counter in work.items[: work.starts[-1]]:
+        totals = np.stack(
+            [
+                sum(
+                    multiplied(w, raw, row, step, token, config.tokens)
+                    for step in range(first, first + count)
+                )
+                for row in turns[np.minimum(group * share + np.arange(share), rows - 1)]
+            ]
+        )
+        if parts > 1:
+            sums[place + part] = totals
+            arrived[counter] += 1
+            if arrived[counter] < parts:
+                continue
+            totals = sums[place : place + parts].sum(0)
+        for i in range(share):
+            place = min(group * share + i, rows - 1)
+            row = turns[place]
+            out = y[token : token + config.tokens, row * 64 : row * 64 + 64]
+            right = totals[i].T[: out.shape[0], : out.shape[1]]
+            assert np.isnan(out).all() or (place == rows - 1 and (out == right).all())
+            out[:] = right
+    return y
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_instructions_make_the_product_of_the_packed_bytes(
+    shape: Shape, dtype: torch.dtype
+) -> None:
+    x, w = example(shape, dtype)
+    right = (x.float() @ w.to_dense().float().T).numpy()
+    config = Config(16, 1 + (dtype == torch.bfloat16), 4)
+    np.testing.assert_array_equal(emulated(x, w, config, workers=5), right)
+
+
+def test_a_wrong_byte_is_seen() -> None:
+    x, w = example(SHAPES[1], torch.float16)
+    right = (x.float() @ w.to_dense().float().T).numpy()
+    w.sparse[1, 2, VALUE_BYTES + 700] ^= 0xFF ^ 0b0100_0100 ^ 0b1110_1110
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(emulated(x, w, Config(32, 1, 4), workers=3), right)
+
+
+# ---- the lists ----
+
+# Gate and up, down, of Qwen3-32B; one row of tiles; fewer steps than workers.
+LAYERS = [
+    (51200, 5120, "rows"),
+    (5120, 25600, "columns"),
+    (64, 4096, "columns"),
+    (640, 256, "rows"),
+]
+
+
+def layer(n: int, k: int, fraction: float, split: str) -> Spense:
+    """Return a W without memory."""
+    tiles = -(-n // 64), k // 128
+    part = [int(size * (1 - fraction)) for size in tiles]
+    sparse = (part[0], tiles[1]) if split == "rows" else (tiles[0], part[1])
+    rest = (tiles[0] - part[0], tiles[1]) if split == "rows" else (tiles[0], tiles[1] - part[1])
+    blobs = (torch.empty((*s, b), device="meta") for s, b in ((sparse, 9216), (rest, 16384)))
+    return Spense((n, k), torch.bfloat16, (sparse[0] * 64, sparse[1] * 128), *blobs)
+
+
+def owners(work: Schedule) -> np.ndarray:
+    return np.repeat(np.arange(len(work.starts) - 1), np.diff(work.starts))
+
+
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+@pytest.mark.parametrize("config", [Config(16, 1, 4), Config(64, 2, 4), Config(256, 2, 4)], ids=str)
+@pytest.mark.parametrize("m", [16, 300, 5000])
+def test_every_step_is_assigned_once(m: int, config: Config, shape: tuple[int, int, str]) -> None:
+    n, k, split = shape
+    w = layer(n, k, 0.5, split)
+    work = schedule(w, m, config.tokens, config.cluster, 132 // config.cluster)
+    items = work.items[: work.starts[-1]].astype(int)
+    groups, tiles = -(-n // (128 * config.cluster)), -(-m // config.tokens)
+    done = np.zeros((groups, tiles, k // 128), int)
+    for group, token, first, count, *_ in items:
+        done[group, token // config.tokens, first : first + count] += 1
+    assert (done == 1).all()
+    assert len(items) <= max(groups * tiles + 132, 1)
+    assert len(set(owners(work).tolist())) <= max(done.size // SHORTEST, 1)
+    pieces = items[items[:, 5] > 1]
+    assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.places))
+    assert len(np.unique(pieces[:, 7])) == work.counters
+    for counter in range(work.counters):
+        own = pieces[pieces[:, 7] == counter]
+        own = own[own[:, 4].argsort()]
+        assert (own[:, :2] == own[0, :2]).all()
+        assert (own[:, 5:7] == own[0, 5:7]).all()
+        assert own[:, 4].tolist() == list(range(own[0, 5]))  # in the order of their steps
+        assert (np.diff(own[:, 2]) == own[:-1, 3]).all()
+
+
+@pytest.mark.parametrize("shape", LAYERS[:2], ids=str)
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_no_worker_has_much_more_of_w_than_the_mean(
+    fraction: float, shape: tuple[int, int, str]
+) -> None:
+    n, k, split = shape
+    w = layer(n, k, fraction, split)
+    work = schedule(w, 16, 16, 1, 132)
+    row, columns = rows_in_turn(n // 64, w.sparse.shape[0]), w.sparse.shape[1]
+    loads = np.zeros(132)
+    for worker, (group, _, first, count, *_) in zip(owners(work), work.items, strict=False):
+        for place in (2 * group, 2 * group + 1):
+            steps = np.arange(first, first + count)
+            sparse = (steps < columns) & (row[place] < w.sparse.shape[0])
+            loads[worker] += np.where(sparse, 9216, 16384).sum()
+    assert loads.max() <= 1.15 * loads.mean()  # 120 of 132 may be busy
+
+
+@pytest.mark.parametrize(("rows", "sparse"), [(8, 4), (7, 5), (9, 0), (9, 9), (400, 300)])
+def test_rows_in_turn_are_all_rows_and_evenly_mixed(rows: int, sparse: int) -> None:
+    turns = rows_in_turn(rows, sparse)
+    assert sorted(turns.tolist()) == list(range(rows))
+    for height in (2, 4):
+        counts = [(turns[i : i + height] < sparse).sum() for i in range(0, rows - height, height)]
+        assert not counts or max(counts) - min(counts) <= 1
+
+
+def test_few_items_are_cut_into_equal_parts() -> None:
+    work = schedule(layer(5120, 25600, 0.0, "columns"), 16, 16, 1, 132)
+    items = work.items[: work.starts[-1]]
+    assert (items[:, 5] == 3).all()  # of 40 items, for 120 of 132 workers
+    assert set(items[:, 3].tolist()) == {66, 67}
+
+
+def test_what_runs_at_one_time_shares_tokens_and_features() -> None:
+    work = schedule(layer(*LAYERS[0][:2], 0.5, "rows"), 8192, 256, 2, 66)
+    wave = work.items[work.starts[:-1]]
+    assert len(np.unique(wave[:, 1])) == 8
+    assert len(np.unique(wave[:, 0])) == 9
+
+
+# ---- what is refused, and the code ----
+
+
+def refused(x: Tensor, w: Spense) -> str:
+    with pytest.raises(Unsupported) as raised:
+        spense_wgmma.prepare(Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul))
+    return str(raised.value)
+
+
+def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> None:
+    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
+    assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
+    assert "found strides [1, 4]" in refused(x.T.contiguous().T, w)
+    odd = example((4, 64, 132, 0.0, "rows"), torch.float16)
+    assert "columns of X a multiple of 8 and of Y of 8, found 132 and 64" in refused(*odd)
+    odd = example((4, 60, 128, 0.0, "rows"), torch.float16)
+    assert "found 128 and 60" in refused(*odd)
+    odd = example((4, 64, 136, 0.0, "rows"), torch.float8_e4m3fn)
+    assert "columns of X a multiple of 16 and of Y of 8, found 136 and 64" in refused(*odd)
+    assert "expected 1 to 2^31 tokens and 1 to 2^21 columns, found 0, 64 and 128" in refused(
+        x[:0], w
+    )
+    shifted = torch.cat((w.sparse.flatten()[:8], w.sparse.flatten()))[8:].view_as(w.sparse)
+    found = refused(x, replace(w, sparse=shifted))
+    assert "expected tiles at a multiple of 16 bytes, found [8, 0] bytes more" in found
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_other_devices_are_refused(dtype: str) -> None:
+    problem = Problem("linear", {"dtype": dtype})
+    reason = spense_wgmma.KERNEL.supports(problem, torch.device("cpu"))
+    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 256, 257, 8192])
+def test_no_problem_has_more_than_four_configurations(m: int) -> None:
+    found = spense_wgmma.configurations(m)
+    assert 1 <= len(found) <= 4
+    assert len(set(found)) == len(found)
+    assert set(found) <= set(spense_wgmma.space())
+    assert all(config.tokens < max(2 * m, 17) for config in found)
+    assert found[0].tokens >= min(m, 256)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("config", "dtype", "activation"),
+    [
+        *((config, torch.bfloat16, None) for config in CONFIGS if config.cluster == 2),
+        *((Config(tokens, 1, 4), torch.float8_e4m3fn, None) for tokens in (16, 256)),
+        (Config(256, 1, 4), torch.float16, None),
+        *((config, torch.bfloat16, "silu") for config in CONFIGS),
+        *((config, torch.float8_e4m3fn, "gelu_tanh") for config in CONFIGS),
+        *((Config(256, cluster, 4), torch.float16, "relu2") for cluster in (1, 2)),
+    ],
+    ids=str,
+)
+def test_it_compiles_without_a_spill_or_a_serialised_product(
+    config: Config, dtype: torch.dtype, activation: str | None, tmp_path: Any
+) -> None:
+    constants = spense_wgmma.constants_of(config, dtype, activation)
+    assert_compiles_cleanly("spense_wgmma", constants, tmp_path)
+    if CUOBJDUMP.exists():
+        assert_words_stay(tmp_path / "kernel.cubin")
+
+
+WRITE = re.compile(r"(?:@\S+ )?(\S+) (?:U?P\w+, )?R(\d+),")  # instruction, its first register
+WIDTHS = {"": 1, ".64": 2, "WIDE": 2, "CS2R": 2, ".128": 4}  # registers, by a part of its name
+
+
+def assert_words_stay(code: Path) -> None:
+    """Walk round the loop of sparse tiles: nothing writes the words of products in flight."""
+    sass = subprocess.check_output([CUOBJDUMP, "-sass", code], text=True)
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,5})\*/\s+(.*?) ;", sass)]
+    first, *_, last = (at for at, text in lines if "GMMA.SP" in text)
+    jumps = [(at, re.search(r"BRA.* 0x(\w+)$", text)) for at, text in lines if at > last]
+    start, end = next((int(j[1], 16), at) for at, j in jumps if j and int(j[1], 16) < first)
+    loop = [text for at, text in lines if start <= at < end]
+    assert sum("GMMA.SP" in text for text in loop) == 4
+    groups: list[set[int]] = [set()]  # registers of words; the last group is still open
+    for text in 2 * loop:
+        if left := re.search(r"DEPBAR\.LE gsb0, 0x(\d)", text):
+            groups = groups[-1 - int(left[1]) :]
+        elif "GMMA" in text:
+            groups[-1].add(int(re.findall(r"\bR(\d+)", text)[-1]))
+            groups += [set()] * ("gsb0" in text)
+        elif write := WRITE.match(text):
+            width = max(count for part, count in WIDTHS.items() if part in write[1])
+            written = {int(write[2]) + i for i in range(width)}
+            assert not written & set().union(*groups), text
+
+
+@pytest.mark.skipif(not (find_spec("cupy") and CUOBJDUMP.exists()), reason="needs CuPy, cuobjdump")
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_the_code_that_runs_leaves_the_words_of_products_alone(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    file = tmp_path / "kernel.cubin"
+    for config in CONFIGS[:: len(CONFIGS) - 1]:
+        constants = spense_wgmma.constants_of(config, dtype)
+        file.write_bytes(cuda.compiled("spense_wgmma", constants))
+        assert_words_stay(file)
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+def test_nvrtc_compiles_it() -> None:
+    constants = spense_wgmma.constants_of(CONFIGS[0], torch.float16)
+    assert cuda.compiled("spense_wgmma", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
+
+
+# ---- on a Hopper GPU ----
+
+LARGE = [
+    (300, 1536, 1280, 0.5, "rows"),
+    (513, 1000, 2064, 0.25, "columns"),
+    (64, 12800, 640, 0.5, "rows"),
+    (16, 640, 6400, 0.5, "columns"),
+]
+
+
+def on_gpu(shape: Shape, dtype: str) -> tuple[Tensor, Spense]:
+    """Return normal deviates, of which rounding is seen."""
+    x, w = example(shape, DTYPES[dtype], "cuda")
+    noise = torch.rand(w.shape, device="cuda") + 0.5
+    dense = (w.to_dense().float() * noise + 0.0).to(w.dtype)
+    packed = Spense.from_dense(dense, dense_fraction=shape[3], split=shape[4])
+    return torch.randn(x.shape, device="cuda").to(x.dtype), packed
+
+
+def assert_right(y: Tensor, x: Tensor, w: Spense, what: Any) -> None:
+    right = w.to_dense().double().T
+    spread = (x.double().square() @ right.square()).sqrt()
+    sums = FP8 if x.itemsize == 1 else FP32
+    expected = Expected(x.double() @ right, spread, y.dtype, w.shape[1], sums=sums)
+    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_products_are_right_on_a_hopper_gpu(config: Config, dtype: str) -> None:
+    for shape, watchdog in product([*LARGE, *SHAPES], (True, False)):
+        x, w = on_gpu(shape, dtype)
+        program = spense_wgmma.launch(x, w, config, watchdog=watchdog)
+        seen = []
+        for _ in range(3):
+            program.out.fill_(float("nan"))
+            seen.append(program().clone())
+        torch.cuda.synchronize()
+        assert_right(program.out, x, w, (shape, watchdog))
+        assert all(torch.equal(y, seen[0]) for y in seen), (shape, "sums depend on the moment")
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
+    plan = replace(planned(w, 4), dtype=torch.float16)
+    with pytest.raises(Unsupported, match="64 contiguous fp32 scales of features, with fp8"):
+        spense_wgmma.bind(plan, x, w, Scales(features=torch.ones(64)))
+
+
+def planned(w: Spense, m: int) -> spense_wgmma.Plan:
+    """Return what a plan says of shapes, without a GPU."""
+    nothing: Any = None
+    shapes = tuple(w.sparse.shape), tuple(w.dense.shape)
+    y = m, w.shape[0]
+    return spense_wgmma.Plan(
+        nothing, Config(16, 1, 4), nothing, b"", 0, 0, (m, w.shape[1]), y, *shapes, w.dtype
+    )
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", [Config(16, 1, 4), Config(256, 2, 4)], ids=str)
+def test_sums_of_fp8_are_scaled(config: Config) -> None:
+    for shape in (*LARGE, *SHAPES):
+        x, w = on_gpu(shape, "fp8")
+        scales = [torch.rand(size, device="cuda") + 0.5 for size in (w.shape[0], len(x))]
+        for features, tokens in product((scales[0], None), (scales[1], None)):
+            program = spense_wgmma.launch(x, w, config, Scales(features, tokens))
+            program.out.fill_(float("nan"))
+            y, right = program(), w.to_dense().double()
+            if features is not None:
+                right *= features[:, None]
+            of_x = x.double() if tokens is None else x.double() * tokens[:, None]
+            spread = (of_x.square() @ right.square().T).sqrt()
+            expected = Expected(of_x @ right.T, spread, y.dtype, w.shape[1], sums=FP8)
+            assert (reason := check(y, expected).reason) is None, (shape, reason)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", NAMES)
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(dtype: str) -> None:
+    x, w = on_gpu(LARGE[1], dtype)
+    step = SPAN_BYTES // x.itemsize
+    wide = torch.zeros(len(x), x.shape[1] + step, device="cuda").to(x.dtype)[:, : x.shape[1]]
+    problem = Problem("linear", {"dtype": dtype})
+    operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
+    launch = spense_wgmma.prepare(operands)
+    again = spense_wgmma.prepare(replace(operands, settled=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, launch.choice)

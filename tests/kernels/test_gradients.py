@@ -1,0 +1,261 @@
+"""The gradients of a linear layer: definitions against autograd, peers against definitions."""
+
+import pkgutil
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import wrong_wgrad
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.harness import contest
+from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.dense import cublas, reference
+from sparsebench.kernels.peers import (
+    _transposed,
+    cublas_masked,
+    scipy_bsr_dgrad,
+    scipy_csr_dgrad,
+    torch_bsr_dgrad,
+    torch_sampled_bsr,
+    torch_sampled_csr,
+    torch_wgrad,
+)
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+CPU = torch.device("cpu")
+DGRAD, WGRAD = load_op("linear_dgrad"), load_op("linear_wgrad")
+FIELDS = {"m": 256, "n": 64, "k": 96, "pattern": "blocks", "block": 16, "sparsity": 0.5}
+SHAPES = [(7, 13, 11), (1, 64, 33), (37, 8, 100)]
+DGRAD_PEERS = [
+    (reference, Csr, {}),
+    (scipy_csr_dgrad, Csr, {}),
+    (scipy_bsr_dgrad, Bsr, {"block": 4}),
+    (scipy_bsr_dgrad, Bsr, {"block": [3, 5]}),
+]
+WGRAD_PEERS = [
+    (reference, Csr, {}),
+    (reference, Bsr, {"block": [3, 5]}),
+    (torch_sampled_csr, Csr, {}),
+    (torch_wgrad, Bsr, {"block": 1}),
+    (torch_wgrad, Bsr, {"block": [3, 5]}),
+    (cublas_masked, Bsr, {"block": 4}),
+    (cublas_masked, Bsr, {"block": [3, 5]}),
+]
+TORCH = {"block": 16}
+
+
+def drawn(m: int, n: int, k: int, density: float = 0.4) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    w = torch.randn(n, k) * (torch.rand(n, k) < density)
+    return w, torch.randn(m, n), torch.randn(m, k)
+
+
+def dgrad_of(shape: tuple[int, int, int], form: Any, density: float = 0.4, **params: Any) -> Any:
+    w, dy, _ = drawn(*shape, density)
+    problem = Problem("linear_dgrad", {**dict(zip("mnk", shape, strict=True)), "dtype": "fp32"})
+    packed = {"w": form.from_dense(w, **params)}
+    return Operands(problem, packed, {"dy": dy}, DGRAD.definition)
+
+
+def wgrad_of(shape: tuple[int, int, int], form: Any, density: float = 0.4, **params: Any) -> Any:
+    w, dy, x = drawn(*shape, density)
+    problem = Problem("linear_wgrad", {**dict(zip("mnk", shape, strict=True)), "dtype": "fp32"})
+    pattern = form.from_dense(w, **params)
+    return Operands(problem, {}, {"dy": dy, "x": x}, WGRAD.definition, None, pattern)
+
+
+def rows(op: str, *contenders: Contender, dtype: str = "fp32", **fields: Any) -> list[Row]:
+    problem = Problem(op, {**FIELDS, "dtype": dtype, **fields})
+    return contest.run(problem, list(contenders), CPU, None)[0]
+
+
+def test_the_definitions_are_the_gradients_of_linear() -> None:
+    w, dy, x = (t.double() for t in drawn(5, 6, 7))
+    w.requires_grad_()
+    x.requires_grad_()
+    load_op("linear").definition(w, x).backward(dy)
+    assert torch.allclose(DGRAD.definition(w.detach(), dy), x.grad, rtol=1e-12)
+    assert torch.allclose(WGRAD.definition(dy, x.detach()), w.grad, rtol=1e-12)
+
+
+@pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad"])
+def test_the_work_of_a_gradient_by_hand(op: str) -> None:
+    problem = Problem(op, {"m": 3, "n": 6, "k": 5})
+    assert load_op(op).flops(problem, {"w": 7}) == 2 * 3 * 7
+    assert load_op(op).fewest_bytes(problem, {"w": 7}, 2) == 2 * (7 + 3 * 6 + 3 * 5)
+
+
+def test_sums_are_as_deep_as_what_they_run_over() -> None:
+    w = torch.tensor([[1.0, 0, 0], [1, 0, 1]])
+    assert load_op("linear").depth(w, torch.ones(4, 3)) == 2  # the second row
+    assert DGRAD.depth(w, torch.ones(4, 2)) == 2  # the first column
+    assert DGRAD.depth(w[:1], torch.ones(4, 1)) == 1
+    assert WGRAD.depth(torch.ones(4, 2), torch.ones(4, 3)) == 4  # the tokens
+
+
+@pytest.mark.parametrize("name", names("harness.ops"))
+def test_the_definition_takes_all_operands_but_a_pattern(name: str) -> None:
+    op = load_op(name)
+    assert (op.pattern, name) in [("w", "linear_wgrad"), (None, name)]
+    assert op.arguments == [operand for operand in op.operands if operand != op.pattern]
+    assert op.operands.keys() == {*op.weights, *op.activations}
+
+
+@pytest.mark.parametrize(("form", "params"), [(Csr, {}), (Bsr, {"block": [3, 5]})])
+def test_a_transposed_weight_is_the_transpose_in_order(form: Any, params: Any) -> None:
+    w, *_ = drawn(1, 13, 11)
+    turned = _transposed.transposed(form.from_dense(w, **params))
+    again = form.from_dense(w.t().contiguous(), **{name: b[::-1] for name, b in params.items()})
+    for name, array in again.arrays().items():
+        assert torch.equal(turned.arrays()[name], array)
+    assert turned.shape == (11, 13)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("peer", "form", "params"), DGRAD_PEERS)
+def test_the_input_gradient_is_that_of_the_definition(
+    peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
+) -> None:
+    operands = dgrad_of(shape, form, density, **params)
+    launch = peer.KERNEL.prepare(operands)
+    operands.activations["dy"].neg_().add_(1)
+    w = operands.weights["w"].to_dense().double()
+    expected = DGRAD.definition(w, operands.activations["dy"].double())
+    assert launch().is_contiguous()
+    assert torch.allclose(launch().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("peer", "form", "params"), WGRAD_PEERS)
+def test_the_weight_gradient_is_that_of_the_definition_where_it_is_stored(
+    peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
+) -> None:
+    operands = wgrad_of(shape, form, density, **params)
+    launch = peer.KERNEL.prepare(operands)
+    operands.activations["dy"].neg_().add_(1)
+    launch().values.fill_(float("nan"))
+    found = launch()
+    dense = WGRAD.definition(*(t.double() for t in operands.activations.values()))
+    assert torch.equal(found.columns, operands.pattern.columns)
+    assert found.values.is_contiguous()
+    expected = operands.pattern.sample(dense).values
+    assert torch.allclose(found.values.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("block", [16, [10, 24]])
+def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
+    found = rows(
+        "linear_wgrad",
+        Contender("dense", "torch_dense", baseline=True),
+        Contender("bsr", "torch_wgrad", {"block": block}),
+        Contender("bsr", "reference", {"block": 7}),
+        Contender("csr", "reference"),
+        Contender("csr", "torch_sampled_csr"),
+        Contender("bsr", "bsr_triton", {"block": 16}),
+        dtype=dtype,
+    )
+    assert [row.status.value for row in found] == [
+        "ok", "ok", "ok", "ok", "ok" if "32" in dtype else "unsupported", "unsupported",
+    ]  # fmt: skip
+    assert found[-1].detail == "computes linear, not linear_wgrad"
+    assert found[0].flops == 2 * 256 * 64 * 96 // 2
+    assert found[0].fewest_bytes == found[0].nnz * found[1].dense_bytes // (64 * 96) + (
+        256 * (64 + 96) * found[1].dense_bytes // (64 * 96)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
+def test_a_contest_of_input_gradients(dtype: str) -> None:
+    found = rows(
+        "linear_dgrad",
+        Contender("dense", "torch_dense", baseline=True),
+        Contender("bsr", "scipy_bsr_dgrad", {"block": 16}),
+        Contender("csr", "scipy_csr_dgrad"),
+        Contender("bsr", "reference", {"block": [10, 24]}),
+        dtype=dtype,
+    )
+    scipy = "ok" if "32" in dtype else "unsupported"
+    assert [row.status.value for row in found] == ["ok", scipy, scipy, "ok"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(wrong_wgrad.__path__)])
+def test_every_wrong_weight_gradient_is_rejected(name: str, dtype: str) -> None:
+    wrong = Contender("bsr", f"wrong_wgrad.{name}", {"block": 16})
+    dense = Contender("dense", "torch_dense")
+    right, found = rows("linear_wgrad", dense, wrong, dtype=dtype, m=2048)
+    assert right.status is Status.OK
+    assert found.status is Status.WRONG
+    assert found.detail
+    assert not found.samples_us
+
+
+def test_a_format_without_room_for_a_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Csr, "sample")
+    (found,) = rows("linear_wgrad", Contender("csr", "reference"))
+    assert found.status is Status.UNSUPPORTED
+    assert found.detail.startswith("csr has no room for the values of another matrix")
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [(8, "powers of two >= 16, found 8x8"), (32, "divide W, found 32x32 in 80x64")],
+)
+def test_blocks_that_torch_cannot_sample_are_refused(block: int, reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        torch_sampled_bsr.prepare(wgrad_of((64, 80, 64), Bsr, block=block))
+
+
+def test_blocks_that_torch_cannot_transpose_are_refused() -> None:
+    with pytest.raises(Unsupported, match="divide W, found 32x32 in 64x80"):
+        torch_bsr_dgrad.prepare(dgrad_of((64, 80, 64), Bsr, block=32))
+
+
+def test_masked_dense_keeps_the_library_that_was_settled_on() -> None:
+    assert cublas_masked.prepare(wgrad_of(SHAPES[0], Bsr, block=4)).choice == {"library": "cublas"}
+
+
+def test_masked_dense_refuses_what_dense_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    problem = Problem("linear_wgrad", {**FIELDS, "dtype": "fp32"})
+    assert cublas_masked.KERNEL.supports(problem, CPU) == cublas.KERNEL.supports(problem, CPU)
+    assert cublas_masked.KERNEL.supports(problem, CPU) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32"])
+@pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad"])
+def test_no_peer_is_wrong_on_a_gpu(op: str, dtype: str) -> None:
+    sizes = {"m": 256, "n": 256, "k": 512, "block": 32, "dtype": dtype}
+    peers = [Contender("dense", "cublas", baseline=True)]
+    for name in names("kernels"):
+        kernel = load_kernel(name)
+        params = {"block": 32} if kernel.consumes == "bsr" else {}
+        if kernel.op == op:
+            peers.append(Contender(kernel.consumes, name, params))
+    found, _ = contest.run(Problem(op, FIELDS | sizes), peers, torch.device("cuda:0"), None)
+    bad = [f"{r.case.contender.label}: {r.status.value}: {r.detail}" for r in found]
+    assert not [line for line in bad if ": ok:" not in line and ": unsupported:" not in line]
+
+
+def test_the_peers_of_gradients_import_without_any_gpu_package() -> None:
+    peers = [k for k in names("kernels") if "grad" in k or "sampled" in k or "masked" in k]
+    assert len(peers) >= 10
+    program = (
+        "import sys\n"
+        "for name in 'nvmath', 'cupy', 'triton': sys.modules[name] = None\n"
+        f"for name in {[p for p in peers if 'triton' not in p]!r}:\n"
+        "    __import__('sparsebench.kernels.' + name)\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)

@@ -1,0 +1,138 @@
+"""The Triton kernels: right in Triton's interpreter, and refused where Triton cannot run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import assert_passes, has_interpreter
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.check import TF32, Expected, check
+from sparsebench.kernels._common.triton import precision_of
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+from sparsebench.kernels.dense import dense_triton
+from sparsebench.results.record import Problem
+
+KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton]
+
+
+@has_interpreter
+def test_every_product_is_right_in_tritons_interpreter():
+    assert_passes(Path(__file__).with_name("triton_interpreted.py"))
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_a_cpu_is_refused_outside_the_interpreter(module):
+    problem = Problem(module.KERNEL.op, {"dtype": "fp16"})
+    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    assert reason == "needs an NVIDIA GPU, found cpu"
+
+
+def test_united_rows_hold_the_blocks_of_their_group_once():
+    w = torch.zeros(6, 6)
+    w[0, 0] = w[1, 3] = w[2, 2] = w[5, 5] = 1
+    stored = Bsr.from_dense(w, block=1)
+    config = bsr_triton.configurations(1, (1, 1), 4, "pointers")[0]
+    packed = bsr_triton.pack(stored, config)
+    assert packed.offsets.tolist() == [0, 4]
+    assert packed.columns.tolist()[:4] == [0, 2, 3, 5]
+    assert packed.values[:, :6, 0].tolist() == w[:, [0, 2, 3, 5]].T.tolist()
+    assert packed.values.sum() == 4
+
+
+def test_blocks_of_whole_tiles_are_used_as_they_are_stored():
+    stored = Bsr.from_dense(torch.ones(256, 256).half(), block=128)
+    config = bsr_triton.configurations(4096, (128, 128), 2, "tma")[0]
+    assert bsr_triton.pack(stored, config).values is stored.values
+
+
+def test_long_block_rows_come_first():
+    w = torch.zeros(192, 256).half()
+    w[64:128] = 1
+    w[128, 0] = 1
+    stored = Bsr.from_dense(w, block=64)
+    config = bsr_triton.configurations(4096, (64, 64), 2, "tma")[0]
+    assert bsr_triton.pack(stored, config).order.tolist() == [1, 2, 0]
+
+
+def test_an_index_by_columns_finds_every_block_in_the_order_of_rows():
+    stored = Bsr.from_dense(torch.ones(6, 5).tril(-1), block=[2, 1])
+    index = bsr_triton_dgrad.index_of(stored)
+    assert index.offsets.tolist() == [0, 3, 5, 7, 8, 9]
+    assert index.rows.tolist() == [0, 1, 2, 1, 2, 1, 2, 2, 2]
+    assert stored.columns[index.places.long()].tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4]
+    assert index.order.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_strips_cover_every_block_once_and_stay_in_their_block_row():
+    w = torch.zeros(32, 320).half()
+    w[:8] = w[16:24, :88] = w[24:, 8:16] = 1
+    stored = Bsr.from_dense(w, block=8)
+    config = bsr_triton_wgrad.configurations(64, (8, 8), 52, 2, "pointers", 132)[0]
+    strips = bsr_triton_wgrad.strips_of(stored, config)
+    assert bsr_triton_wgrad.strip_length((8, 8), config) == 16
+    assert strips.starts.tolist() == [0, 16, 32, 40, 51]
+    assert strips.rows.tolist() == [0, 0, 0, 2, 3]
+
+
+def test_tokens_are_split_where_blocks_are_few():
+    def parts(m, blocks):
+        return bsr_triton_wgrad.configurations(m, (64, 64), blocks, 2, "tma", 132)[0].parts
+
+    assert [parts(4096, blocks) for blocks in (400, 264, 132, 50, 3, 0)] == [1, 1, 2, 4, 16, 16]
+    assert [parts(m, 3) for m in (1, 511, 512, 2048)] == [1, 1, 2, 8]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])  # which the interpreter does not tell of
+@pytest.mark.parametrize(
+    ("m", "block"), [(33, 64), (1500, 8), (1500, 32), (1500, 128), (1500, [10, 24])]
+)
+def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
+    torch.manual_seed(0)
+    n, k = 520, 776
+    r, c = block if isinstance(block, list) else (block, block)
+    kept = torch.rand(-(-n // r), -(-k // c)) < 0.3
+    mask = kept.repeat_interleave(r, 0).repeat_interleave(c, 1)[:n, :k]
+    drawn = torch.randn(n, k) * mask, torch.randn(m, n), torch.randn(m, k)
+    w, dy, x = (t.to("cuda", DTYPES[dtype]) for t in drawn)
+    stored = Bsr.from_dense(w, block=[r, c])
+
+    def verdicts(op, operands, configs, launch, pattern=None):
+        exact = [operand.double() for operand in operands]
+        right = Expected(
+            *(op.definition(*exact), op.spread(*exact), w.dtype, op.depth(*exact)),
+            products=TF32 if dtype == "tf32" else 0.0,
+        )
+        for config in configs:
+            program = launch(config)
+            program().fill_(float("nan"))
+            out = replace(pattern, values=program()) if pattern else program()
+            yield check(out, right, pattern).reason, config
+
+    found = []
+    for path in ("tma", "pointers"):
+        kind = w.element_size(), path, precision_of(dtype)
+        if path == "pointers" or not bsr_triton.obstacle(x, stored):
+            found += verdicts(
+                *(load_op("linear"), (w, x), bsr_triton.configurations(m, (r, c), *kind)),
+                lambda config: bsr_triton.launch(x, stored, config),
+            )
+        if path == "pointers" or not bsr_triton_dgrad.obstacle(dy, stored):
+            found += verdicts(
+                *(load_op("linear_dgrad"), (w, dy)),
+                bsr_triton_dgrad.configurations(m, (r, c), *kind),
+                lambda config: bsr_triton_dgrad.launch(dy, stored, config),
+            )
+        if path == "pointers" or not bsr_triton_wgrad.obstacle(dy, x, (r, c)):
+            sizes = m, (r, c), len(stored.columns), w.element_size(), path, 132
+            found += verdicts(
+                *(load_op("linear_wgrad"), (dy, x)),
+                bsr_triton_wgrad.configurations(*sizes, precision_of(dtype)),
+                lambda config: bsr_triton_wgrad.launch(dy, x, stored, config),
+                stored,
+            )
+    assert not [line for line in found if line[0]]

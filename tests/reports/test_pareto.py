@@ -1,0 +1,206 @@
+"""Error against speed-up: errors from a file that `prune --json` printed, times from a run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pandas as pd
+import pytest
+from command import sparsebench
+from places import PUBLISHED
+
+from sparsebench.errors import ResultError
+from sparsebench.harness import cli
+from sparsebench.harness.measure import Flags, measure
+from sparsebench.harness.suite import read as read_suite
+from sparsebench.reports.build import build
+from sparsebench.reports.figures.pareto import front
+from sparsebench.results import pruning, store
+from sparsebench.results.pruning import SCHEMA, Pruning
+from sparsebench.results.store import Run
+
+SUITE = """
+schema: sparsebench/suite@1
+title: Simulated
+problems:
+  - op: linear
+    shape: {n: 5120, k: 25600}
+    m: [16, 4096]
+    dtype: [bf16, fp8]
+    pattern: spense_columns
+    sparsity: [0, 0.25, 0.5]
+contenders:
+  - format: spense
+    kernel: spense_wgmma
+    params: {dense_fraction: $dense_fraction, split: $split}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+
+
+def outcome(method: str, dense: float, error: float) -> dict[str, Any]:
+    return {
+        "method": method,
+        "region": "scored",
+        "dense": dense,
+        "sparsity": (1 - dense) / 2,
+        "errors": {"output": error},
+        "loss": 2.5 + error,
+    }
+
+
+def document(**changed: object) -> dict[str, Any]:
+    outcomes = [outcome("wanda", 1 - error, error / 2) for error in (0.0, 0.5, 1.0)]
+    outcomes += [outcome("magnitude", 1 - error, error) for error in (0.0, 0.5, 1.0)]
+    names = {"weights": "<model>.gguf", "sha256": "a5fd", "tokens_from": "a book"}
+    numbers = {"calibration": 4096, "held_out": 2048, "loss": 2.5}
+    return {"schema": SCHEMA, **names, **numbers, "outcomes": outcomes, **changed}
+
+
+def read(folder: Path, written: object) -> Pruning:
+    path = folder / "errors.json"
+    path.write_text(json.dumps(written))
+    return pruning.read(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("pareto")
+    (folder / "suite.yaml").write_text(SUITE)
+    flags = Flags("sim", replicates=1)
+    return store.read(measure(read_suite(str(folder / "suite.yaml")), flags, folder / "run", None))
+
+
+def section(page: str) -> str:
+    """Return the figure's part of a page, "" where it has none."""
+    _, _, found = page.partition('<section id="pareto">')
+    return found.partition("</section>")[0]
+
+
+def test_a_run_and_what_pruning_cost_are_one_panel_a_shape(run: Run, tmp_path: Path) -> None:
+    found = section(build(run, pruning=read(tmp_path, document())))
+    assert found.count("<figure>") == 4
+    for words in [
+        "m 16 · bf16",
+        "m 4096 · fp8",
+        "spense/spense_wgmma over dense/cublas",
+        "wanda, scored",
+        "after pruning &lt;model&gt;.gguf from 4,096 tokens, on 2,048 tokens held out of a book",
+        "not the weights that were timed",
+        "SHA-256 a5fd",
+    ]:
+        assert words in found
+    assert "No error is known" not in found
+    assert [found.count(f">{label}</text>") for label in ("50", "100")] == [4 + 4, 4 + 4]
+
+
+def test_without_errors_there_is_a_sentence_and_no_number(run: Run) -> None:
+    found = section(build(run))
+    assert "No errors were given to draw" in found
+    assert "--dense 0,0.5,1 --json &gt; errors.json" in found
+    assert "<figure>" not in found
+
+
+def test_a_fraction_without_error_is_named_and_not_drawn(run: Run, tmp_path: Path) -> None:
+    half = document(outcomes=[outcome("wanda", 0.502, 0.2), outcome("wanda", 0.875, 0.1)])
+    found = section(build(run, pruning=read(tmp_path, half)))
+    assert "No error is known at 0 %, 100 % dense: not drawn." in found
+    assert found.count("<figure>") == 4
+    none = document(outcomes=[outcome("wanda", 0.25, 0.2)])
+    found = section(build(run, pruning=read(tmp_path, none)))
+    assert "No error is known at 0 %, 50 %, 100 % dense: &lt;model&gt;.gguf has others." in found
+
+
+def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path) -> None:
+    rows = [row for row in run.rows if row.case.problem["sparsity"] == 0.25]
+    one = replace(run, rows=rows)
+    assert section(build(one)) == ""
+    found = section(build(one, pruning=read(tmp_path, document())))
+    assert "Errors need contenders of several dense fractions; this run has 50 %." in found
+
+
+def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> None:
+    """Where a problem has all fractions, labels hold them: they are still one contender."""
+    problem = run.rows[0].case.problem
+    rows = [replace(row, case=replace(row.case, problem=problem)) for row in run.rows]
+    rows = [row for row in rows if not row.case.contender.twin]
+    found = section(build(replace(run, rows=rows), pruning=read(tmp_path, document())))
+    assert found.count("spense/spense_wgmma over dense/cublas") == 1
+
+
+def test_the_front_is_what_no_other_point_beats_the_dense_baseline_among_them() -> None:
+    points = pd.DataFrame(
+        {"speedup": [1.5, 1.3, 1.3, 1.2, 0.9, 1.4], "error": [0.3, 0.1, 0.2, 0.15, 0.0, 0.3]}
+    )
+    assert front(points).to_numpy().tolist() == [[1.0, 0.0], [1.3, 0.1], [1.5, 0.3]]
+    free = pd.DataFrame({"speedup": [1.1], "error": [0.0]})
+    assert front(free).to_numpy().tolist() == [[1.1, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (document(schema="sparsebench/pruning@2"), "schema: .*pruning@1.*found '.*pruning@2'"),
+        (document(outcomes=[]), "outcomes: .*at least 1 item"),
+        (document(extra=1), "extra: Unexpected"),
+        ({"schema": SCHEMA}, "weights: Field required"),
+        (document(outcomes=[outcome("wanda", 1.5, 0.1)]), "outcomes: 0: dense: .*found '1.5'"),
+        (document(outcomes=[outcome("wanda", 0.5, -0.1)]), "errors: output: .*found '-0.1'"),
+        (document(outcomes=[outcome("wanda", 0.5, float("nan"))]), "output: .*finite.*found 'nan'"),
+        (
+            document(outcomes=[outcome("wanda", 0.5, 0.1) | {"errors": {"gate": 0.1}}]),
+            "outcomes: 0: expected an error of the 'output'; found gate",
+        ),
+        ([1, 2], "expected sparsebench/pruning@1"),
+    ],
+)
+def test_errors_that_are_none_are_one_line(written: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match=message) as raised:
+        read(tmp_path, written)
+    assert str(raised.value).startswith(f"{tmp_path / 'errors.json'}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_reads_errors_and_refuses_in_one_line(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+
+    def report(errors: Path) -> CompletedProcess[str]:
+        return sparsebench("report", run.path, "--errors", errors, "--out", page)
+
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps(document()))
+    assert report(good).returncode == 0
+    assert "<figure>" in section(page.read_text())
+    for text in ["not JSON", "{}"]:
+        (tmp_path / "bad.json").write_text(text)
+        done = report(tmp_path / "bad.json")
+        assert done.returncode == cli.BAD_INPUT
+        [line] = done.stderr.splitlines()
+        assert "bad.json: expected sparsebench/pruning@1" in line
+    done = report(tmp_path / "none.json")
+    assert done.returncode == cli.BAD_INPUT
+    assert "expected a readable file" in done.stderr
+
+
+def test_every_contender_of_the_suite_agrees_with_its_pattern() -> None:
+    contests = read_suite("spense-pareto").contests
+    assert len(contests) == 2 * 4 * 2 * 6
+    for contest in contests:
+        _, ours = contest.contenders
+        fraction = 1 - 2 * contest.problem["sparsity"]
+        by = "rows" if contest.problem["n"] == 51200 else "columns"
+        assert ours.params == {"dense_fraction": fraction, "split": by}
+        assert contest.problem["pattern"] == f"spense_{by}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PUBLISHED / "pruning").glob("*.json")), ids=lambda p: p.name
+)
+def test_published_errors_can_be_read_and_a_dense_model_has_none(path: Path) -> None:
+    found = pruning.read(path)
+    assert {outcome.method for outcome in found.outcomes} == {"magnitude", "wanda", "spensegpt"}
+    for whole in (outcome for outcome in found.outcomes if outcome.dense == 1):
+        assert whole.errors["output"] < 1e-6
+        assert whole.loss == pytest.approx(found.loss, rel=1e-5)

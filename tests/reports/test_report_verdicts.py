@@ -1,0 +1,315 @@
+"""reports/: what the page makes of verdicts, A/A pairs, ceilings and marks. Times are made up.
+
+Every contender's log-ratio to the baseline wobbles over the processes by WOBBLE times a scale.
+"""
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from markupsafe import Markup
+from places import PUBLISHED
+
+from sparsebench.reports.build import build
+from sparsebench.reports.figures._figure import Frames, each_measure, measures
+from sparsebench.reports.figures._html import known
+from sparsebench.reports.figures._verdict import above_floor, outcome
+from sparsebench.reports.figures.conversion import draw as conversion
+from sparsebench.results.frame import frame
+from sparsebench.results.noise import noise
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.store import Run, read
+from sparsebench.results.summary import summary
+
+WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
+DENSE = Contender("dense", "cublas", baseline=True)
+TIMES = {  # µs, scale of the wobble
+    "fast": (50.0, 0.001),
+    "faster_perhaps": (40.0, 0.5),
+    "equal": (100.0, 0.0005),
+    "slow": (200.0, 0.001),
+}
+CEILINGS = {
+    "read_gb_per_s": 4100.0,
+    "copy_gb_per_s": 3900.0,
+    "matrix_tflops": {"bf16": 800.0},
+    "launch_us": 4.5,
+    "l2_bytes": 2**26,
+}
+
+
+def problem(m: int = 64, sparsity: float = 0.9, block: int = 16, seed: int = 0) -> Problem:
+    sizes: dict[str, Any] = {"m": m, "n": 4096, "k": 4096, "dtype": "bf16", "pattern": "blocks"}
+    return Problem("linear", sizes | {"sparsity": sparsity, "block": block}, seed)
+
+
+def timed(of: Problem, contender: Contender, us: float, process: int, **other: Any) -> Row:
+    facts = {"bound_us": 20.0, "bound_by": "memory", "convert_us": 1000.0, "prepare_s": 2.0}
+    facts |= {
+        "sparsity": of["sparsity"],
+        "samples_us": (us,) * 4,
+        "dense_bytes": 2**25,
+        "stored_bytes": 2**22,
+    }
+    return Row(Case(of, contender), Status.OK, replicate=process, **{**facts, **other})
+
+
+def contest(of: Problem, process: int, **other: Any) -> list[Row]:
+    rows = [timed(of, DENSE, 100.0, process, **other)]
+    for kernel, (us, scale) in TIMES.items():
+        us *= np.exp(scale * WOBBLE[process])
+        rows.append(timed(of, Contender("bsr", kernel), us, process, **other))
+    return rows
+
+
+def pairs(process: int, twin: float) -> list[Row]:
+    """Return the reference pairs of a process: launch, memory and compute; `twin` times as slow."""
+    second = replace(DENSE, baseline=False, twin=True)
+    kinds = [(1, 5.0, "memory", 2**13), (2, 100.0, "memory", 2**29), (3, 200.0, "compute", 2**25)]
+    rows = []
+    for m, us, bound, size in kinds:
+        of, facts = problem(m, seed=9), {"bound_by": bound, "reference": True, "dense_bytes": size}
+        wobble = np.exp(0.0005 * WOBBLE[process])
+        rows += [timed(of, DENSE, us, process, **facts)]
+        rows += [timed(of, second, us * twin * wobble, process, **facts)]
+    return rows
+
+
+def run(
+    processes: int = 8, twin: float = 1.0, kinds: tuple[tuple[str, str], ...] = (), **other: Any
+) -> Run:
+    problems = [problem(sparsity=s, block=b) for s in (0.8, 0.9) for b in (16, 32)]
+    rows = [
+        row
+        for process in range(processes)
+        for of in problems
+        for scope, cache in kinds or [("kernel", "cold")]
+        for row in contest(of, process, scope=scope, cache=cache, **other)
+    ]
+    reference = [row for process in range(processes) for row in pairs(process, twin)]
+    environment = {"gpu": {"name": "A GPU"}, "ceilings": CEILINGS}
+    state = {"status": "finished"}
+    return Run(Path("runs/one"), {"title": "T"}, "title: T\n", environment, state, rows, reference)
+
+
+def frames(of: Run) -> Frames:
+    table, floor = frame(of.rows), noise(of)
+    return Frames(of, table, summary(table, floor), floor)
+
+
+@cache
+def page(**how: Any) -> str:
+    return build(run(**how))
+
+
+def section(name: str, text: str) -> str:
+    after = text.partition(f'<section id="{name}">')[2]
+    assert after, name
+    return after.partition("</section>")[0]
+
+
+def test_an_unreliable_run_is_stamped_above_everything_else() -> None:
+    text = page(twin=1.03)
+    stamp = text.index(
+        '<p class="stamp" role="alert"><b>Unreliable</b>This run is unreliable: 3 of'
+    )
+    assert text.index("<h1>") < stamp < text.index("<dl>")
+    assert 'class="stamp"' not in page()
+    assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page()
+
+
+def test_a_look_says_once_that_it_is_one() -> None:
+    text = page(processes=5)
+    assert text.count("A look, no verdict: 5 processes; a verdict takes 6 or more.") == 1
+    assert '<p class="quiet">Whether this run is reliable is unknown' in text
+    assert "A look" not in page()
+    assert "A look, no verdict: 1 process;" in page(processes=1)
+
+
+def test_a_headline_is_of_a_case_whose_outcome_is_faster() -> None:
+    said = re.findall("<li>(.*?)</li>", section("answer", page()))
+    assert len(said) == 1
+    assert "<b>2.00×</b> [1.99–2.01] over dense/cublas with <b>bsr/fast</b>" in said[0]
+
+
+def test_the_largest_speed_up_stands_in_the_table_with_its_outcome() -> None:
+    table = section("answer", page())
+    assert "<b>bsr/faster_perhaps</b>" in table
+    assert re.search(r"inconclusive \(\+\d+ would decide\)", table)
+
+
+def test_intervals_are_named_for_what_they_are() -> None:
+    assert "Intervals are 95 % over 8 processes (Hodges-Lehmann)." in page()
+    assert "the range over 5 processes; they are not confidence intervals." in page(processes=5)
+
+
+def test_the_noise_floor_is_said_and_drawn_by_class() -> None:
+    said = "Noise floor: compute 0.5 %, launch 0.5 %, memory 0.5 %"
+    assert said in section("answer", page())
+    drawn = section("noise", page())
+    assert re.findall("<h3>(.*?)</h3>", drawn) == ["compute", "launch", "memory"]
+    assert drawn.count("called different: 0 of 1") == 3
+    assert section("noise", page(twin=1.03)).count("called different: 1 of 1") == 3
+    assert section("noise", page(processes=5)).count("too few processes to say") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("faster", pd.NA, "faster"),
+        ("no_difference", pd.NA, "no difference"),
+        ("inconclusive", 3, "inconclusive (+3 would decide)"),
+        ("inconclusive", pd.NA, "inconclusive (100 processes would not decide)"),
+        ("", pd.NA, "–"),
+    ],
+)
+def test_outcomes_are_words(name: str, more: Any, text: str) -> None:
+    assert outcome(pd.Series({"outcome": name, "more_processes": more})) == text
+
+
+def test_cases_not_told_apart_from_the_baseline_are_hollow() -> None:
+    cases = frames(run()).raced.drop_duplicates("label").set_index("kernel")
+    assert cases.undecided.to_dict() == {
+        "cublas": True,
+        "fast": False,
+        "faster_perhaps": True,
+        "equal": True,
+        "slow": False,
+    }
+    assert cases.clear[cases.clear].index.to_list() == ["fast"]
+    assert "hollow: no difference, or inconclusive" in section("speedup", page())
+    assert section("blocks", page()).count('class="cell undecided"') == 4
+    assert "var(--paper)" in section("speedup", page())
+
+
+def test_in_a_look_hollow_means_that_the_interval_holds_one() -> None:
+    cases = frames(run(processes=5)).raced.drop_duplicates("label").set_index("kernel")
+    assert cases.undecided[["fast", "equal"]].to_list() == [False, True]
+    assert "hollow: the interval holds 1" in section("speedup", page(processes=5))
+
+
+def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
+    kinds = ("op", "hot"), ("op", "cold"), ("kernel", "hot"), ("kernel", "cold")
+    text = page(kinds=kinds)
+    for name in ("answer", "speedup", "blocks", "times"):
+        first, *rest = section(name, text).split("<details><summary>kernel time · hot cache")
+        assert "kernel time · cold cache" in first, name
+        assert "as called from Python" not in first, name
+        assert len(rest) == 1
+    found = [(group.scope.iloc[0], group.cache.iloc[0]) for group in measures(frames(run()).raced)]
+    assert found == [("kernel", "cold")]
+
+
+def test_what_is_the_same_in_every_measure_is_said_once() -> None:
+    kinds = ("kernel", "cold"), ("kernel", "hot"), ("op", "cold"), ("op", "hot")
+    broken = run(kinds=kinds)
+    rows = [
+        replace(row, status=Status.WRONG, detail="error 3", samples_us=())
+        if row.case.contender.kernel == "slow"
+        else row
+        for row in broken.rows
+    ]
+    text = build(replace(broken, rows=rows))
+    assert "16 ok, 4 not, of 4 problems" in text
+    assert '<td class="num">4</td>' in section("refused", text)
+    assert section("storage", page()).count("<figure>") == section("storage", text).count(
+        "<figure>"
+    )
+
+
+def test_a_measure_with_nothing_to_draw_is_left_out() -> None:
+    cases = pd.DataFrame({"scope": ["op", "kernel"], "cache": ["cold", "cold"], "x": [1, 0]})
+    assert each_measure(cases, lambda group: Markup("drawn" * group.x.iloc[0])) == "drawn"
+
+
+def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
+    drawn = section("ceilings", page())
+    assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in drawn
+    assert "a launch 4.50 µs; L2 cache 64.0 MiB" in drawn
+    assert '<td class="text">bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
+
+
+def test_a_run_without_ceilings_and_bounds_shows_none() -> None:
+    bare = run(bound_us=None, bound_by=None)
+    text = build(replace(bare, environment={"gpu": {"name": "A GPU"}}))
+    assert '<section id="ceilings">' not in text
+
+
+def test_marks_are_counted_in_a_sentence_and_stand_in_the_table() -> None:
+    telemetry = {"seconds": 1.0, "power_capped_us": 5e5, "power_w": 690.0, "sm_mhz": 1755.0}
+    sizes: dict[str, Any] = {"held_bytes": 10**7, "peak_bytes": 2 * 10**7}
+    text = build(run(telemetry=telemetry, energy_j=0.25, **sizes))
+    assert "the GPU was slowed down while 20 of 20 cases were timed (20 power-limited)" in text
+    table = section("cases", text)
+    for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
+        assert f">{cell}</td>" in table, cell
+    assert "Marked" not in page()
+    assert not re.search("energy, mJ|power, W|SM clock|held, MB", section("cases", page()))
+
+
+def test_a_short_op_has_its_ratio_above_launch_beside_the_measured_one() -> None:
+    line = {"median_us": 10.0, "speedup": 2.0, "speedup_above_floor": 3.0}
+    assert above_floor(pd.Series(line)) == "3.00×"
+    assert above_floor(pd.Series(line | {"median_us": 30.0})) == "–"
+    assert above_floor(pd.Series(line | {"median_us": 30.0, "speedup": 0.5})) == "3.00×"
+    assert above_floor(pd.Series(line | {"speedup_above_floor": np.nan})) == "–"
+
+
+def test_conversion_is_paid_back_with_and_without_preparing() -> None:
+    tuned = run(prepare_s=0.004)
+    rows = [replace(r, prepare_s=9.0) if r.replicate == 0 else r for r in tuned.rows]
+    lines = re.findall("<tr>(.*?)</tr>", str(conversion(frames(replace(tuned, rows=rows)))))
+    fast = re.findall(">([^<]+)</td>", next(line for line in lines if "bsr/fast" in line))
+    assert fast[2:] == ["1.00", "1.00", "9,000", "4.00", "20", "100", "0 of 2"]
+
+
+def test_runs_in_which_every_process_searched_have_no_preparing_without_a_search() -> None:
+    assert "with preparing" not in str(conversion(frames(replace(run(), reference=[]))))
+
+
+def test_columns_of_dashes_are_left_out() -> None:
+    assert known(["a", "b"], [["1", "–"], ["–", "–"]]) == (["a"], [["1"], ["–"]])
+    assert known(["a", "b"], []) == (["a", "b"], [])
+
+
+def test_a_run_of_the_older_schema_has_its_page() -> None:
+    """rows@1 had no references, no twins and no bounds."""
+    whole = read(PUBLISHED / "nvidia-h200" / "training")
+    rows = [
+        replace(row, bound_us=None, bound_by=None, telemetry={}, code=None)
+        for row in whole.rows
+        if not row.case.contender.twin
+    ]
+    environment = {k: v for k, v in whole.environment.items() if k != "ceilings"}
+    text = build(replace(whole, rows=rows, reference=[], environment=environment))
+    assert "A look, no verdict: 3 processes" in text
+    assert "The run has no A/A pair" in text
+    assert '<section id="noise">' not in text
+    assert '<section id="ceilings">' not in text
+
+
+def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
+    text = build(replace(run(), rows=[]))
+    assert "No case of this run is ok: there is no answer." in text
+    assert "called different: 0 of 1" in section("noise", text)
+
+
+def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
+    text = build(replace(run(), reference=[]))
+    assert "Intervals are 95 % over 8 processes" in text
+    assert "Clearly faster: the whole interval is above 1." in text
+    assert "no noise floor" in section("cases", text)
+
+
+def test_names_of_contenders_are_never_markup() -> None:
+    of, bad = problem(), Contender("bsr", "<script>x</script>")
+    twin = replace(bad, twin=True)
+    rows = [timed(of, c, 9.0, p) for p in range(8) for c in (DENSE, bad, twin)]
+    text = build(replace(run(), rows=rows))
+    assert "<script>x" not in text
+    assert "&lt;script&gt;x" in section("noise", text)
