@@ -24,7 +24,7 @@ import torch
 
 from sparsebench.harness.timing import ready, time_together
 from sparsebench.kernels._kernel import DTYPES, Launch
-from sparsebench.kernels.dense.cublas import lacks_fp8, scaled_product, tf32_products
+from sparsebench.kernels.dense.cublas import scaled_product, tf32_products, unsupported_fp8
 
 LIGHT = 0.95  # of the bound: ceilings are measured too
 BURSTS = 8
@@ -68,7 +68,7 @@ def measure(device: torch.device) -> Ceilings:
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     total = torch.empty((), device=device)
-    dtypes = [name for name in DTYPES if name != FP8 or not lacks_fp8(device)]
+    dtypes = [name for name in DTYPES if name != FP8 or not unsupported_fp8(device)]
     read_us = best(lambda: torch.sum(source, 0, out=total))
     copy_us = best(lambda: target.copy_(source))
     return Ceilings(

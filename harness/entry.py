@@ -46,7 +46,7 @@ class Order:
     """How a contest is to be run.
 
     measures  what is timed, each giving a row
-    settled   by case id, what an earlier process's kernel settled on: no second search
+    pinned   by case id, what an earlier process's kernel chose: no second search
     ceilings  of the device, where they are known
     energy    also measure the energy of a call, which takes seconds
     """
@@ -55,7 +55,7 @@ class Order:
     attempt: int = 0
     reference: bool = False
     measures: tuple[Measure, ...] = (("kernel", "cold"),)
-    settled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     energy: bool = False
 

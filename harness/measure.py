@@ -16,7 +16,7 @@ from typing import Any
 from sparsebench.errors import SuiteError
 from sparsebench.harness.device import tuned_tables
 from sparsebench.harness.energy import require_meter
-from sparsebench.harness.runner import Runner, Settled, Wanted
+from sparsebench.harness.runner import Pinned, Runner, Wanted
 from sparsebench.harness.selection import meets, planned, text
 from sparsebench.harness.sim_clock import faults
 from sparsebench.harness.suite import Contest, Suite
@@ -49,12 +49,12 @@ def measure(
     out: Path | None,
     resume: Path | None,
     progress: Progress = lambda done, total, problem: None,
-    settled: Settled | None = None,
+    pinned: Pinned | None = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
-    `settled` is what kernels settled on in another run, to be taken again without a search;
+    `pinned` is what kernels chose in another run, to be taken again without a search;
     `origin` goes into run.json: the bundle that this run reproduces or confirms.
     """
     contests = planned(suite, flags.device, flags.only)
@@ -67,8 +67,8 @@ def measure(
         )
     done = _finished(resume, suite, flags, contests) if resume else []
     tuned_tables()
-    runner = Runner(flags.device, flags.data, flags.timeout_s, settled)
-    runner.settle(done)
+    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned)
+    runner.pin(done)
     try:
         if flags.energy:
             require_meter(runner.about["identity"])

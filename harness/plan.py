@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.harness.prepare import why_not
+from sparsebench.harness.prepare import unsupported
 from sparsebench.harness.selection import only, planned
 from sparsebench.harness.suite import Suite
 from sparsebench.harness.timing import possible
@@ -28,7 +28,7 @@ def plan(
     reasons: Counter[tuple[str, str]] = Counter()
     for contest in contests:
         for contender in contest.contenders:
-            reason = why_not(contest.problem, contender, device)
+            reason = unsupported(contest.problem, contender, device)
             if reason:
                 reasons[contender.label, reason] += 1
     cases = sum(len(contest.contenders) for contest in contests)
@@ -53,7 +53,7 @@ def _estimate_s(suite: Suite, device: torch.device, condition: str, replicates: 
         contender
         for contest in planned(suite, str(device), condition)
         for contender in contest.contenders
-        if not why_not(contest.problem, contender, device)
+        if not unsupported(contest.problem, contender, device)
     ]
     measured = len(running) * len(possible(suite.measures, device.type))
     kind = device.type

@@ -37,9 +37,9 @@ def prepare(contest: Contest, entry: Entry) -> None:
     with contest.at(entry, "prepare"), _memory(contest.device) as memory:
         began = time.perf_counter()
         definition = bound(contest.op.definition, contest.problem)
-        settled = _settled(contest, entry)
+        pinned = _pinned(contest, entry)
         activations, pattern = contest.dense.activations, entry.pattern
-        given = Operands(contest.problem, weights, activations, definition, settled, pattern)
+        given = Operands(contest.problem, weights, activations, definition, pinned, pattern)
         entry.launch = kernel.prepare(given, **contender.options)
         entry.launch()
         synchronize(contest.device)
@@ -59,12 +59,12 @@ def _split(
     return weights, None if contender.format == "dense" else pattern
 
 
-def _settled(contest: Contest, entry: Entry) -> Mapping[str, Any] | None:
-    """Return what an earlier process settled on; a twin does what its original does."""
+def _pinned(contest: Contest, entry: Entry) -> Mapping[str, Any] | None:
+    """Return what an earlier process chose; a twin does what its original does."""
     case = entry.row.case
     originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
     original = Case(case.problem, replace(case.contender, twin=False)).id
-    known = contest.order.settled.get(case.id)
+    known = contest.order.pinned.get(case.id)
     return known or (originals.get(original) if case.contender.twin else None)
 
 
@@ -92,19 +92,19 @@ def _memory(device: torch.device) -> Iterator[Memory]:
 
 def _refuse(contest: Contest, contender: Contender) -> None:
     """Raise Unsupported where the kernel says, before anything is built, that it cannot run."""
-    reason = why_not(contest.problem, contender, contest.device)
+    reason = unsupported(contest.problem, contender, contest.device)
     if reason:
         raise Unsupported(reason)
 
 
-def why_not(problem: Problem, contender: Contender, device: torch.device) -> str | None:
+def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
     """Say why a contender cannot run a problem on a device, or None; builds nothing."""
     kernel = load_kernel(contender.kernel)
     if kernel.op not in ("any", problem.op):
         return f"computes {kernel.op}, not {problem.op}"
     if kernel.device not in ("any", device.type):
         return f"runs on {kernel.device}, not on {device.type}"
-    return kernel.supports(problem, device)
+    return kernel.unsupported(problem, device)
 
 
 def _convert(contest: Contest, contender: Contender) -> tuple[dict[str, Format], float]:

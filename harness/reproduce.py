@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.harness.measure import Flags, Progress, measure
-from sparsebench.harness.runner import Log, Worker, settled_in
+from sparsebench.harness.runner import Log, Worker, pinned_in
 from sparsebench.harness.validate import data_of, own_suite, require_planned
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
@@ -50,7 +50,7 @@ def again(
 ) -> Path:
     """Measure a bundle's own suite by its own flags, but for what is `changed`; return the run.
 
-    An `out` that is a run of the same origin is gone on with. What kernels settled on is taken
+    An `out` that is a run of the same origin is gone on with. What kernels chose is taken
     again on a device of the same kind; elsewhere they search anew.
     """
     suite = own_suite(run, data)
@@ -60,9 +60,9 @@ def again(
     recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
     flags = Flags(**{**recorded, "device": device, "data": data, **changed})
     same_kind = device_name(_environment(device, data)) == device_name(run.environment)
-    settled = settled_in([*run.reference, *run.rows]) if same_kind else None
+    pinned = pinned_in([*run.reference, *run.rows]) if same_kind else None
     stopped = out if out and _is_of(out, origin) else None
-    return measure(suite, flags, out, stopped, progress, settled, origin)
+    return measure(suite, flags, out, stopped, progress, pinned, origin)
 
 
 def _is_of(out: Path, origin: Mapping[str, Any]) -> bool:

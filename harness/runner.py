@@ -37,12 +37,12 @@ class WorkerError(RuntimeError):
     """No worker process could be started; the message holds its last words."""
 
 
-Settled = Mapping[str, Mapping[str, Any]]
-"""By case id, what a kernel settled on (Row.choice)."""
+Pinned = Mapping[str, Mapping[str, Any]]
+"""By case id, what a kernel chose (Row.choice)."""
 
 
-def settled_in(rows: Iterable[Row]) -> Settled:
-    """Return what kernels settled on in these rows, the ok ones."""
+def pinned_in(rows: Iterable[Row]) -> Pinned:
+    """Return what kernels chose in these rows, the ok ones."""
     return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
 
 
@@ -211,7 +211,7 @@ class Wanted:
 class Runner:
     """Runs contests one after the other, in one worker after the other.
 
-    What a kernel settled on in an `ok` row is handed to every later process: `settled`, by case id.
+    What a kernel chose in an `ok` row is handed to every later process: `pinned`, by case id.
     """
 
     def __init__(
@@ -219,11 +219,11 @@ class Runner:
         device: str,
         data: Path | None,
         timeout_s: float,
-        settled: Settled | None = None,
+        pinned: Pinned | None = None,
     ) -> None:
         """Start the first worker: `about` tells the device."""
         self.log = Log()
-        self.settled = dict(settled or {})
+        self.pinned = dict(pinned or {})
         self._start: Callable[[], Worker] = partial(Worker, device, data, self.log)
         self._timeout_s = timeout_s
         self._worker: Worker | None = self._start()
@@ -240,12 +240,12 @@ class Runner:
         """Yield every contest's rows, complete, in order."""
         for contest in contests:
             measured = self._complete(contest, replicate, wanted or Wanted())
-            self.settle(measured.rows)
+            self.pin(measured.rows)
             yield measured
 
-    def settle(self, rows: Iterable[Row]) -> None:
-        """Remember what kernels settled on."""
-        self.settled |= settled_in(rows)
+    def pin(self, rows: Iterable[Row]) -> None:
+        """Remember what kernels chose."""
+        self.pinned |= pinned_in(rows)
 
     def fresh(self) -> None:
         """Start a worker for the next contests: the process is the unit of replication."""
@@ -271,7 +271,7 @@ class Runner:
                 "replicate": replicate,
                 "attempt": attempt,
                 "reference": contest.reference,
-                "settled": self._settled(part),
+                "pinned": self._pinned(part),
             }
             answer = self._worker.measure(part, order, self._timeout_s)
             if isinstance(answer, Measured):
@@ -288,13 +288,13 @@ class Runner:
                 left.remove(offender)
         return Measured(_in_order(contest, lost_rows), {})
 
-    def _settled(self, contest: Contest) -> Settled:
+    def _pinned(self, contest: Contest) -> Pinned:
         """Return what is known of these contenders; a twin takes what its original took."""
         known = {}
         for contender in contest.contenders:
             original = Case(contest.problem, replace(contender, twin=False)).id
-            if original in self.settled:
-                known[Case(contest.problem, contender).id] = self.settled[original]
+            if original in self.pinned:
+                known[Case(contest.problem, contender).id] = self.pinned[original]
         return known
 
     def _lost(

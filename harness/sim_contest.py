@@ -121,7 +121,7 @@ def _row(spec: Spec, case: Case, work: Work, order: Order) -> Row:
         order.reference,
         device=spec.identity,
         clock="sim",
-        choice=order.settled.get(case.id, {"simulated": True}),
+        choice=order.pinned.get(case.id, {"simulated": True}),
         error=0.0,
         error_of_bound=0.0,
         digest=f"simulated {case.problem.id}",

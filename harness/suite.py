@@ -188,9 +188,9 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
     seeds = _sweep(axes.pop("seed", 0))
     found_in = list(_sources(where, axes.pop("source", None), data, op))
     for source in found_in:
-        settled = _settled(op, source, data)
+        from_source = _fields_of_source(op, source, data)
         for values in product(*(_axis(axis, value) for axis, value in axes.items())):
-            fields = _fields(where, op, (settled, *values), source)
+            fields = _fields(where, op, (from_source, *values), source)
             _enough(where, op, fields, source, data)
             for seed in seeds:
                 yield Problem(name, fields, seed, source)
@@ -230,7 +230,7 @@ def _fields(
     return fields
 
 
-def _settled(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
+def _fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
     """Return the fields that a source settles: the weight's sizes, and a pattern file's level."""
     if source is None:
         return {}
@@ -241,8 +241,8 @@ def _settled(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]
     path = sources.located(source, data)
     rows, columns, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
-    settled: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
-    return settled if level is None else settled | {"sparsity": round(level, 6)}
+    from_source: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    return from_source if level is None else from_source | {"sparsity": round(level, 6)}
 
 
 def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The contract that every file in kernels/ keeps.
 
-A kernel file names one KERNEL. `supports` answers before anything is built; `prepare` uploads,
+A kernel file names one KERNEL. `unsupported` answers before anything is built; `prepare` uploads,
 packs, compiles and tunes; the Launch that it returns is what is timed.
 """
 
@@ -24,7 +24,7 @@ class Operands:
     activations  dense and token-major, by operand name; rewritten in place between preparing and
                  timing, so that nothing computed from their values in `prepare` can be right
     definition   the op as a plain torch function of its dense operands, in their dtype
-    settled      the choice that `prepare` made for this case in an earlier process of the run (its
+    pinned       the choice that `prepare` made for this case in an earlier process of the run (its
                  Launch.choice), to be taken again without a search; None where there is none
     pattern      of an op whose output is sparse (a weight's gradient): what the output must be
                  packed like; its values mean nothing. None where the output is dense, as it is for
@@ -35,7 +35,7 @@ class Operands:
     weights: Mapping[str, Format]
     activations: Mapping[str, Tensor]
     definition: Callable[..., Tensor]
-    settled: Mapping[str, Any] | None = None
+    pinned: Mapping[str, Any] | None = None
     pattern: Format | None = None
 
     @property
@@ -52,7 +52,7 @@ Output = Tensor | Format
 class Launch:
     """The timed work and nothing else: call it for the product, on the operands' device.
 
-    `choice` records what `prepare` settled on (tile, layout, algorithm), and how where the kernel
+    `choice` records what `prepare` chose (tile, layout, algorithm), and how where the kernel
     tunes (`by`). `code` is a digest of the machine code, where it is ours. Both go into the row.
     """
 
@@ -69,20 +69,20 @@ class Launch:
 class Kernel:
     """One way to compute an op from weights in one format.
 
-    op        the op's name, or "any": the kernel runs `operands.definition`
-    consumes  the format's name, or "any"
-    device    "cuda", "cpu" or "any"
-    supports  (problem, device) to a reason why not, or None
-    prepare   (operands, **options) to a Launch; raises Unsupported, and never falls back
-    tunes     `prepare` takes the option `tuned` (_common/tuned_table.py): tables hold its
-              configurations
+    op           the op's name, or "any": the kernel runs `operands.definition`
+    consumes     the format's name, or "any"
+    device       "cuda", "cpu" or "any"
+    prepare      (operands, **options) to a Launch; raises Unsupported, and never falls back
+    unsupported  (problem, device) to the reason why this kernel cannot run here, or None
+    tunes        `prepare` takes the option `tuned` (_common/tuned_table.py): tables hold its
+                 configurations
     """
 
     op: str
     consumes: str
     device: str
     prepare: Callable[..., Launch]
-    supports: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
+    unsupported: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
     tunes: bool = False
 
 

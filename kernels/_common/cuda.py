@@ -1,6 +1,6 @@
 """What the CUDA C++ kernels share: NVRTC, tensor maps for the copy engine, a launch through CuPy.
 
-    NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> Program: call it
+    NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> BoundKernel: call it
 
 CuPy's own RawModule(code=...) compiles for sm_90; wgmma needs sm_90a, and NVRTC takes one target
 alone. So NVRTC is called here, and CuPy loads what it gave. A kernel that asks nothing of Hopper
@@ -121,7 +121,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Program:
+class BoundKernel:
     """A kernel and its arguments: call it to compute `out`, into the same buffer.
 
     `kept` are the tensors whose addresses are in `args`.
@@ -143,7 +143,7 @@ class Program:
         return self.loaded.code
 
 
-def supports_hopper(
+def unsupported_on_hopper(
     problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
 ) -> str | None:
     """Say why a kernel of Hopper's own instructions cannot run the problem here, or None."""
@@ -158,7 +158,7 @@ def supports_hopper(
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
-def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Say what keeps X @ W.T, or X @ W if transposed, from every kernel here, or None.
 
     TMA has conditions of its own: `tensor_map`.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.triton import Program, Template
+from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem
 
@@ -26,7 +26,7 @@ BOUND = 256  # launches of `scaled` kept, one for each number of tokens and layo
 
 def hidden(
     products: Tensor, activation: str, dtype: torch.dtype | None = None, scale: float = 1.0
-) -> Program:
+) -> BoundKernel:
     """Return the program of H [m, n] from products [m, 2 n], contiguous.
 
     activation  silu, relu, relu2 or gelu_tanh, GELU by its tanh approximation
@@ -37,15 +37,15 @@ def hidden(
     h = products.new_empty(m, n, dtype=dtype)
     tokens, grid = _tiles(m, n)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES, "ACTIVATION": activation, "SCALE": scale}
-    return Program(_activate, grid, (products, h, m, n), constants, h)
+    return BoundKernel(_activate, grid, (products, h, m, n), constants, h)
 
 
-def quantised(x: Tensor) -> Program:
+def quantised(x: Tensor) -> BoundKernel:
     """Return the program of X [m, k] in e4m3, of rows of any stride."""
     (m, k), out = x.shape, x.new_empty(x.shape, dtype=DTYPES["fp8"])
     tokens, grid = _tiles(m, k)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES}
-    return Program(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
+    return BoundKernel(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
 
 
 def scaled(x: Tensor, out: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _scaling(
     out = torch.empty(shape, dtype=DTYPES["fp8"], device="meta")
     scales = torch.empty(m, dtype=torch.float32, device="meta")
     constants = {"COLUMNS": columns, "num_warps": min(max(columns // 512, 1), 16)}
-    program = Program(_scale, (m,), (x, out, scales, k, stride), constants, scales)
+    program = BoundKernel(_scale, (m,), (x, out, scales, k, stride), constants, scales)
     return Template([program], (x, out), [scales])
 
 

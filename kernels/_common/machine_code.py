@@ -1,8 +1,8 @@
 """A digest of a compiled kernel that is equal wherever the same code was compiled.
 
-A cubin is an ELF file. Triton's also holds the folder that the kernel's source lies in (.debug_line),
-so that two installations of one version would differ. Counted are the sections that a GPU runs or
-is configured by:
+A cubin is an ELF file. Triton's also names the folder that the kernel's source lies in
+(.debug_line): two installations of one version would differ. Only the sections count that a GPU
+runs, or is configured by:
 
     .text.NAME        instructions
     .nv.constant*     constants

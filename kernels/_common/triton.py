@@ -29,7 +29,7 @@ SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-
 
 
 @dataclass(frozen=True)
-class Program:
+class BoundKernel:
     """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer.
 
     `before` is a program that writes what this one reads.
@@ -40,7 +40,7 @@ class Program:
     args: tuple[Any, ...]
     constants: Mapping[str, Any]
     out: Tensor
-    before: "Program | None" = None
+    before: "BoundKernel | None" = None
 
     def __call__(self) -> Tensor:
         """Enqueue the kernel on the current stream."""
@@ -71,7 +71,7 @@ class Template:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[BoundKernel],
         operands: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
@@ -98,7 +98,7 @@ class Template:
 class _Launch:
     """A program of a template; `place` says which tensor is which, by id."""
 
-    def __init__(self, program: Program, place: Mapping[int, int]) -> None:
+    def __init__(self, program: BoundKernel, place: Mapping[int, int]) -> None:
         self._program, self._args = program, [*program.args]
         self._run: Callable[..., None] | None = None
         self._rest: list[Any] = []
@@ -164,7 +164,7 @@ def tensor_of(arg: Any) -> Tensor | None:
     return arg if isinstance(arg, Tensor) else None
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why Triton cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "expected fp16, bf16, fp32 or tf32, found fp8"
@@ -178,13 +178,13 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     return None if major >= 8 else f"needs compute capability 8.0 or newer, found {major}.{minor}"
 
 
-def choose_path(path: Path | None, obstacle: str | None, device: torch.device) -> Path:
+def choose_path(path: Path | None, reason: str | None, device: torch.device) -> Path:
     """Return the path asked for, or the best one here; raise Unsupported if it cannot be taken."""
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
-    obstacle = "compute capability below 9.0" if old else obstacle
-    if path == "tma" and obstacle:
-        raise Unsupported(f"no TMA path: {obstacle}")
-    return path or ("tma" if device.type == "cuda" and not obstacle else "pointers")
+    reason = "compute capability below 9.0" if old else reason
+    if path == "tma" and reason:
+        raise Unsupported(f"no TMA path: {reason}")
+    return path or ("tma" if device.type == "cuda" and not reason else "pointers")
 
 
 def precision_of(dtype: str) -> Precision:

@@ -130,17 +130,17 @@ def choose(
     searched: Sequence[C],
     **fixed: Any,
 ) -> tuple[Sequence[C], dict[str, Any]]:
-    """Return the configurations to time, one alone where it is settled, and how it came to them.
+    """Return the configurations to time, one alone where it is pinned, and how it came to them.
 
     `searched` is what a search would time, the default first. The second value belongs into
     Launch.choice, beside the configuration's own fields. Raises Unsupported and TableError.
     """
     if tuned not in (True, False, "wide"):
         raise Unsupported(f"option tuned: expected true, false or wide, found {tuned!r}")
-    if operands.settled:
+    if operands.pinned:
         own = {f.name for f in fields(config)}  # type: ignore[arg-type]
-        settled = {name: value for name, value in operands.settled.items() if name in own}
-        return [config(**settled)], {k: v for k, v in operands.settled.items() if k not in own}
+        pinned = {name: value for name, value in operands.pinned.items() if name in own}
+        return [config(**pinned)], {k: v for k, v in operands.pinned.items() if k not in own}
     if tuned == "wide":
         return searched, {"by": "wide", "sizes": asdict(sizes)}
     if not tuned:

@@ -22,7 +22,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import hidden
 from sparsebench.kernels._common.search import fastest
-from sparsebench.kernels._common.triton import supports as triton_supports
+from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_small, bsr_triton, bsr_wgmma
@@ -55,14 +55,14 @@ def stacked(gate: Bsr, up: Bsr) -> Bsr:
 
 
 def _product(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> Launch:
-    """Return X @ W.T by the fastest kernel, or by the settled one."""
-    settled = operands.settled and operands.settled[name]
-    own = replace(operands, weights={"w": w}, activations={"x": x}, settled=settled)
+    """Return X @ W.T by the fastest kernel, or by the pinned one."""
+    pinned = operands.pinned and operands.pinned[name]
+    own = replace(operands, weights={"w": w}, activations={"x": x}, pinned=pinned)
     launches: list[Launch] = []
     reasons = []
-    for kernel in [settled["kernel"]] if settled else PRODUCTS:
+    for kernel in [pinned["kernel"]] if pinned else PRODUCTS:
         module = PRODUCTS[kernel]
-        reason = module.KERNEL.supports(operands.problem, x.device)
+        reason = module.KERNEL.unsupported(operands.problem, x.device)
         try:
             if reason:
                 raise Unsupported(reason)
@@ -88,4 +88,4 @@ def _bsr(operands: Operands, name: str) -> Bsr:
     return weight
 
 
-KERNEL = Kernel("ffn", "bsr", "cuda", prepare, triton_supports)
+KERNEL = Kernel("ffn", "bsr", "cuda", prepare, triton_unsupported)

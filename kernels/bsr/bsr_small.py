@@ -30,13 +30,13 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
+    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    Program,
     load,
-    supports_hopper,
     tensor_map,
+    unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
@@ -109,12 +109,12 @@ class Plan:
 
 def launch(
     x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
-) -> Program:
+) -> BoundKernel:
     """Return the program that computes X @ W.T [m, n], or X @ W [m, k] if transposed.
 
     A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
     """
-    if reason := refusal(x, w, transposed):
+    if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     planned = plan(w, len(x), config, transposed=transposed, watchdog=watchdog)
     return bind(planned, x, w.values)
@@ -125,7 +125,8 @@ def plan(
 ) -> Plan:
     """Unite the rows, list the steps and deal them out; of w's values, shape and dtype count.
 
-    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    `unsupported_operands` says what may not come here. Reads the index on the host, and so waits
+    for the device.
     """
     (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
     lists = _lists(w, config, transposed)
@@ -152,7 +153,7 @@ def plan(
     return Plan(loaded, source, tuple(rest), arguments, activations, (blocks, b, b), out, dtype)
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
+def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
     """Pack the values, and return the program of a plan on them, into an output of its own."""
     expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
     found = x.shape, values.shape, x.dtype, values.dtype
@@ -160,7 +161,7 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
         raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
     y, w = x.new_empty(plan.out), gathered(values, plan.source)
     args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
-    return Program(plan.loaded, args, (x, w, *plan.lists), y)
+    return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
 
 
 def constants_of(
@@ -178,11 +179,11 @@ def constants_of(
     )
 
 
-def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Say which of the kernel's conditions fails, if any."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth, width = (n, k) if transposed else (k, n)
-    if reason := cuda.refusal(x, w, transposed):
+    if reason := cuda.unsupported_operands(x, w, transposed):
         return reason
     if r != c or r not in BLOCKS:
         return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
@@ -201,16 +202,16 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the settled configuration, a table's or the fastest."""
+    """Return the launch of the pinned configuration, a table's or the fastest."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
     w = _fitting(w, len(x))
-    if reason := refusal(x, w, transposed):
+    if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_small_dgrad" if transposed else "bsr_small"
     workers = multiprocessors(x.device)
-    possible = [] if operands.settled else configurations(w, len(x), workers, transposed)
+    possible = [] if operands.pinned else configurations(w, len(x), workers, transposed)
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, transposed=transposed) for config in configs]
@@ -237,7 +238,7 @@ KERNEL = Kernel(
     op="linear",
     consumes="bsr",
     device="cuda",
-    supports=supports_hopper,
+    unsupported=unsupported_on_hopper,
     prepare=prepare,
     tunes=True,
 )

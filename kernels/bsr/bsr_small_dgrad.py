@@ -5,7 +5,7 @@ columns where the forward pass unites block rows, and the tensor cores read each
 The blocks are packed anew, in the order of these steps; none is transposed.
 """
 
-from sparsebench.kernels._common.cuda import supports_hopper
+from sparsebench.kernels._common.cuda import unsupported_on_hopper
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr.bsr_small import prepared
@@ -20,7 +20,7 @@ KERNEL = Kernel(
     op="linear_dgrad",
     consumes="bsr",
     device="cuda",
-    supports=supports_hopper,
+    unsupported=unsupported_on_hopper,
     prepare=prepare,
     tunes=True,
 )

@@ -34,9 +34,9 @@ from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
     SMALLEST_TILE,
+    BoundKernel,
     Path,
     Precision,
-    Program,
     box,
     choose_path,
     fitting_depth,
@@ -46,7 +46,7 @@ from sparsebench.kernels._common.triton import (
     options,
     precision_of,
     stages,
-    supports,
+    unsupported,
     whole_tile,
     without_tensor_cores,
 )
@@ -267,7 +267,7 @@ def loaded(config: Config, sizes: Sizes, programs: int) -> float:
     return loads(grid, programs, columns * width, config.tokens, config.features)
 
 
-def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> Program:
+def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> BoundKernel:
     """Return the program that computes Y [m, n]."""
     packed = packed or pack(w, config)
     (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
@@ -283,7 +283,7 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> P
         *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
     )
     constants = constants_of(config, height, width) | options(config.warps, config.path)
-    return Program(_multiply, (row_tiles * token_tiles,), args, constants, y)
+    return BoundKernel(_multiply, (row_tiles * token_tiles,), args, constants, y)
 
 
 def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     """
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Bsr)
-    path = choose_path(path, obstacle(x, w), x.device)
+    path = choose_path(path, unsupported_by_tma(x, w), x.device)
     m, size = len(x), x.element_size()
     sizes = blocked(m, *w.shape, operands.problem["dtype"], w.block, len(w.values))
     searched = (
@@ -360,7 +360,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports, tunes=True)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported, tunes=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -438,7 +438,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         tl.store(y_at, total.to(y.dtype.element_ty), mask)
 
 
-def obstacle(x: Tensor, w: Bsr) -> str | None:
+def unsupported_by_tma(x: Tensor, w: Bsr) -> str | None:
     """Say why boxes cannot be read and written here, or None."""
     r, c = w.block
     if whole_tile(r) != r or whole_tile(c) != c:

@@ -32,9 +32,9 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
+    BoundKernel,
     Path,
     Precision,
-    Program,
     box,
     choose_path,
     fitting_depth,
@@ -44,7 +44,7 @@ from sparsebench.kernels._common.triton import (
     options,
     precision_of,
     stages,
-    supports,
+    unsupported,
     whole_tile,
     without_tensor_cores,
 )
@@ -169,7 +169,7 @@ def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[
     return list(dict.fromkeys(configs))
 
 
-def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> Program:
+def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> BoundKernel:
     """Return the program that computes dX [m, k]; `index` is W's own, if there is one already."""
     index = index or index_of(w)
     (m, n), (_, k), (r, c) = dy.shape, w.shape, w.block
@@ -185,7 +185,7 @@ def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> Pr
         *(m, n, k, dy.stride(0), token_tiles),
     )
     constants = constants_of(config, w.block) | options(config.warps, config.path)
-    return Program(_multiply, (column_tiles * token_tiles,), args, constants, dx)
+    return BoundKernel(_multiply, (column_tiles * token_tiles,), args, constants, dx)
 
 
 def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def obstacle(dy: Tensor, w: Bsr) -> str | None:
+def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
     """Say why boxes cannot be read and written here, or None."""
     r, c = w.block
     if (whole_tile(r), whole_tile(c)) != (r, c):
@@ -220,7 +220,10 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     """
     dy, w = operands.activations["dy"], operands.weights["w"]
     assert isinstance(w, Bsr)
-    best_path, dtype = choose_path(path, obstacle(dy, w), dy.device), operands.problem["dtype"]
+    best_path, dtype = (
+        choose_path(path, unsupported_by_tma(dy, w), dy.device),
+        operands.problem["dtype"],
+    )
     sizes, precision = (len(dy), w.block, dy.element_size()), precision_of(dtype)
     searched = configurations(*sizes, best_path, precision)
     either = path is None and best_path == "tma" and w.block[0] < SHORT
@@ -235,7 +238,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, supports, tunes=True)
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, unsupported, tunes=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -34,16 +34,16 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
+    BoundKernel,
     Path,
     Precision,
-    Program,
     box,
     choose_path,
     misaligned,
     most_stages,
     options,
     precision_of,
-    supports,
+    unsupported,
     whole_tile,
     without_tensor_cores,
 )
@@ -157,7 +157,7 @@ def _parts(m: int, wanted: int) -> int:
 
 def launch(
     dy: Tensor, x: Tensor, pattern: Bsr, config: Config, strips: Strips | None = None
-) -> Program:
+) -> BoundKernel:
     """Return the program that computes dW's values [blocks, r, c] at a pattern's stored blocks.
 
     `strips` are the pattern's and the configuration's own, if there are any already.
@@ -176,12 +176,12 @@ def launch(
         *(m, n, k, dy.stride(0), x.stride(0), part, values.numel()),
     )
     constants = constants_of(config, pattern.block) | options(config.warps, config.path)
-    contract = Program(_contract, (len(strips.rows) * tiles, parts), args, constants, values)
+    contract = BoundKernel(_contract, (len(strips.rows) * tiles, parts), args, constants, values)
     if parts == 1:
         return contract
     grid = (triton.cdiv(values.numel(), SUMMED),)
     sizes = {"PARTS": parts, "SUMMED": SUMMED}
-    return Program(_add, grid, (out, values, values.numel()), sizes, values, before=contract)
+    return BoundKernel(_add, grid, (out, values, values.numel()), sizes, values, before=contract)
 
 
 def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def obstacle(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
+def unsupported_by_tma(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
     """Say why boxes cannot be read here, or None."""
     r, c = block
     if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
@@ -215,7 +215,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     """
     dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(pattern, Bsr)
-    path = choose_path(path, obstacle(dy, x, pattern.block), x.device)
+    path = choose_path(path, unsupported_by_tma(dy, x, pattern.block), x.device)
     (m, dtype), blocks = (len(x), operands.problem["dtype"]), len(pattern.columns)
     sizes = blocks, x.element_size(), path, multiprocessors(x.device)
     searched = configurations(m, pattern.block, *sizes, precision_of(dtype))
@@ -233,7 +233,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     return Launch(run, asdict(configs[best]) | by, program.code)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, supports, tunes=True)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported, tunes=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

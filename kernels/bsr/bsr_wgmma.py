@@ -28,13 +28,13 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
+    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    Program,
     load,
-    supports_hopper,
     tensor_map,
+    unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
@@ -107,12 +107,12 @@ def launch(
     *,
     transposed: bool = False,
     watchdog: bool = False,
-) -> Program:
+) -> BoundKernel:
     """Return the program that computes X @ W.T [m, n], or X @ W [m, k] if transposed.
 
     A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
     """
-    if reason := refusal(x, w, transposed):
+    if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     planned = plan(w, len(x), config, groups, transposed=transposed, watchdog=watchdog)
     return bind(planned, x, w.values)
@@ -129,7 +129,8 @@ def plan(
 ) -> Plan:
     """Pair the rows, assign the work and upload the lists; of w's values, shape and dtype count.
 
-    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    `unsupported_operands` says what may not come here. Reads the index on the host, and so waits
+    for the device.
     """
     groups, device = groups or groups_of(w, transposed), w.offsets.device
     workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
@@ -155,7 +156,7 @@ def plan(
     return Plan(loaded, lists, arguments, activations, (blocks, r, c), out, dtype)
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
+def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
     """Return the program of a plan on these operands, into an output of its own."""
     expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
     found = x.shape, values.shape, x.dtype, values.dtype
@@ -165,7 +166,7 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> Program:
     if not plan.blocks[0]:
         values = values.new_zeros(1, *plan.blocks[1:])
     args = plan.arguments(x.data_ptr(), x.stride(), values.data_ptr(), y.data_ptr())
-    return Program(plan.loaded, args, (x, values, *plan.lists), y)
+    return BoundKernel(plan.loaded, args, (x, values, *plan.lists), y)
 
 
 def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Constants:
@@ -178,11 +179,11 @@ def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Consta
     )
 
 
-def refusal(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Say which of the kernel's conditions fails, if any."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
-    if reason := cuda.refusal(x, w, transposed):
+    if reason := cuda.unsupported_operands(x, w, transposed):
         return reason
     if r % SIDE or c % SIDE or not r or not c:
         return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
@@ -200,10 +201,10 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the settled configuration, a table's or the fastest."""
+    """Return the launch of the pinned configuration, a table's or the fastest."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
-    if reason := refusal(x, w, transposed):
+    if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     groups = groups_of(w, transposed)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
@@ -215,4 +216,4 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports_hopper, tunes=True)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

@@ -9,7 +9,7 @@ the tensor cores read a tile of W by columns. No value is copied.
       .. ## ##                     ..   ->   ##  ##      dX's 64 features of a slice
 """
 
-from sparsebench.kernels._common.cuda import supports_hopper
+from sparsebench.kernels._common.cuda import unsupported_on_hopper
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr.bsr_wgmma import prepared
@@ -20,4 +20,4 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     return prepared(operands, operands.activations["dy"], tuned, transposed=True)
 
 
-KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, supports_hopper, tunes=True)
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

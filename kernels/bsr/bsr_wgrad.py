@@ -23,13 +23,13 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
+    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    Program,
     load,
-    supports_hopper,
     tensor_map,
+    unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
@@ -93,12 +93,12 @@ class Plan:
 
 def launch(
     dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
-) -> Program:
+) -> BoundKernel:
     """Return the program that computes dW's values [blocks, r, c]; the pattern's are not read.
 
     A `watchdog` ends a kernel that hangs, says where it waited, and slows it down.
     """
-    if reason := refusal(dy, x, pattern):
+    if reason := unsupported_operands(dy, x, pattern):
         raise Unsupported(reason)
     return bind(plan(pattern, len(dy), config, watchdog=watchdog), dy, x)
 
@@ -106,7 +106,8 @@ def launch(
 def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
     """Divide the work and upload the lists; of the pattern's values, shape and dtype count.
 
-    `refusal` says what may not come here. Reads the index on the host, which waits for the device.
+    `unsupported_operands` says what may not come here. Reads the index on the host, and so waits
+    for the device.
     """
     device = pattern.offsets.device
     work = work_of(pattern, m, config.depth, config.wide, multiprocessors(device))
@@ -131,7 +132,7 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
 
 
-def bind(plan: Plan, dy: Tensor, x: Tensor) -> Program:
+def bind(plan: Plan, dy: Tensor, x: Tensor) -> BoundKernel:
     """Return the program of a plan on these operands, into values of its own."""
     expected = plan.dy, plan.x, plan.dtype, plan.dtype
     found = dy.shape, x.shape, dy.dtype, x.dtype
@@ -143,7 +144,7 @@ def bind(plan: Plan, dy: Tensor, x: Tensor) -> Program:
         *(dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()),
         *(values.data_ptr(), partials.data_ptr()),
     )
-    return Program(plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values)
+    return BoundKernel(plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values)
 
 
 def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
@@ -156,7 +157,7 @@ def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
     )
 
 
-def refusal(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
+def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
     """Say which of the kernel's conditions fails, if any; TMA has its own (_cuda.tensor_map)."""
     (n, k), (r, c), dtype = pattern.shape, pattern.block, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
@@ -180,12 +181,12 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Divide the work; take a table's configuration, or time all four."""
     dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(pattern, Bsr)
-    if reason := refusal(dy, x, pattern):
+    if reason := unsupported_operands(dy, x, pattern):
         raise Unsupported(reason)
     blocks = len(pattern.columns)
     sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
     workers = multiprocessors(x.device)
-    searched = [] if operands.settled else configurations(pattern, len(x), workers)
+    searched = [] if operands.pinned else configurations(pattern, len(x), workers)
     configs, by = choose("bsr_wgrad", Config, operands, sizes, tuned, searched)
     candidates = [launch(dy, x, pattern, config) for config in configs]
     best = fastest(candidates, x.device)
@@ -203,7 +204,7 @@ KERNEL = Kernel(
     op="linear_wgrad",
     consumes="bsr",
     device="cuda",
-    supports=supports_hopper,
+    unsupported=unsupported_on_hopper,
     prepare=prepare,
     tunes=True,
 )

@@ -37,17 +37,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Refuse fp8 where it cannot run, and fp32 in a process that trades precision for speed."""
     if problem["dtype"] == "fp8":
-        return _odd_fp8(problem) or lacks_fp8(device)
+        return _odd_fp8(problem) or unsupported_fp8(device)
     precision = torch.backends.cuda.matmul.fp32_precision
     if problem["dtype"] == "fp32" and precision == "tf32":
         return "expected fp32 products, found torch.backends.cuda.matmul.fp32_precision = 'tf32'"
     return None
 
 
-def lacks_fp8(device: torch.device) -> str | None:
+def unsupported_fp8(device: torch.device) -> str | None:
     """Say why a device has no products of fp8, or None."""
     if device.type != "cuda":
         return f"products of fp8 need an NVIDIA GPU, found {device.type}"
@@ -73,8 +73,8 @@ def prepare(operands: Operands) -> Launch:
         tf32 = operands.problem["dtype"] == "tf32"
         run = partial(operands.definition, **arguments)
         ways = [_product(run, library, tf32) for library in LIBRARIES]
-    settled = operands.settled
-    ways = [way for way in ways if not settled or way.choice == settled]
+    pinned = operands.pinned
+    ways = [way for way in ways if not pinned or way.choice == pinned]
     return ways[fastest_product(ways, operands.device)]
 
 
@@ -171,4 +171,4 @@ def preferred(library: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-KERNEL = Kernel(op="any", consumes="dense", device="cuda", prepare=prepare, supports=supports)
+KERNEL = Kernel(op="any", consumes="dense", device="cuda", prepare=prepare, unsupported=unsupported)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
-from sparsebench.kernels._common.triton import supports as triton_supports
+from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
 from sparsebench.results.record import Problem
@@ -73,11 +73,11 @@ def prepare(operands: Operands) -> Launch:
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
     x = first[0]() if first else x
-    settled = operands.settled or {}
-    gate_up, by_one = _fastest(torch.cat((wg, wu)), x, 1.0, settled.get("gate_up"))
+    pinned = operands.pinned or {}
+    gate_up, by_one = _fastest(torch.cat((wg, wu)), x, 1.0, pinned.get("gate_up"))
     how = problem["activation"], x.dtype, scale_of(problem, k)
     between = hidden(gate_up(), *how)
-    down, by_other = _fastest(wd, between(), scale_of(problem, n), settled.get("down"))
+    down, by_other = _fastest(wd, between(), scale_of(problem, n), pinned.get("down"))
 
     before: list[Callable[[], object]] = [*first, gate_up, between]
 
@@ -90,20 +90,22 @@ def prepare(operands: Operands) -> Launch:
 
 
 def _fastest(
-    w: Tensor, x: Tensor, scale: float, settled: Mapping[str, Any] | None
+    w: Tensor, x: Tensor, scale: float, pinned: Mapping[str, Any] | None
 ) -> tuple[Callable[[], Tensor], dict[str, Any]]:
     """Return the fastest product, and its way."""
-    every = [Way(**settled)] if settled else ways(x.dtype)
+    every = [Way(**pinned)] if pinned else ways(x.dtype)
     laid = {weights: laid_out(w, weights) for weights in {way.weights for way in every}}
     calls = [multiply(laid[way.weights], x, way, scale) for way in every]
     best = cublas.fastest_product(calls, x.device)
     return calls[best], asdict(every[best])
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the libraries or Triton cannot run the problem here, or None."""
     fp8 = problem["dtype"] == "fp8"
-    return cublas.supports(problem, device) or (None if fp8 else triton_supports(problem, device))
+    return cublas.unsupported(problem, device) or (
+        None if fp8 else triton_unsupported(problem, device)
+    )
 
 
 def _values(operands: Operands, name: str) -> Tensor:
@@ -112,4 +114,4 @@ def _values(operands: Operands, name: str) -> Tensor:
     return weight.values
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, supports)
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)

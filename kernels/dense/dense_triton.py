@@ -26,9 +26,9 @@ from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
+    BoundKernel,
     Path,
     Precision,
-    Program,
     box,
     choose_path,
     fitting_depth,
@@ -37,7 +37,7 @@ from sparsebench.kernels._common.triton import (
     options,
     precision_of,
     stages,
-    supports,
+    unsupported,
     without_tensor_cores,
 )
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, loads, multiprocessors
@@ -127,7 +127,7 @@ def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config
     return list(dict.fromkeys([*few, *wide]))
 
 
-def launch(x: Tensor, w: Tensor, config: Config) -> Program:
+def launch(x: Tensor, w: Tensor, config: Config) -> BoundKernel:
     """Return the program that computes Y [m, n]."""
     (m, k), n = x.shape, len(w)
     y = x.new_empty(m, n)
@@ -139,7 +139,7 @@ def launch(x: Tensor, w: Tensor, config: Config) -> Program:
         *(m, n, k, x.stride(0)),
     )
     constants = constants_of(config) | options(config.warps, config.path)
-    return Program(_multiply, grid, args, constants, y)
+    return BoundKernel(_multiply, grid, args, constants, y)
 
 
 def constants_of(config: Config) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-KERNEL = Kernel("linear", "dense", "cuda", prepare, supports, tunes=True)
+KERNEL = Kernel("linear", "dense", "cuda", prepare, unsupported, tunes=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

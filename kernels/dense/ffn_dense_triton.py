@@ -22,14 +22,14 @@ from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
+    BoundKernel,
     Path,
-    Program,
     box,
     choose_path,
     misaligned,
     odd_row,
     options,
-    supports,
+    unsupported,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
@@ -78,7 +78,7 @@ def _stage_bytes(config: Config, itemsize: int) -> int:
     return (config.tokens + 2 * config.features) * config.depth * itemsize
 
 
-def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> Program:
+def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> BoundKernel:
     """Return the program that computes H [m, n]."""
     (m, k), n = x.shape, len(wg)
     h = x.new_empty(m, n)
@@ -91,7 +91,7 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
         *(m, n, k, x.stride(0)),
     )
     constants = constants_of(config, activation) | options(config.warps, config.path)
-    return Program(_gate_and_up, grid, args, constants, h)
+    return BoundKernel(_gate_and_up, grid, args, constants, h)
 
 
 def constants_of(config: Config, activation: str) -> dict[str, Any]:
@@ -111,12 +111,12 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     """Time a few configurations and both libraries; `path` insists on one."""
     x = operands.activations["x"]
     wg, wu = (_values(operands, name) for name in ("wg", "wu"))
-    obstacle = odd_row(len(wg), x.element_size()) or misaligned(x, wg, wu)
-    path = choose_path(path, obstacle, x.device)
+    reason = odd_row(len(wg), x.element_size()) or misaligned(x, wg, wu)
+    path = choose_path(path, reason, x.device)
     configs = configurations(len(x), x.element_size(), path)
-    settled = operands.settled
-    if settled:
-        configs = [Config(**{name: settled[name] for name in asdict(configs[0])})]
+    pinned = operands.pinned
+    if pinned:
+        configs = [Config(**{name: pinned[name] for name in asdict(configs[0])})]
     activation = operands.problem["activation"]
     candidates = [launch(x, wg, wu, config, activation) for config in configs]
     best = fastest(candidates, x.device, COMPILE_THREADS)
@@ -131,7 +131,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
             weights={"wd": operands.weights["wd"]},
             activations={"h": hidden.out},
             definition=product,
-            settled=settled and {"library": settled["library"]},
+            pinned=pinned and {"library": pinned["library"]},
         )
     )
 
@@ -149,7 +149,7 @@ def _values(operands: Operands, name: str) -> Tensor:
     return weight.values
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, supports)
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -23,9 +23,9 @@ from sparsebench.results.record import Problem
 MODES = "default", "max-autotune-no-cudagraphs"
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Refuse fp8 where cublas.py does."""
-    return cublas.supports(problem, device) if problem["dtype"] == "fp8" else None
+    return cublas.unsupported(problem, device) if problem["dtype"] == "fp8" else None
 
 
 def prepare(operands: Operands, *, mode: str = "default") -> Launch:
@@ -64,4 +64,4 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     return Launch(run, {"mode": mode} | ({"use_fast_accum": True} if fp8 else {}))
 
 
-KERNEL = Kernel(op="any", consumes="dense", device="any", prepare=prepare, supports=supports)
+KERNEL = Kernel(op="any", consumes="dense", device="any", prepare=prepare, unsupported=unsupported)

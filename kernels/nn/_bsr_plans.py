@@ -25,8 +25,14 @@ from triton import knobs
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.cuda import HOPPER, supports_hopper
-from sparsebench.kernels._common.triton import Program, Template, choose_path, supports, tensor_of
+from sparsebench.kernels._common.cuda import HOPPER, unsupported_on_hopper
+from sparsebench.kernels._common.triton import (
+    BoundKernel,
+    Template,
+    choose_path,
+    tensor_of,
+    unsupported,
+)
 from sparsebench.kernels._common.tuned_table import blocked, lookup, multiprocessors
 from sparsebench.kernels.bsr import (
     bsr_small,
@@ -116,9 +122,9 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
     small = call.block in {(b, b) for b in bsr_small.BLOCKS} and call.op != "wgrad"
     large = not any(side % SIDE for side in call.block) and (call.op == "wgrad" or call.m > FEW)
     if hopper and (small or large):
-        reason, kernels = supports_hopper(problem, device), _small if small else _on_hopper
+        reason, kernels = unsupported_on_hopper(problem, device), _small if small else _on_hopper
     else:
-        reason, kernels = supports(problem, device), _in_triton
+        reason, kernels = unsupported(problem, device), _in_triton
     if reason:
         raise Unsupported(reason)
     return kernels
@@ -127,13 +133,13 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
 def _on_hopper(call: Call, w: Bsr) -> Multiply:
     x, dy = _activations(call)
     if call.op == "wgrad":
-        if reason := bsr_wgrad.refusal(dy, x, w):
+        if reason := bsr_wgrad.unsupported_operands(dy, x, w):
             raise Unsupported(reason)
         default = bsr_wgrad.configurations(w, call.m, multiprocessors(w.columns.device))[0]
         wgrad = bsr_wgrad.plan(w, call.m, _tuned("bsr_wgrad", call, w, default))
         return lambda dy, x: bsr_wgrad.bind(wgrad, dy, x)()
     transposed = call.op == "dgrad"
-    if reason := bsr_wgmma.refusal(dy if transposed else x, w, transposed):
+    if reason := bsr_wgmma.unsupported_operands(dy if transposed else x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
     config = _tuned(name, call, w, bsr_wgmma.configurations(call.m, w.shape[transposed])[0])
@@ -144,7 +150,7 @@ def _on_hopper(call: Call, w: Bsr) -> Multiply:
 def _small(call: Call, w: Bsr) -> Multiply:
     x, dy = _activations(call)
     transposed = call.op == "dgrad"
-    if reason := bsr_small.refusal(dy if transposed else x, w, transposed):
+    if reason := bsr_small.unsupported_operands(dy if transposed else x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_small_dgrad" if transposed else "bsr_small"
     workers = multiprocessors(w.columns.device)
@@ -162,13 +168,13 @@ def _in_triton(call: Call, w: Bsr) -> Multiply:
 
 def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
     (x, _), size = _activations(call), call.dtype.itemsize
-    path = choose_path(None, bsr_triton.obstacle(x, w), w.columns.device)
+    path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), w.columns.device)
     configs = bsr_triton.configurations(call.m, w.block, size, path)
     as_stored = (c for c in configs if bsr_triton.packed_block(w.block, c) == w.block)
     config = _tuned("bsr_triton", call, w, next(as_stored, configs[0]), path=path)
     (packed, pack), bare = _packer(w, config), _bare(w)
 
-    def program(x: Tensor, values: Tensor) -> Program:
+    def program(x: Tensor, values: Tensor) -> BoundKernel:
         return bsr_triton.launch(x, bare, config, replace(packed, values=values))
 
     templates = _templates(program)
@@ -177,12 +183,12 @@ def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
 
 def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     (_, dy), size = _activations(call), call.dtype.itemsize
-    path = choose_path(None, bsr_triton_dgrad.obstacle(dy, w), w.columns.device)
+    path = choose_path(None, bsr_triton_dgrad.unsupported_by_tma(dy, w), w.columns.device)
     default = bsr_triton_dgrad.configurations(call.m, w.block, size, path)[0]
     config = _tuned("bsr_triton_dgrad", call, w, default, path=path)
     bare, by_columns = _bare(w), bsr_triton_dgrad.index_of(w)
 
-    def program(dy: Tensor, values: Tensor) -> Program:
+    def program(dy: Tensor, values: Tensor) -> BoundKernel:
         return bsr_triton_dgrad.launch(dy, replace(bare, values=values), config, by_columns)
 
     return _templates(program)
@@ -190,7 +196,7 @@ def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
 
 def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     (x, dy), device, size = _activations(call), w.columns.device, call.dtype.itemsize
-    path = choose_path(None, bsr_triton_wgrad.obstacle(dy, x, w.block), device)
+    path = choose_path(None, bsr_triton_wgrad.unsupported_by_tma(dy, x, w.block), device)
     sizes = len(w.columns), size, path, multiprocessors(device)
     default = bsr_triton_wgrad.configurations(call.m, w.block, *sizes)[0]
     config = _tuned("bsr_triton_wgrad", call, w, default, path=path)
@@ -198,7 +204,7 @@ def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     return _templates(lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips))
 
 
-def _templates(program: Callable[[Tensor, Tensor], Program]) -> Multiply:
+def _templates(program: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
     """Return what runs a program on any operands; it is made once for each pair of strides."""
 
     @lru_cache(8)

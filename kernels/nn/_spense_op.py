@@ -137,8 +137,8 @@ def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmm
     tiles = -(-m // config.tokens)
     key = call._replace(m=tiles * config.tokens), config
     if key not in _PLANS:
-        reason = spense_wgmma.supports(Problem("linear", {"dtype": NAMES[x.dtype]}), x.device)
-        if reason := reason or spense_wgmma.refusal(x, w, activation):
+        reason = spense_wgmma.unsupported(Problem("linear", {"dtype": NAMES[x.dtype]}), x.device)
+        if reason := reason or spense_wgmma.unsupported_operands(x, w, activation):
             raise Unsupported(reason)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             what = f"{m} tokens of {n} x {k} are not planned"

@@ -56,7 +56,7 @@ class Weight:
     describe: Callable[[], int]
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Ask for an NVIDIA GPU and the bindings."""
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
@@ -72,9 +72,9 @@ def prepare(w: Weight, operands: Operands) -> Launch:
     from nvmath.bindings import cusparse
 
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
-    settled = operands.settled
-    if settled:
-        settings = [tuple(settled[name] for name in SETTING)]
+    pinned = operands.pinned
+    if pinned:
+        settings = [tuple(pinned[name] for name in SETTING)]
     else:
         every = product(w.algorithms, X_LAYOUTS, Y_LAYOUTS)
         settings = screened(every, partial(plan, w, x[:FEW_TOKENS], n))

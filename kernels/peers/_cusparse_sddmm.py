@@ -54,9 +54,9 @@ def prepare(pattern: Pattern, operands: Operands) -> Launch:
     """Keep the fastest of the layouts that the library accepts."""
     from nvmath.bindings import cusparse
 
-    dy, x, settled = operands.activations["dy"], operands.activations["x"], operands.settled
-    if settled:
-        settings = [tuple(settled[name] for name in SETTING)]
+    dy, x, pinned = operands.activations["dy"], operands.activations["x"], operands.pinned
+    if pinned:
+        settings = [tuple(pinned[name] for name in SETTING)]
     else:
         few = dy[: _cusparse.FEW_TOKENS], x[: _cusparse.FEW_TOKENS]
         every = product(DY_LAYOUTS, X_LAYOUTS)

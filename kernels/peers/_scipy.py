@@ -15,7 +15,7 @@ from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.results.record import Problem
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Refuse 16-bit types, which scipy.sparse does not multiply; tf32 problems run exactly."""
     dtype = problem["dtype"]
     exact = dtype in ("fp32", "tf32")

@@ -60,11 +60,11 @@ def pack(w: Bsr) -> tuple[Tensor, Tensor]:
     return columns, values.view(block_rows * b, width * b)
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Refuse fp32: cuSPARSE 12.6.3 runs it in TF32, relative error 2.9e-4 measured on an H200."""
     if problem["dtype"] == "fp32":
         return "cuSPARSE multiplies fp32 Blocked-ELL in TF32: expected dtype tf32, found fp32"
-    return _cusparse.supports(problem, device)
+    return _cusparse.unsupported(problem, device)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

@@ -10,4 +10,4 @@ def prepare(operands: Operands) -> Launch:
     return cusparse_bell.prepare(as_linear(operands))
 
 
-KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, cusparse_bell.supports)
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, cusparse_bell.unsupported)

@@ -42,4 +42,4 @@ def describe(w: Bsr) -> int:
     return int(cusparse.create_bsr(*sizes, *arrays, *types, cusparse.Order.ROW))
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, _cusparse.supports)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, _cusparse.unsupported)

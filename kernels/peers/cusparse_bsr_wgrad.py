@@ -22,4 +22,4 @@ def prepare(operands: Operands) -> Launch:
     return _cusparse_sddmm.prepare(pattern, operands)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, _cusparse.supports)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, _cusparse.unsupported)

@@ -10,4 +10,4 @@ def prepare(operands: Operands) -> Launch:
     return cusparse_csr.prepare(as_linear(operands))
 
 
-KERNEL = Kernel("linear_dgrad", "csr", "cuda", prepare, _cusparse.supports)
+KERNEL = Kernel("linear_dgrad", "csr", "cuda", prepare, _cusparse.unsupported)

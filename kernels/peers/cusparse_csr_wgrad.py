@@ -19,4 +19,4 @@ def prepare(operands: Operands) -> Launch:
     return _cusparse_sddmm.prepare(pattern, operands)
 
 
-KERNEL = Kernel("linear_wgrad", "csr", "cuda", prepare, _cusparse.supports)
+KERNEL = Kernel("linear_wgrad", "csr", "cuda", prepare, _cusparse.unsupported)

@@ -30,7 +30,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
-from sparsebench.kernels.dense.cublas import lacks_fp8
+from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.results.record import Problem
 
 Layout = Literal["columns", "rows"]
@@ -50,7 +50,7 @@ class Way:
     split_k_mode: int = -1
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Ask for sizes that the library takes, and for the library."""
     dtype, m, n, k = (problem[field] for field in ("dtype", "m", "n", "k"))
     if dtype not in MULTIPLES:
@@ -61,7 +61,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
         return f"cuSPARSELt expected {expected}, found m {m}, n {n} and k {k}"
     if not torch.backends.cusparselt.is_available():
         return "torch was built without cuSPARSELt"
-    return lacks_fp8(device) if dtype == "fp8" else None
+    return unsupported_fp8(device) if dtype == "fp8" else None
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
@@ -71,15 +71,15 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     if w.sparse_shape != w.shape:
         found = f"{list(w.sparse_shape)} of {list(w.shape)}: the rest is for cusparselt_hybrid"
         raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
-    return product_of(w.to_dense(), operands.activations["x"], search, operands.settled)
+    return product_of(w.to_dense(), operands.activations["x"], search, operands.pinned)
 
 
-def product_of(w: Tensor, x: Tensor, search: bool, settled: Mapping[str, Any] | None) -> Launch:
+def product_of(w: Tensor, x: Tensor, search: bool, pinned: Mapping[str, Any] | None) -> Launch:
     """Y [m, n] of a contiguous W [n, k] that is 2:4 and X [m, k], whose rows may be apart."""
     compressed = torch._cslt_compress(w)
-    if settled:
-        way = Way(**{name: settled[name] for name in asdict(Way())})
-        return Launch(partial(multiply, compressed, x, way), settled)
+    if pinned:
+        way = Way(**{name: pinned[name] for name in asdict(Way())})
+        return Launch(partial(multiply, compressed, x, way), pinned)
     ways = [Way()]
     if search and w.dtype == torch.float16:
         ways += [Way(*at) for at in product(LAYOUTS, LAYOUTS, FP16_ALGORITHMS)]
@@ -128,4 +128,4 @@ def _output(x: Tensor) -> torch.dtype | None:
     return OUTPUTS["fp8"] if x.dtype == DTYPES["fp8"] else None
 
 
-KERNEL = Kernel("linear", "spense", "cuda", prepare, supports)
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

@@ -9,7 +9,7 @@ columns X[:, :s] is copied; cuBLAS adds to Y in place, but for fp8, where torch'
 another kernel adds a copy. All of it is timed. By its bytes, to copy half of Y takes an H200 0.2 ms
 with 8192 tokens and n = 51200, where in fp8 the two products take 2.85 ms with k = 5120.
 
-The 2:4 part is settled first, alone (kernels/cusparselt.py), then the dense one as a part of Y.
+The 2:4 part is chosen first, alone (cusparselt.py), then the dense one as a part of Y.
 Source: arXiv:2606.10445, section 3.
 """
 
@@ -43,7 +43,7 @@ class Way:
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
     """Settle both parts; `search: false` takes cuSPARSELt's default."""
-    w, x, settled = operands.weights["w"], operands.activations["x"], operands.settled
+    w, x, pinned = operands.weights["w"], operands.activations["x"], operands.pinned
     assert isinstance(w, Spense)
     rows, columns = w.sparse_shape
     if w.sparse_shape == w.shape or not rows * columns:
@@ -53,10 +53,10 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     front = matrix[:rows, :columns].contiguous()
     back = matrix[rows:] if by_rows else matrix[:, columns:]
     back = back.clone(memory_format=torch.contiguous_format)  # lets go of the rest of W
-    known = settled and settled["sparse"]
+    known = pinned and pinned["sparse"]
     sparse = cusparselt.product_of(front, x[:, :columns], search, known)
     x_back = x if by_rows else x[:, columns:]
-    every = ways(x.dtype, by_rows) if not settled else [Way(**settled["dense"])]
+    every = ways(x.dtype, by_rows) if not pinned else [Way(**pinned["dense"])]
     calls = [partial(multiply, sparse, back, x_back, by_rows, way) for way in every]
     best = fastest_product(calls, x.device)
     return Launch(calls[best], {"sparse": sparse.choice, "dense": asdict(every[best])})
@@ -90,4 +90,4 @@ def _dense(w: Tensor, x: Tensor, way: Way, out: Tensor | None = None) -> Tensor:
     return scaled_product(w, x, way.use_fast_accum, out)
 
 
-KERNEL = Kernel("linear", "spense", "cuda", prepare, cusparselt.supports)
+KERNEL = Kernel("linear", "spense", "cuda", prepare, cusparselt.unsupported)

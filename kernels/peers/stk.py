@@ -29,7 +29,7 @@ LARGEST = 2**15  # of n and k
 ELEMENTS = 2**31  # of activations and output, less than
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Ask for an NVIDIA GPU, STK (not the chemistry package of the same import name) and sizes."""
     if device.type != "cuda":
         return f"expected an NVIDIA GPU, found device {device}"
@@ -77,9 +77,9 @@ def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> La
         "dds": lambda: ops.dds(x, right),
         "dsd": lambda: ops.dsd(left, x.t()).t().contiguous(),
     }
-    names = [operands.settled["layout"]] if operands.settled else list(layouts)
+    names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
     best = names[fastest([layouts[name] for name in names], operands.device)]
     return Launch(layouts[best], {"layout": best})
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

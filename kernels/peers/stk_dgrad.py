@@ -6,7 +6,7 @@ holds: no value is copied, and a change of values costs nothing. What it asks fo
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers.stk import matrix, multiplied, supports
+from sparsebench.kernels.peers.stk import matrix, multiplied, unsupported
 
 
 def prepare(operands: Operands) -> Launch:
@@ -16,4 +16,4 @@ def prepare(operands: Operands) -> Launch:
     return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)
 
 
-KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, supports)
+KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, unsupported)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers.stk import matrix, supports
+from sparsebench.kernels.peers.stk import matrix, unsupported
 
 
 def prepare(operands: Operands) -> Launch:
@@ -21,4 +21,4 @@ def prepare(operands: Operands) -> Launch:
     return Launch(lambda: replace(w, values=ops.sdd(dy.t(), x, topology).data))
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, supports)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported)

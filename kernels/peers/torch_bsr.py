@@ -38,7 +38,7 @@ COMPILERS = 8  # threads that compile
 Plan = tuple[dict[str, Any], Callable[[], Tensor]]
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Ask for an NVIDIA GPU."""
     if problem["dtype"] == "fp8":
         return "torch's BSR product expected 16 or 32 bits, found fp8"
@@ -49,7 +49,7 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
     """Hand torch the format's arrays; with `tuned`, search its kernel's parameters."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bsr)
-    if reason := refusal(w, len(x), tuned):
+    if reason := unsupported_operands(w, len(x), tuned):
         raise Unsupported(reason)
     with warnings.catch_warnings():
         # Once a process that BSR is beta, once a shape that the table lacks this GPU.
@@ -60,18 +60,18 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
             w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
         )
         if tuned:
-            settled = dict(operands.settled or {})
-            copied = settled.pop("x_copied", False)
-            choice, run = _plan(bsr, x, settled, copied) if settled else _tuned(bsr, x, w.block)
+            pinned = dict(operands.pinned or {})
+            copied = pinned.pop("x_copied", False)
+            choice, run = _plan(bsr, x, pinned, copied) if pinned else _tuned(bsr, x, w.block)
             return Launch(run, choice)
         launch = Launch(lambda: torch.nn.functional.linear(x, bsr).contiguous())
         launch()
         return launch
 
 
-def refusal(w: Bsr, m: int, tuned: bool) -> str | None:
+def unsupported_operands(w: Bsr, m: int, tuned: bool) -> str | None:
     """Say which of torch's conditions fails, if any."""
-    if reason := block_refusal(w):
+    if reason := unsupported_blocks(w):
         return reason
     r, c = w.block
     if not tuned and r != c:
@@ -80,7 +80,7 @@ def refusal(w: Bsr, m: int, tuned: bool) -> str | None:
     return f"torch expected a multiple of {tile} tokens, found {m}" if m % tile else None
 
 
-def block_refusal(w: Bsr) -> str | None:
+def unsupported_blocks(w: Bsr) -> str | None:
     """Say which of the conditions fails that all of torch's BSR kernels have, if any."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) for side in (r, c)):
@@ -130,4 +130,4 @@ def _plan(bsr: Tensor, x: Tensor, meta: dict[str, int], copied: bool = False) ->
     return {**meta, "x_copied": copied}, run
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, supports)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

@@ -21,7 +21,7 @@ def prepare(operands: Operands) -> Launch:
     """Hand torch the pattern's arrays and values of its own, which every launch overwrites."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
-    if reason := torch_bsr.block_refusal(w):
+    if reason := torch_bsr.unsupported_blocks(w):
         raise Unsupported(reason)
     from torch.sparse._triton_ops import sampled_addmm
 
@@ -42,4 +42,4 @@ def prepare(operands: Operands) -> Launch:
     return Launch(run)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.supports)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.unsupported)

@@ -16,7 +16,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Refuse 16-bit types; tf32 problems run exactly."""
     dtype = problem["dtype"]
     exact = dtype in ("fp32", "tf32")
@@ -41,4 +41,4 @@ def prepare(operands: Operands) -> Launch:
     return Launch(run)
 
 
-KERNEL = Kernel("linear_wgrad", "csr", "any", prepare, supports)
+KERNEL = Kernel("linear_wgrad", "csr", "any", prepare, unsupported)

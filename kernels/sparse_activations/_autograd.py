@@ -18,7 +18,7 @@ from torch.nn.functional import relu
 from triton import knobs
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, supports
+from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
 from sparsebench.kernels.sparse_activations import _gather, _index, _overflow
 from sparsebench.kernels.sparse_activations._index import Active, require_room
 from sparsebench.results.record import Problem
@@ -187,7 +187,7 @@ def _require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.d
     """Raise Unsupported where the kernels cannot compute the call."""
     if dtype not in NAMES:
         raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {dtype}")
-    if reason := supports(Problem("ffn", {"dtype": NAMES[dtype]}), device):
+    if reason := unsupported(Problem("ffn", {"dtype": NAMES[dtype]}), device):
         raise Unsupported(reason)
     if n % 8 or k % 8:
         raise Unsupported(f"expected sizes of multiples of 8, found {n} hidden and {k} in features")

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.triton import Program, whole_tile
+from sparsebench.kernels._common.triton import BoundKernel, whole_tile
 from sparsebench.kernels.sparse_activations._index import Active
 
 SAMPLED_ROWS, SAMPLED, PARTS = 8, 64, 4  # entries a step, programs a group of rows
@@ -44,7 +44,9 @@ Kind = Literal["norms", "one", "matrices", "sums"]
 """Of a sum: Y, and the sum of a row's |values|; Y alone; two matrices into Y; two Y of a matrix."""
 
 
-def up(x: Tensor, wu: Tensor, active: Active, *, squared: bool) -> tuple[Program, Tensor, Tensor]:
+def up(
+    x: Tensor, wu: Tensor, active: Active, *, squared: bool
+) -> tuple[BoundKernel, Tensor, Tensor]:
     """Return the program of u and h, both of each entry: u in the dtype of x, h in fp32.
 
     x [m, k], wu [n, k].
@@ -56,7 +58,7 @@ def up(x: Tensor, wu: Tensor, active: Active, *, squared: bool) -> tuple[Program
 
 def slopes(
     dy: Tensor, wd_t: Tensor, active: Active, u: Tensor, dnorms: Tensor, *, squared: bool
-) -> tuple[Program, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+) -> tuple[BoundKernel, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     """Return the program of dG and dU by token, and of dG, dU and H by unit; all fp32.
 
     dy [m, k], wd_t [n, k]; dnorms [m], fp32, is the gradient of each token's sum of |h|.
@@ -73,7 +75,7 @@ def summed(
     values: tuple[Tensor, ...],
     matrices: tuple[Tensor, ...],
     out: tuple[Tensor, ...],
-) -> Program:
+) -> BoundKernel:
     """Return the program of out[r] = sum of values[e] matrix[index[e]] over the entries of r.
 
     lists are offsets [rows + 1] and index [capacity]; values fp32 [capacity], matrices [any, k],
@@ -88,7 +90,7 @@ def summed(
     constants = {"ROWS": SUMMED_ROWS, "ENTRIES": entries, "WIDTH": width, "STAGES": SUMMED_STAGES}
     constants |= {"num_warps": 4 if size == 2 else 8}
     sizes = rows, k // 8, len(lists[1])
-    return Program(_sum, grid, (*args, *sizes), {**constants, "KIND": kind}, out[0])
+    return BoundKernel(_sum, grid, (*args, *sizes), {**constants, "KIND": kind}, out[0])
 
 
 def _sampled(
@@ -97,12 +99,12 @@ def _sampled(
     active: Active,
     squared: bool,
     out: Tensor,
-) -> Program:
+) -> BoundKernel:
     m, k = args[0].shape
     constants = {"ROWS": SAMPLED_ROWS, "ENTRIES": SAMPLED, "PARTS": PARTS, "DEPTH": DEPTH}
     constants |= {"STAGES": SAMPLED_STAGES, "SQUARED": squared, "num_warps": 4}
     grid = (-(-m // SAMPLED_ROWS) * PARTS,)  # those that share X follow each other
-    return Program(kernel, grid, (*args, m, k // 8, active.capacity), constants, out)
+    return BoundKernel(kernel, grid, (*args, m, k // 8, active.capacity), constants, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

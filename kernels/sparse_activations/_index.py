@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.triton import Program
+from sparsebench.kernels._common.triton import BoundKernel
 
 WORD = 32  # bits
 LANE_BYTES = 16  # of a token, one lane's in one load
@@ -83,7 +83,7 @@ def index_of(g: Tensor, capacity: int) -> Active:
     return active
 
 
-def listing(g: Tensor, capacity: int) -> tuple[list[Program], Active]:
+def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], Active]:
     """Return the programs that list the units that are on in gates g [m, n], and the lists."""
     (m, n), int32 = g.shape, torch.int32
     words, pieces = -(-n // WORD), -(-m // WORD)
@@ -99,8 +99,8 @@ def listing(g: Tensor, capacity: int) -> tuple[list[Program], Active]:
 
     def program(
         kernel: Any, programs: int, *args: Any, num_warps: int = 4, **sides: int
-    ) -> Program:
-        return Program(kernel, (programs,), args, sides | {"num_warps": num_warps}, of_units)
+    ) -> BoundKernel:
+        return BoundKernel(kernel, (programs,), args, sides | {"num_warps": num_warps}, of_units)
 
     units = 32 * LANE_BYTES // g.element_size()
     rows = {"WORD": WORD, "UNITS": units, "ROWS": ROWS, "STAGES": STAGES, "num_warps": 1}

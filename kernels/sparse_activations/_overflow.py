@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.triton import Program, box, options
+from sparsebench.kernels._common.triton import BoundKernel, box, options
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels.sparse_activations._gather import act, sign
 from sparsebench.kernels.sparse_activations._index import Active
@@ -54,7 +54,7 @@ def forward(
     *,
     squared: bool,
     device: torch.device,
-) -> list[Program]:
+) -> list[BoundKernel]:
     """Return the programs of Y [m, k] and norms [m], over gates g [m, n]; wu and wd_t [n, k]."""
     product = partial(_product, active, squared, device)
     (m, n), programs = g.shape, 4 * multiprocessors(device)
@@ -62,7 +62,7 @@ def forward(
     constants = {"WIDTH": WIDTH, "num_warps": 4}
     return [
         product("gated", x, wu, g),
-        Program(_norms, (programs,), args, constants, norms),
+        BoundKernel(_norms, (programs,), args, constants, norms),
         product("plain", g, wd_t, y, transposed=(False, True)),
     ]
 
@@ -77,7 +77,7 @@ def backward(
     *,
     squared: bool,
     device: torch.device,
-) -> list[Program]:
+) -> list[BoundKernel]:
     """Return the programs of dX [m, k] and dWg, dWu, dWd.T [n, k], in `out`.
 
     weights are Wg, Wu and Wd.T. Takes room for two [m, n].
@@ -111,7 +111,7 @@ def _product(
     out2: Tensor | None = None,
     norms: Tensor | None = None,
     transposed: tuple[bool, bool] = (False, False),
-) -> Program:
+) -> BoundKernel:
     """Return the program of a product; `transposed` are A and B that are stored so."""
     depth = DEPTH_BYTES // a.element_size()
     rows, columns, warps = tile_of(device, a.element_size(), kind)
@@ -128,7 +128,7 @@ def _product(
     sides = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND, "STAGES": STAGES}
     constants = {**sides, **flags, **options(warps, "pointers")}
     grid = (2 * multiprocessors(device),)  # one stores while the other multiplies
-    return Program(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
+    return BoundKernel(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
 
 
 def tile_of(device: torch.device, itemsize: int, kind: Kind) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.cuda import Program
+from sparsebench.kernels._common.cuda import BoundKernel
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
@@ -38,7 +38,7 @@ class Gate:
 
     values: Tensor
     bits: Tensor
-    program: Program
+    program: BoundKernel
     config: Config
 
     @property
@@ -58,7 +58,7 @@ def packed(w: Tensor) -> Spense:
 
 def launch(x: Tensor, w: Spense, config: Config, *, watchdog: bool = False) -> Gate:
     """Return the gate of x [m, k] and a packed weight [n, k], fp16 or bf16."""
-    if reason := spense_wgmma.refusal(x, w):
+    if reason := spense_wgmma.unsupported_operands(x, w):
         raise Unsupported(reason)
     if x.itemsize != 2:
         raise Unsupported(f"expected fp16 or bf16, found {x.dtype}")
@@ -70,9 +70,9 @@ def launch(x: Tensor, w: Spense, config: Config, *, watchdog: bool = False) -> G
     return Gate(values, bits, spense_wgmma.program(plan, x, w, values, to), config)
 
 
-def prepare(x: Tensor, w: Tensor, settled: Mapping[str, Any] | None) -> Gate:
-    """Pack the weight; take the settled configuration, or the fastest of a few."""
+def prepare(x: Tensor, w: Tensor, pinned: Mapping[str, Any] | None) -> Gate:
+    """Pack the weight; take the pinned configuration, or the fastest of a few."""
     tiles = packed(w)
-    configs = [Config(**settled)] if settled else spense_wgmma.configurations(len(x))
+    configs = [Config(**pinned)] if pinned else spense_wgmma.configurations(len(x))
     gates = [launch(x, tiles, config) for config in configs]
     return gates[fastest(gates, x.device)]

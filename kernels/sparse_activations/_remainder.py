@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparsebench.kernels._common.triton import SMALLEST_TILE, Program, box, options
+from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, box, options
 
 GROUP = 8  # tokens
 BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
@@ -64,7 +64,7 @@ def products(
     *,
     squared: bool,
     bits: Tensor | None = None,
-) -> list[Program]:
+) -> list[BoundKernel]:
     """Return the programs of H, over the gates g [m, n], and of Y; relu squared, or relu.
 
     Without wu, H is act(G), made on the way into the product. With `bits`, g is packed.
@@ -84,7 +84,7 @@ def _program(
     kind: Kind,
     squared: bool,
     bits: Tensor | None = None,
-) -> Program:
+) -> BoundKernel:
     (m, k), n = x.shape, len(w)
     tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
     features = 128 if m > 1024 else 64 if m > 64 else 32
@@ -105,7 +105,7 @@ def _program(
     args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k)
     compiled = constants | options(warps, "pointers")
     compiled["launch_pdl"] = constants["EARLY"]
-    return Program(_multiply, (rest.programs,), args, compiled, out)
+    return BoundKernel(_multiply, (rest.programs,), args, compiled, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.cuda import (
+    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    Program,
     clusters_at_once,
     load,
 )
@@ -39,7 +39,7 @@ WARPS, SHARED_BYTES = 11, 226 * 1024
 ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
-def supports(m: int, n: int, k: int) -> str | None:
+def unsupported(m: int, n: int, k: int) -> str | None:
     """Say why the kernel cannot run m tokens through weights [n, k], or None."""
     if not 1 <= m <= MOST_TOKENS:
         return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
@@ -97,7 +97,7 @@ def words_of(n: int, clusters: int) -> int:
 
 def launch(
     x: Tensor, wg: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, *, squared: bool
-) -> Program:
+) -> BoundKernel:
     """Return the program that writes Y.
 
     x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
@@ -105,7 +105,7 @@ def launch(
     at a time. Raises Unsupported.
     """
     (m, k), n, device = x.shape, len(wg), x.device
-    if reason := supports(m, n, k):
+    if reason := unsupported(m, n, k):
         raise Unsupported(reason)
     shape = tokens, ctas, clusters = shape_of(m, k, partial(clusters_of, device=device))
     constants = constants_of(n, k, shape, squared, wu is not None, x.dtype)
@@ -116,4 +116,4 @@ def launch(
     h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, clusters), dtype=torch.int64)
     counts = x.new_zeros(2, dtype=torch.int32)  # the kernel leaves both so
     kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
-    return Program(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)
+    return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)

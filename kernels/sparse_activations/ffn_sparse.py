@@ -39,13 +39,13 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.cuda import (
+    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    Program,
     clusters_at_once,
     load,
-    supports_hopper,
+    unsupported_on_hopper,
 )
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -66,7 +66,7 @@ Way = Literal["best", "sparse", "library", "packed", "few"]
 ARGUMENTS = Layout(*"PPPPPPPiiiP")
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernel cannot run the problem here, or None."""
     activation, n, k = problem["activation"], problem["n"], problem["k"]
     if activation not in ("relu", "relu2"):
@@ -75,7 +75,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
         return f"expected n and k to be multiples of 8, found n {n} and k {k}"
     if k > MOST_K:
         return f"expected k up to {MOST_K}, found {k}"
-    return supports_hopper(problem, device)
+    return unsupported_on_hopper(problem, device)
 
 
 def split_of(m: int, at_once: Callable[[int], int]) -> int:
@@ -128,7 +128,7 @@ def launch(
     limit: int,
     squared: bool,
     bits: Tensor | None = None,
-) -> Program:
+) -> BoundKernel:
     """Return the program that writes Y of all groups that it does not leave to `rest`.
 
     x and y [m, k], g, the gates, [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without
@@ -144,7 +144,7 @@ def launch(
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
     at = 0 if bits is None else bits.data_ptr()
     args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, at)
-    return Program(loaded, args, kept if bits is None else (*kept, bits), y)
+    return BoundKernel(loaded, args, kept if bits is None else (*kept, bits), y)
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
@@ -168,7 +168,7 @@ def prepared(
     n, squared = wd.shape[1], operands.problem["activation"] == "relu2"
     processors = multiprocessors(x.device)
     y, wd_t = torch.empty_like(x), wd.t().contiguous()
-    settled = dict(operands.settled or {})
+    pinned = dict(operands.pinned or {})
 
     def layer(
         name: str, gates: Launch | _packed_gate.Gate, g: Tensor, bits: Tensor | None
@@ -189,10 +189,10 @@ def prepared(
         choice = {"way": name, "gate": gates.choice, "split": split, "limit": limit}
         return Launch(run, choice, sparse.code)
 
-    unfit = ffn_few.supports(m, n, x.shape[1])
+    unfit = ffn_few.unsupported(m, n, x.shape[1])
     sparse_ways = ("library", "packed") if unfit else ("few",)
     wanted = {"best": (*sparse_ways, "dense"), "sparse": sparse_ways}
-    names = [settled["way"]] if settled else wanted.get(way, (way,))
+    names = [pinned["way"]] if pinned else wanted.get(way, (way,))
     ways = []
     for name in names:
         if name == "few":
@@ -202,23 +202,23 @@ def prepared(
             ways.append(Launch(program, {"way": name}, program.code))
         elif name == "library":
             g = x.new_empty(m, n)
-            ways.append(layer(name, gates_into(g, operands, gate, settled.get("gate")), g, None))
+            ways.append(layer(name, gates_into(g, operands, gate, pinned.get("gate")), g, None))
         elif name == "packed" and up:
-            gates = _packed_gate.prepare(x, values[gate], settled.get("gate"))
+            gates = _packed_gate.prepare(x, values[gate], pinned.get("gate"))
             ways.append(layer(name, gates, gates.values, gates.bits))
         elif name == "dense":
-            by = settled.get("by")
+            by = pinned.get("by")
             for module in dense_ways:
                 kernel = module.__name__.rpartition(".")[2]
                 if by in (None, kernel):
-                    dense = module.prepare(replace(operands, settled=settled.get("dense")))
+                    dense = module.prepare(replace(operands, pinned=pinned.get("dense")))
                     choice = {"way": name, "by": kernel, "dense": dense.choice}
                     ways.append(Launch(dense.run, choice, dense.code))
     return ways[cublas.fastest_product(ways, x.device)]
 
 
 def gates_into(
-    g: Tensor, operands: Operands, name: str, settled: dict[str, str] | None = None
+    g: Tensor, operands: Operands, name: str, pinned: dict[str, str] | None = None
 ) -> Launch:
     """Return the product of x and a weight into g [m, n], by the faster library."""
 
@@ -226,7 +226,7 @@ def gates_into(
         return torch.mm(x, weight[name].t(), out=g)
 
     weights = {name: operands.weights[name]}
-    return cublas.prepare(replace(operands, weights=weights, definition=product, settled=settled))
+    return cublas.prepare(replace(operands, weights=weights, definition=product, pinned=pinned))
 
 
 def _values(weight: Format) -> Tensor:
@@ -234,4 +234,4 @@ def _values(weight: Format) -> Tensor:
     return weight.values
 
 
-KERNEL = Kernel(op="ffn", consumes="dense", device="cuda", prepare=prepare, supports=supports)
+KERNEL = Kernel(op="ffn", consumes="dense", device="cuda", prepare=prepare, unsupported=unsupported)

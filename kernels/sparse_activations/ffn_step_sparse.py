@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels._common.triton import supports as triton_supports
+from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.sparse_activations._autograd import (
     SHARE,
@@ -24,12 +24,12 @@ from sparsebench.kernels.sparse_activations._autograd import (
 from sparsebench.results.record import Problem
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernels cannot run the problem here, or None."""
     n, k = problem["n"], problem["k"]
     if n % 8 or k % 8:
         return f"expected n and k to be multiples of 8, found n {n} and k {k}"
-    return triton_supports(problem, device)
+    return triton_unsupported(problem, device)
 
 
 def prepare(operands: Operands, *, slots: int | None = None) -> Launch:
@@ -56,4 +56,4 @@ def _values(operands: Operands, name: str) -> Tensor:
     return weight.values
 
 
-KERNEL = Kernel("ffn_step", "dense", "cuda", prepare, supports)
+KERNEL = Kernel("ffn_step", "dense", "cuda", prepare, unsupported)

@@ -10,7 +10,7 @@ All of it as ffn_sparse.py says, with U in the place of the gate, and not packed
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas, torch_compile
-from sparsebench.kernels.sparse_activations.ffn_sparse import Way, prepared, supports
+from sparsebench.kernels.sparse_activations.ffn_sparse import Way, prepared, unsupported
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
@@ -20,4 +20,4 @@ def prepare(operands: Operands, *, way: Way = "best") -> Launch:
     return prepared(operands, "wu", None, way, (cublas, torch_compile))
 
 
-KERNEL = Kernel(op="mlp", consumes="dense", device="cuda", prepare=prepare, supports=supports)
+KERNEL = Kernel(op="mlp", consumes="dense", device="cuda", prepare=prepare, unsupported=unsupported)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, VALUE_BYTES, Spense
-from sparsebench.kernels._common.cuda import Constants, Layout, Loaded, Program, load, target_of
+from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -75,9 +75,9 @@ def workers(device: torch.device, config: Config) -> int:
     return multiprocessors(device) * max(min(fitting, CTAS), 1)
 
 
-def launch(x: Tensor, w: Spense, config: Config) -> Program:
+def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
     """Return the program that computes X @ W.T [m, n]."""
-    if reason := refusal(x, w):
+    if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     (m, k), (n, _), device = x.shape, w.shape, x.device
     grid, shared = workers(device, config), config.shared_bytes
@@ -92,7 +92,7 @@ def launch(x: Tensor, w: Spense, config: Config) -> Program:
     weights = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     args = ARGUMENTS(*activations, *weights, y.data_ptr(), *(a.data_ptr() for a in lists), n)
     loaded = Loaded(kernel, code, device.index, grid, THREADS, shared)
-    return Program(loaded, args, (x, w.sparse, w.dense, *lists), y)
+    return BoundKernel(loaded, args, (x, w.sparse, w.dense, *lists), y)
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
@@ -100,7 +100,7 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     return ("TOKENS", config.tokens), ("FP16", int(dtype == torch.float16))
 
 
-def refusal(x: Tensor, w: Spense) -> str | None:
+def unsupported_operands(x: Tensor, w: Spense) -> str | None:
     """Say which of the kernel's conditions fails, if any."""
     n, k = w.shape
     if x.dtype != w.dtype or x.dtype not in DTYPES:
@@ -125,7 +125,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Assign the work; take a table's configuration, or time a few."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
-    if reason := refusal(x, w):
+    if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     (n, k), (rows, columns) = w.shape, w.sparse_shape
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
@@ -136,7 +136,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernel cannot run the problem here, or None."""
     wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
     if device.type != "cuda":
@@ -151,4 +151,4 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
-KERNEL = Kernel("linear", "spense", "cuda", prepare, supports, tunes=True)
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported, tunes=True)

@@ -26,13 +26,13 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES, ROWS, Spense
 from sparsebench.kernels._common.cuda import (
     TMA_ALIGNMENT,
+    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    Program,
     load,
-    supports_hopper,
     tensor_map,
+    unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
@@ -128,12 +128,12 @@ def launch(
     *,
     activation: str | None = None,
     watchdog: bool = False,
-) -> Program:
+) -> BoundKernel:
     """Return the program that computes X @ W.T [m, n], of fp8 times the scales; or H [m, n / 2].
 
     A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
     """
-    if reason := refusal(x, w, activation):
+    if reason := unsupported_operands(x, w, activation):
         raise Unsupported(reason)
     return bind(plan(w, len(x), config, activation=activation, watchdog=watchdog), x, w, scales)
 
@@ -149,7 +149,7 @@ def plan(
 ) -> Plan:
     """Assign the work and upload the lists; of W the shapes and the dtype count.
 
-    `refusal` says what may not come here. What is `packed` is bound by _packed_gate.py.
+    `unsupported_operands` says what may not come here. _packed_gate.py binds what is `packed`.
     """
     device, (n, k), share = w.sparse.device, w.shape, 2 * config.cluster
     workers = multiprocessors(device) // config.cluster
@@ -174,7 +174,7 @@ def plan(
     )
 
 
-def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program:
+def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKernel:
     """Return the program of a plan on these operands, into an output and sums of its own."""
     expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
     found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
@@ -193,7 +193,7 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> Program
 
 def program(
     plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
-) -> Program:
+) -> BoundKernel:
     """Return the program that writes `out`, described to the kernel as `to`: a tensor map."""
     m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
     sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
@@ -205,7 +205,7 @@ def program(
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     args = ARGUMENTS(maps, *tiles, plan.first, *by, *(a.data_ptr() for a in kept))
     owned = [own for own in of_sums if own is not None]
-    return Program(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
+    return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
 
 
 def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
@@ -235,7 +235,7 @@ def constants_of(
     )
 
 
-def refusal(x: Tensor, w: Spense, activation: str | None = None) -> str | None:
+def unsupported_operands(x: Tensor, w: Spense, activation: str | None = None) -> str | None:
     """Say which of the kernel's conditions fails, if any."""
     n, k = w.shape
     if activation not in ACTIVATIONS:
@@ -271,7 +271,7 @@ def prepare(
     """Assign the work; take a table's configuration, or time a few."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
-    if reason := refusal(x, w, activation):
+    if reason := unsupported_operands(x, w, activation):
         raise Unsupported(reason)
     (n, k), (rows, columns) = w.shape, w.sparse_shape
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
@@ -282,9 +282,9 @@ def prepare(
     return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernel cannot run the problem here, or None."""
-    return supports_hopper(problem, device, ("fp16", "bf16", "fp8"))
+    return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 
-KERNEL = Kernel("linear", "spense", "cuda", prepare, supports, tunes=True)
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported, tunes=True)

@@ -131,16 +131,16 @@ def test_cublas_says_where_it_has_no_fp8(
     monkeypatch: pytest.MonkeyPatch, fields: Any, device: Any, capability: Any, reason: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = cublas.supports(problem(**fields), device)
+    found = cublas.unsupported(problem(**fields), device)
     assert found is None if reason is None else reason in str(found)
 
 
-def by_cublas(device: torch.device, settled: Any = None, **fields: Value) -> tuple[Launch, float]:
+def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tuple[Launch, float]:
     """Return the baseline's launch, and the part of the allowed error that it makes."""
     op, asked = load_op("linear"), problem(**fields)
     drawn = operands(asked, op, device, None)
     weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    given = Operands(asked, weights, drawn.activations, op.definition, settled)
+    given = Operands(asked, weights, drawn.activations, op.definition, pinned)
     launch = cublas.prepare(given)
     exact = drawn.weights["w"].double(), drawn.activations["x"].double()
     right = Expected(
@@ -159,9 +159,9 @@ def test_cublas_multiplies_fp8_with_scales_of_one() -> None:
 
 
 def test_cublas_takes_the_accumulation_that_is_settled() -> None:
-    settled = {"library": "cublaslt", "use_fast_accum": False}
-    launch, error = by_cublas(CPU, settled)
-    assert launch.choice == settled
+    pinned = {"library": "cublaslt", "use_fast_accum": False}
+    launch, error = by_cublas(CPU, pinned)
+    assert launch.choice == pinned
     assert error < 0.3
 
 
@@ -169,10 +169,10 @@ def test_cublas_takes_the_accumulation_that_is_settled() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("k", [512, 5120, 25600])
 def test_both_accumulations_are_right_on_a_gpu(fast: bool, k: int) -> None:
-    if reason := cublas.lacks_fp8(CUDA):
+    if reason := cublas.unsupported_fp8(CUDA):
         pytest.skip(reason)
-    settled = {"library": "cublaslt", "use_fast_accum": fast}
-    _, error = by_cublas(CUDA, settled, m=64, n=1024, k=k, pattern="dense", sparsity=0.0)
+    pinned = {"library": "cublaslt", "use_fast_accum": fast}
+    _, error = by_cublas(CUDA, pinned, m=64, n=1024, k=k, pattern="dense", sparsity=0.0)
     assert error < 0.3
 
 

@@ -27,7 +27,7 @@ def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
     return {name: tensor.to(dtype) for name, tensor in found.items()}
 
 
-def settled(op_name: str, function: Any, dtype: str = "bf16") -> Any:
+def pinned(op_name: str, function: Any, dtype: str = "bf16") -> Any:
     """Set what a function takes besides operands to defaults of the op's fields, and a dtype."""
     fields = load_op(op_name).fields.model_fields
     defaults = {name: fields[name].default for name in fields} | {"dtype": dtype}
@@ -75,9 +75,9 @@ def test_definition_and_spread_take_the_operands_in_order_and_fields_by_name(nam
 def test_a_definition_keeps_the_dtype_and_a_spread_the_shape(name: str) -> None:
     op = load_op(name)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        out = settled(name, op.definition)(**drawn(name, dtype))
+        out = pinned(name, op.definition)(**drawn(name, dtype))
         assert out.dtype == dtype
-        assert settled(name, op.spread)(**drawn(name, dtype)).shape == out.shape
+        assert pinned(name, op.spread)(**drawn(name, dtype)).shape == out.shape
         rows = op.operands[op.pattern].shape[0] if op.pattern else "m"
         parts = op.parts(Problem(name, dict(SIZES)))
         assert out.shape[0] == (sum(parts) if parts else SIZES[rows])
@@ -89,7 +89,7 @@ def test_a_definition_that_takes_fp8_gives_bf16_of_sums_in_fp32(name: str) -> No
     if "fp8" in get_args(op.fields.model_fields["dtype"].annotation):
         operands = {n: t.to(op.operands[n].dtypes["fp8"]) for n, t in drawn(name).items()}
         single = {name: tensor.float() for name, tensor in operands.items()}
-        run = settled(name, op.definition, "fp8")
+        run = pinned(name, op.definition, "fp8")
         assert torch.equal(run(**operands), run(**single).bfloat16())
 
 
@@ -101,13 +101,13 @@ def test_gradients_and_layers_without_a_gate_have_no_fp8(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_spread_is_finite_not_negative_and_zero_only_without_terms(name: str) -> None:
     op, operands = load_op(name), drawn(name)
-    found = settled(name, op.spread)(**operands)
+    found = pinned(name, op.spread)(**operands)
     assert found.isfinite().all()
-    off = settled(name, op.definition)(**operands) == 0  # a unit that no token has on
+    off = pinned(name, op.definition)(**operands) == 0  # a unit that no token has on
     assert (found > 0)[~off].all()
     assert not off.all()
     empty = {name: torch.zeros_like(tensor) for name, tensor in operands.items()}
-    assert not settled(name, op.spread)(**empty).any()
+    assert not pinned(name, op.spread)(**empty).any()
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -116,7 +116,7 @@ def test_rounding_errors_are_of_the_size_of_the_spread(name: str, dtype: torch.d
     op = load_op(name)
     rounded = drawn(name, dtype)
     exact = {name: tensor.double() for name, tensor in rounded.items()}
-    run, spread = settled(name, op.definition), settled(name, op.spread)
+    run, spread = pinned(name, op.definition), pinned(name, op.spread)
     ratio = (run(**rounded).double() - run(**exact)).abs() / spread(**exact)
     assert 0 < float(ratio.nan_to_num(0).max()) < 4 * torch.finfo(dtype).eps
 

@@ -27,7 +27,7 @@ def test_every_product_is_right_in_tritons_interpreter():
 @pytest.mark.parametrize("module", KERNELS)
 def test_a_cpu_is_refused_outside_the_interpreter(module):
     problem = Problem(module.KERNEL.op, {"dtype": "fp16"})
-    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU, found cpu"
 
 
@@ -116,18 +116,18 @@ def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
     found = []
     for path in ("tma", "pointers"):
         kind = w.element_size(), path, precision_of(dtype)
-        if path == "pointers" or not bsr_triton.obstacle(x, stored):
+        if path == "pointers" or not bsr_triton.unsupported_by_tma(x, stored):
             found += verdicts(
                 *(load_op("linear"), (w, x), bsr_triton.configurations(m, (r, c), *kind)),
                 lambda config: bsr_triton.launch(x, stored, config),
             )
-        if path == "pointers" or not bsr_triton_dgrad.obstacle(dy, stored):
+        if path == "pointers" or not bsr_triton_dgrad.unsupported_by_tma(dy, stored):
             found += verdicts(
                 *(load_op("linear_dgrad"), (w, dy)),
                 bsr_triton_dgrad.configurations(m, (r, c), *kind),
                 lambda config: bsr_triton_dgrad.launch(dy, stored, config),
             )
-        if path == "pointers" or not bsr_triton_wgrad.obstacle(dy, x, (r, c)):
+        if path == "pointers" or not bsr_triton_wgrad.unsupported_by_tma(dy, x, (r, c)):
             sizes = m, (r, c), len(stored.columns), w.element_size(), path, 132
             found += verdicts(
                 *(load_op("linear_wgrad"), (dy, x)),

@@ -162,12 +162,14 @@ def test_a_digest_is_of_code_and_not_of_words_about_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuned_table, "files", lambda package: tmp_path)
-    (tmp_path / "base.py").write_text("A = 1\n")
-    (tmp_path / "base.cu").write_text("int a; // one\n")
-    kernel = tmp_path / "kernel.py"
+    family = tmp_path / "family"
+    family.mkdir()
+    (family / "base.py").write_text("A = 1\n")
+    (family / "base.cu").write_text("int a; // one\n")
+    kernel = family / "kernel.py"
 
     def digest(text: str) -> str:
-        kernel.write_text("from sparsebench.kernels.base import A\n" + text)
+        kernel.write_text("from sparsebench.kernels.family.base import A\n" + text)
         tuned_table.source.cache_clear()
         return tuned_table.source("kernel")
 
@@ -176,9 +178,9 @@ def test_a_digest_is_of_code_and_not_of_words_about_it(
     assert before == digest("import os\nfrom os import (\n    sep,\n)\ndef f(a):\n    return a\n")
     assert before != digest("def f(a):\n    return -a\n")
     assert before != digest("def f(a):\n    yield from a\n    return a\n")
-    (tmp_path / "base.cu").write_text("/* two */\nint  a;\n")
+    (family / "base.cu").write_text("/* two */\nint  a;\n")
     assert before == digest("def f(a):\n    return a\n")
-    (tmp_path / "base.cu").write_text("int b;\n")
+    (family / "base.cu").write_text("int b;\n")
     assert before != digest("def f(a):\n    return a\n")
     assert tuned_table.source("none") == ""
     tuned_table.source.cache_clear()
@@ -200,11 +202,11 @@ def test_a_run_records_the_tables_in_force(folders: dict[str, Path]) -> None:
     assert environment(torch.device("cpu"))["tuned"] is None
 
 
-def operands_of(settled: dict[str, Any] | None = None, dense: bool = False) -> Operands:
+def operands_of(pinned: dict[str, Any] | None = None, dense: bool = False) -> Operands:
     w = torch.ones(128, 256).half()
     packed = Dense.from_dense(w) if dense else Bsr.from_dense(w, block=64)
     problem = Problem("linear", {"m": 32, "n": 128, "k": 256, "dtype": "fp16"})
-    return Operands(problem, {"w": packed}, {"x": torch.ones(32, 256).half()}, definition, settled)
+    return Operands(problem, {"w": packed}, {"x": torch.ones(32, 256).half()}, definition, pinned)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -214,13 +216,13 @@ def test_a_launch_says_how_its_configuration_was_come_by(tuned: Any, by: str, de
     operands = operands_of(dense=dense)
     launch = module.prepare(operands, tuned=tuned)  # a CPU takes the first, untimed
     assert launch.choice["by"] == by
-    again = module.prepare(replace(operands, settled=launch.choice), tuned=tuned)
+    again = module.prepare(replace(operands, pinned=launch.choice), tuned=tuned)
     assert again.choice == launch.choice
 
 
 def test_a_tables_configuration_is_taken_alone_and_said(folders: dict[str, Path]) -> None:
     few = bsr_wgmma.configurations(4096, 4096)
-    chosen = (bsr_wgmma.Config, SimpleNamespace(settled=None, device=GPU), AT)
+    chosen = (bsr_wgmma.Config, SimpleNamespace(pinned=None, device=GPU), AT)
     assert tuned_table.choose("bsr_wgmma", *chosen, True, few) == (few, {"by": "search"})
     file = put(folders["package"], entry())
     expected = [bsr_wgmma.Config(**TILE)], {"by": "table of the package"}

@@ -261,8 +261,8 @@ def test_prepared_gradients_are_of_later_activations_and_settle(kernel: Any, pat
         assert_right_gradient(out.values, dy, operands.activations["x"], w)
     assert launch.choice["path"] == (path or "pointers")
     assert launch.choice["precision"] == ("tf32" if dtype == "tf32" else "ieee")
-    settled = kernel.prepare(replace(operands, settled=launch.choice), path=path)
-    assert settled.choice == launch.choice
+    pinned = kernel.prepare(replace(operands, pinned=launch.choice), path=path)
+    assert pinned.choice == launch.choice
 
 
 @pytest.mark.parametrize("path", ["tma", None])

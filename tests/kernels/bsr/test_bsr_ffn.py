@@ -76,7 +76,7 @@ def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
     these, drawn = given(asked)
     launch = bsr_ffn.prepare(these)
     assert_right(launch, asked, drawn)
-    again = bsr_ffn.prepare(replace(these, settled=launch.choice))
+    again = bsr_ffn.prepare(replace(these, pinned=launch.choice))
     assert again.choice == launch.choice
     assert {each["kernel"] for each in again.choice.values()} == {"bsr_triton"}
     assert_right(again, asked, drawn)
@@ -109,7 +109,7 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
 
     def module(name: str, reason: str | None) -> Any:
         def prepare(own: Operands, *, tuned: bool) -> Launch:
-            asked.append((name, own.settled, tuned))
+            asked.append((name, own.pinned, tuned))
             if name == "third":
                 raise Unsupported("not of these blocks")
             return Launch(lambda: torch.zeros(1), {"of": name}, name)
@@ -127,8 +127,8 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
     found = bsr_ffn._product(these, "down", w, x, False)
     assert (found.choice, found.code) == ({"kernel": "second", "of": "second"}, "second")
     assert asked == [(name, None, False) for name in ("first", "second", "third")]
-    settled = {"down": {"kernel": "first"}}
-    found = bsr_ffn._product(replace(these, settled=settled), "down", w, x, True)
+    pinned = {"down": {"kernel": "first"}}
+    found = bsr_ffn._product(replace(these, pinned=pinned), "down", w, x, True)
     assert found.choice["kernel"] == "first"
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", {n: modules[n] for n in ("third", "fourth")})
     reasons = "down: third: not of these blocks; fourth: not on this device"
@@ -142,7 +142,7 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
     [("bf16", "needs an NVIDIA GPU, found cpu"), ("fp8", "expected fp16, bf16, fp32 or tf32")],
 )
 def test_what_it_cannot_run_is_refused(dtype: str, reason: str) -> None:
-    refused = bsr_ffn.KERNEL.supports(problem(4, 64, 32, dtype, 16), CPU)
+    refused = bsr_ffn.KERNEL.unsupported(problem(4, 64, 32, dtype, 16), CPU)
     assert refused is not None
     assert reason in refused
 
@@ -159,7 +159,7 @@ def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: st
     these, drawn = given(asked, CUDA)
     launch = bsr_ffn.prepare(these)
     assert_right(launch, asked, drawn)
-    again = bsr_ffn.prepare(replace(these, settled=launch.choice))
+    again = bsr_ffn.prepare(replace(these, pinned=launch.choice))
     assert again.choice == launch.choice
     assert_right(again, asked, drawn)
     y = launch()

@@ -222,7 +222,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
 @pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
 def test_other_devices_are_refused(module):
     problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
-    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -289,7 +289,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, b
     given = {"dy" if transposed else "x": wide}
     operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
     launch = module.prepare(operands)
-    again = module.prepare(replace(operands, settled=launch.choice))
+    again = module.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -208,7 +208,7 @@ def bsr16() -> Bsr:
 @pytest.mark.parametrize("module", [bsr_wgmma, bsr_wgmma_dgrad])
 def test_other_devices_are_refused(module):
     problem = Problem("linear", {"dtype": "fp16"})
-    reason = module.KERNEL.supports(problem, torch.device("cpu"))
+    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -288,7 +288,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module):
     given = {"dy" if transposed else "x": wide}
     operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
     launch = module.prepare(operands)
-    again = module.prepare(replace(operands, settled=launch.choice))
+    again = module.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -260,7 +260,7 @@ def test_what_the_kernel_cannot_sum_is_refused_before_anything_is_built():
 
 def test_other_devices_are_refused():
     problem = Problem("linear_wgrad", {"dtype": "fp16"})
-    reason = bsr_wgrad.KERNEL.supports(problem, torch.device("cpu"))
+    reason = bsr_wgrad.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -358,7 +358,7 @@ def test_a_prepared_launch_is_captured_and_sums_rewritten_activations():
         Problem("linear_wgrad", {"dtype": "bf16"}), {}, given, torch.matmul, None, pattern
     )
     launch = bsr_wgrad.prepare(operands)
-    again = bsr_wgrad.prepare(replace(operands, settled=launch.choice))
+    again = bsr_wgrad.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.triton import Program, box
+from sparsebench.kernels._common.triton import BoundKernel, box
 from sparsebench.kernels.bsr import bsr_small, bsr_wgmma, bsr_wgrad
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of, repack
@@ -404,7 +404,7 @@ def test_a_template_runs_on_any_operands_of_its_layout():
         programs.append(a.stride())
         out = a.new_empty(len(a), 5)
         args = box(a, 16, 16, "tma"), b, out, extra, a.stride(0)
-        return Program(kernel, (7,), args, {"FIRST": 1, "LAST": 2, "num_warps": 4}, out)
+        return BoundKernel(kernel, (7,), args, {"FIRST": 1, "LAST": 2, "num_warps": 4}, out)
 
     run, b = _bsr_plans._templates(program), torch.zeros(9)
     wide = torch.zeros(32, 64)

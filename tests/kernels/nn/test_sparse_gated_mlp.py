@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.harness.check import Expected, check
-from sparsebench.kernels._common.triton import Program
+from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
 from sparsebench.kernels.sparse_activations import _gather, _index, _overflow
@@ -534,7 +534,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Program]:
+def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[BoundKernel]:
     """Return the programs of a step."""
     x, w, g, norms = (empty(*s, dtype=dtype) for s in ((m, k), (n, k), (m, n), (m,)))
     norms = norms.float()
@@ -557,7 +557,7 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Program]:
     yield summed("one", by_unit, (h,), (x,), (w,))
 
 
-def source_of(program: Program) -> tuple[ASTSource, dict[str, Any]]:
+def source_of(program: BoundKernel) -> tuple[ASTSource, dict[str, Any]]:
     """Return a call as Triton would compile it, and the options; None and sizes of 1 are fixed."""
     params, values = program.kernel.params, dict(program.constants)
     names = [param.name for param in params]

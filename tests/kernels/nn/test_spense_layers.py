@@ -344,7 +344,7 @@ def test_inputs_that_a_layer_cannot_multiply_are_refused():
 def test_equal_tiles_of_tokens_share_their_lists(monkeypatch):
     monkeypatch.setattr(spense_wgmma, "load", lambda *given: (None, "code"))
     monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(spense_wgmma, "supports", lambda problem, device: None)
+    monkeypatch.setattr(spense_wgmma, "unsupported", lambda problem, device: None)
     monkeypatch.setattr(layers, "_PLANS", {})
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     plans = {m: layers._planned(torch.zeros(m, 1024, dtype=BF16), w) for m in (600, 700, 900)}
@@ -481,7 +481,7 @@ def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: 
         gate, up = spense_ffn.parted(dense @ x.T)
         return y.copy_((ACT[activation](gate) * up).T)
 
-    return Launch(run, {"by": operands.settled or list(w.shape)}, "code")
+    return Launch(run, {"by": operands.pinned or list(w.shape)}, "code")
 
 
 @compiled
@@ -494,7 +494,7 @@ def test_feed_forward_layers_join_gate_and_up(fraction, activation, monkeypatch)
     redraw(these.problem, load_op("ffn"), these.activations, 1)
     assert_right(launch(), these)
     assert launch.choice == {"gate_up": {"by": [2 * 392, 72]}, "down": {"by": [72, 392]}}
-    again = spense_ffn.prepare(replace(these, settled=launch.choice))
+    again = spense_ffn.prepare(replace(these, pinned=launch.choice))
     assert again.choice == {name: {"by": choice} for name, choice in launch.choice.items()}
 
 
@@ -532,7 +532,7 @@ def test_a_feed_forward_layer_is_right_on_a_gpu(activation, dtype):
         redraw(these.problem, load_op("ffn"), these.activations, 1)
         launch().fill_(float("nan"))
         assert_right(launch(), these)
-        again = spense_ffn.prepare(replace(these, settled=launch.choice))
+        again = spense_ffn.prepare(replace(these, pinned=launch.choice))
         assert (again.choice, again.code) == (launch.choice, launch.code)
         assert_right(again(), these)
 

@@ -240,9 +240,9 @@ def test_a_settled_layout_is_taken_again(
     library: HostCusparse, peer: Any, block: int | None
 ) -> None:
     operands = wgrad_of(5, 9, 14, block)
-    settled = {"dy_layout": "rows", "x_layout": "columns"}
-    launch = peer.KERNEL.prepare(replace(operands, settled=settled))
-    assert settled.items() <= launch.choice.items()
+    pinned = {"dy_layout": "rows", "x_layout": "columns"}
+    launch = peer.KERNEL.prepare(replace(operands, pinned=pinned))
+    assert pinned.items() <= launch.choice.items()
 
 
 @pytest.mark.parametrize("peer", [cusparse_bell_dgrad, cusparse_csr_dgrad])
@@ -314,8 +314,8 @@ def test_the_peers_ask_for_a_gpu_and_the_bindings(
     monkeypatch: pytest.MonkeyPatch, peer: Any
 ) -> None:
     problem = Problem("linear", {"m": 1, "n": 1, "k": 1, "dtype": "bf16"})
-    assert "NVIDIA GPU, found device cpu" in peer.KERNEL.supports(problem, torch.device("cpu"))
+    assert "NVIDIA GPU, found device cpu" in peer.KERNEL.unsupported(problem, torch.device("cpu"))
     monkeypatch.setattr(_cusparse, "find_spec", lambda name: None)
-    assert "pip install" in peer.KERNEL.supports(problem, torch.device("cuda"))
+    assert "pip install" in peer.KERNEL.unsupported(problem, torch.device("cuda"))
     monkeypatch.setattr(_cusparse, "find_spec", lambda name: find_spec("torch"))
-    assert peer.KERNEL.supports(problem, torch.device("cuda")) is None
+    assert peer.KERNEL.unsupported(problem, torch.device("cuda")) is None

@@ -71,7 +71,7 @@ def problem_of(dtype: str, pattern: str = "two_four", m: int = M, n: int = N) ->
 
 
 def operands_of(
-    dtype: str, pattern: str = "two_four", device: str = "cpu", settled: Any = None
+    dtype: str, pattern: str = "two_four", device: str = "cpu", pinned: Any = None
 ) -> Operands:
     problem = problem_of(dtype, pattern)
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def operands_of(
     w, x = torch.randn(N, K).where(keep, 0).to(DTYPES[dtype]), torch.randn(M, K).to(DTYPES[dtype])
     params = {"dense_fraction": 0.5, "split": SPLITS[pattern]} if pattern in SPLITS else {}
     weights = {"w": Spense.from_dense(w.to(device), **params)}
-    return Operands(problem, weights, {"x": x.to(device)}, definition, settled)
+    return Operands(problem, weights, {"x": x.to(device)}, definition, pinned)
 
 
 def assert_right(y: Any, operands: Operands) -> None:
@@ -163,7 +163,7 @@ def test_what_is_settled_is_taken_again_without_a_search(
     candidates(monkeypatch, cusparselt, pick=1)
     choice = cusparselt.prepare(operands_of(dtype)).choice
     library.searched.clear()
-    operands = operands_of(dtype, settled=choice)
+    operands = operands_of(dtype, pinned=choice)
     launch = cusparselt.prepare(operands)
     assert launch.choice == choice
     assert_right(launch(), operands)
@@ -202,10 +202,10 @@ def test_the_hybrid_is_the_product_and_reads_activations_anew(
 def test_the_hybrid_takes_what_is_settled(library: Library, dtype: str, pattern: str) -> None:
     choice = cusparselt_hybrid.prepare(operands_of(dtype, pattern)).choice
     last = cusparselt_hybrid.ways(DTYPES[dtype], pattern == "spense_rows")[-1]
-    settled = {"sparse": choice["sparse"], "dense": vars(last)}
+    pinned = {"sparse": choice["sparse"], "dense": vars(last)}
     library.searched.clear()
-    launch = cusparselt_hybrid.prepare(operands_of(dtype, pattern, settled=settled))
-    assert launch.choice == settled
+    launch = cusparselt_hybrid.prepare(operands_of(dtype, pattern, pinned=pinned))
+    assert launch.choice == pinned
     assert not library.searched
 
 
@@ -222,28 +222,28 @@ def test_what_the_library_cannot_take_is_refused_before_any_launch(
     problem: Problem, reason: str
 ) -> None:
     for kernel in (cusparselt.KERNEL, cusparselt_hybrid.KERNEL):
-        assert reason in str(kernel.supports(problem, CUDA))
+        assert reason in str(kernel.unsupported(problem, CUDA))
 
 
 def test_a_torch_without_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert cusparselt.supports(problem_of("bf16"), CUDA) == "torch was built without cuSPARSELt"
+    assert cusparselt.unsupported(problem_of("bf16"), CUDA) == "torch was built without cuSPARSELt"
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
-    assert cusparselt.supports(problem_of("bf16"), CUDA) is None
+    assert cusparselt.unsupported(problem_of("bf16"), CUDA) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "8.9 or newer, found 8.0" in str(cusparselt.supports(problem_of("fp8"), CUDA))
+    assert "8.9 or newer, found 8.0" in str(cusparselt.unsupported(problem_of("fp8"), CUDA))
 
 
 def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Launch]:
-    """Prepare, and prepare again as settled, as a later process does."""
-    if reason := kernel.KERNEL.supports(operands.problem, operands.device):
+    """Prepare, and prepare again as pinned, as a later process does."""
+    if reason := kernel.KERNEL.unsupported(operands.problem, operands.device):
         pytest.skip(reason)
     first = kernel.prepare(operands, **options)
     yield first
-    settled = Operands(
+    pinned = Operands(
         operands.problem, operands.weights, operands.activations, definition, first.choice
     )
-    again = kernel.prepare(settled, **options)
+    again = kernel.prepare(pinned, **options)
     assert again.choice == first.choice
     yield again
 
@@ -273,8 +273,8 @@ def test_every_way_to_join_the_parts_is_right_on_a_gpu(dtype: str, pattern: str)
     operands = operands_of(dtype, pattern, device="cuda")
     (first, _) = on_the_gpu(cusparselt_hybrid, operands)
     for way in cusparselt_hybrid.ways(DTYPES[dtype], pattern == "spense_rows"):
-        settled = {"sparse": first.choice["sparse"], "dense": vars(way)}
+        pinned = {"sparse": first.choice["sparse"], "dense": vars(way)}
         again = Operands(
-            operands.problem, operands.weights, operands.activations, definition, settled
+            operands.problem, operands.weights, operands.activations, definition, pinned
         )
         assert_right(cusparselt_hybrid.prepare(again)(), operands)

@@ -71,7 +71,7 @@ def test_the_product_equals_the_definition_in_fp64(
     peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
 ) -> None:
     operands = operands_of(shape, form, density, **params)
-    assert peer.KERNEL.supports(operands.problem, CPU) is None
+    assert peer.KERNEL.unsupported(operands.problem, CPU) is None
     assert_right(peer.KERNEL.prepare(operands)(), operands)
 
 
@@ -95,19 +95,19 @@ def test_rewritten_activations_are_multiplied_anew(peer: Any, form: Any, params:
 @pytest.mark.parametrize("peer", [scipy_csr, scipy_bsr])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_scipy_refuses_sixteen_bit_types(peer: Any, dtype: str) -> None:
-    assert f"found {dtype}" in peer.KERNEL.supports(problem_of(dtype), CPU)
+    assert f"found {dtype}" in peer.KERNEL.unsupported(problem_of(dtype), CPU)
 
 
 def test_cublas_refuses_fp32_where_torch_is_told_to_use_tf32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cublas.supports(problem_of("fp32"), CUDA) is None
+    assert cublas.unsupported(problem_of("fp32"), CUDA) is None
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
     assert "found torch.backends.cuda.matmul.fp32_precision = 'tf32'" in str(
-        cublas.supports(problem_of("fp32"), CUDA)
+        cublas.unsupported(problem_of("fp32"), CUDA)
     )
-    assert cublas.supports(problem_of("bf16"), CUDA) is None
-    assert cublas.supports(problem_of("tf32"), CUDA) is None
+    assert cublas.unsupported(problem_of("bf16"), CUDA) is None
+    assert cublas.unsupported(problem_of("tf32"), CUDA) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32"])
@@ -135,9 +135,9 @@ def test_cublas_restores_the_precision_after_an_error() -> None:
 
 
 def test_blocked_ell_is_refused_fp32_and_not_tf32() -> None:
-    assert "expected dtype tf32" in str(cusparse_bell.supports(problem_of("fp32"), CUDA))
-    found = cusparse_bell.supports(problem_of("tf32"), CUDA)
-    assert found == _cusparse.supports(problem_of("tf32"), CUDA)
+    assert "expected dtype tf32" in str(cusparse_bell.unsupported(problem_of("fp32"), CUDA))
+    found = cusparse_bell.unsupported(problem_of("tf32"), CUDA)
+    assert found == _cusparse.unsupported(problem_of("tf32"), CUDA)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_torch_would_hand_to_its_slow_path_is_refused(
 def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
     w = operands_of((48, 64, 64), block=[16, 32]).weights["w"]
     assert isinstance(w, Bsr)
-    assert torch_bsr.refusal(w, 48, tuned=True) is None
+    assert torch_bsr.unsupported_operands(w, 48, tuned=True) is None
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,17 @@ def test_tiles_divide_the_tokens_and_hold_what_torch_ships(
 
 
 def test_torch_asks_for_a_gpu() -> None:
-    assert "found device cpu" in str(torch_bsr.supports(problem_of(), CPU))
-    assert torch_bsr.supports(problem_of(), CUDA) is None
+    assert "found device cpu" in str(torch_bsr.unsupported(problem_of(), CPU))
+    assert torch_bsr.unsupported(problem_of(), CUDA) is None
 
 
 def test_the_peers_import_without_any_gpu_package() -> None:
     peers = "cublas cusparse_bell cusparse_bsr cusparse_csr reference scipy_bsr scipy_csr torch_bsr"
     program = (
         "import sys\n"
+        "from sparsebench.harness.catalog import load_kernel\n"
         "for name in 'nvmath', 'cupy', 'triton': sys.modules[name] = None\n"
         f"for name in '{peers} torch_dense'.split():\n"
-        "    __import__('sparsebench.kernels.' + name)\n"
+        "    load_kernel(name)\n"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)

@@ -65,13 +65,13 @@ def operands_of(op: str, layout: str | None = None, block: int = 128) -> Operand
     drawn = {"x": torch.randn(128, 256), "dy": torch.randn(128, 384)}
     names = {"linear": ["x"], "linear_dgrad": ["dy"], "linear_wgrad": ["dy", "x"]}[op]
     packed = Bsr.from_dense(w, block=block)
-    settled = {"layout": layout} if layout else None
+    pinned = {"layout": layout} if layout else None
     found = Operands(
         Problem(op, SIZES),
         {"w": packed},
         {name: drawn[name] for name in names},
         load_op(op).definition,
-        settled,
+        pinned,
     )
     return replace(found, weights={}, pattern=packed) if op == "linear_wgrad" else found
 
@@ -115,19 +115,19 @@ def test_the_weight_gradient_is_packed_like_the_weight() -> None:
     ],
 )
 def test_sizes_that_stk_cannot_take_are_refused(fields: dict[str, Any], reason: str | None) -> None:
-    found = stk.supports(Problem("linear", SIZES | fields), CUDA)
+    found = stk.unsupported(Problem("linear", SIZES | fields), CUDA)
     assert found is None if reason is None else reason in str(found)
 
 
 def test_without_a_gpu_or_stk_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("linear", SIZES)
-    assert "found device cpu" in str(stk.supports(problem, torch.device("cpu")))
+    assert "found device cpu" in str(stk.unsupported(problem, torch.device("cpu")))
 
     def missing(name: str) -> str:
         raise stk.PackageNotFoundError(name)
 
     monkeypatch.setattr(stk, "version", missing)
-    assert stk.supports(problem, CUDA) == "needs STK: pip install stanford-stk"
+    assert stk.unsupported(problem, CUDA) == "needs STK: pip install stanford-stk"
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -145,7 +145,7 @@ def test_stk_itself_is_right(op: str) -> None:
     name = {"linear": "stk", "linear_dgrad": "stk_dgrad", "linear_wgrad": "stk_wgrad"}[op]
     fields = {"m": 256, "n": 512, "k": 384, "dtype": "bf16"}
     problem = Problem(op, {**fields, "pattern": "blocks", "block": 128, "sparsity": 0.5})
-    if reason := stk.supports(problem, CUDA):
+    if reason := stk.unsupported(problem, CUDA):
         pytest.skip(reason)
     contender = Contender("bsr", name, {"block": 128})
     (row,) = contest.run(problem, [contender], torch.device("cuda:0"), None)[0]

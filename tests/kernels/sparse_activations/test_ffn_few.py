@@ -87,7 +87,7 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
 def test_what_the_kernel_cannot_do_is_refused(
     sizes: tuple[int, int, int], reason: str | None
 ) -> None:
-    assert ffn_few.supports(*sizes) == reason
+    assert ffn_few.unsupported(*sizes) == reason
 
 
 # ---- its code ----
@@ -208,7 +208,7 @@ SHAPES += [(1, 14336, 4096), (16, 14336, 4096), (27, 14336, 4096), (64, 14336, 4
 SHAPES += [(9, 520, 3848), (50, 2056, 3080), (64, 28672, 1024), (2, 28672, 4096)]
 
 
-def launched(operands: Operands, squared: bool) -> ffn_few.Program:
+def launched(operands: Operands, squared: bool) -> ffn_few.BoundKernel:
     return ffn_few.launch(*operands, torch.empty_like(operands[0]), squared=squared)
 
 

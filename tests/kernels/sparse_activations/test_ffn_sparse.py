@@ -26,7 +26,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.check import Expected, check
 from sparsebench.harness.operands import operands, redraw
 from sparsebench.kernels._common.cuda import Constants
-from sparsebench.kernels._common.triton import Program
+from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.dense import ffn_dense_triton, torch_compile
 from sparsebench.kernels.sparse_activations import _remainder, ffn_sparse, mlp_sparse
@@ -87,7 +87,7 @@ def test_a_limit_is_a_share_of_the_units_that_many_tokens_make_constant() -> Non
 )
 def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:
     asked = problem(**({"m": 4, "n": 512, "k": 256} | change))
-    assert reason in (ffn_sparse.KERNEL.supports(asked, CPU) or "")
+    assert reason in (ffn_sparse.KERNEL.unsupported(asked, CPU) or "")
 
 
 # ---- its code ----
@@ -255,7 +255,7 @@ def test_interpreted_fused_gate_and_up_are_right(dtype, activation, path):
         assert_right(torch.mm(h, wd.t()), these)
 
 
-def assert_triton_compiles(program: Program) -> None:
+def assert_triton_compiles(program: BoundKernel) -> None:
     """Compile a call ahead of time, as Triton would make it: a size that is one is a constant."""
     names, values = program.kernel.arg_names, dict(program.constants)
     options = {name: values.pop(name) for name in (*values,) if name not in names}
@@ -373,7 +373,7 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
             if way == "few":
                 continue
             launch = ffn_sparse.prepare(these, way=way)
-            again = ffn_sparse.prepare(replace(these, settled=launch.choice))
+            again = ffn_sparse.prepare(replace(these, pinned=launch.choice))
             assert again.choice == launch.choice
             assert way in ("best", "sparse", launch.choice["way"])
             redraw(these.problem, OP, these.activations, 1)
@@ -381,10 +381,10 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
     these = gpu_case(64)
     launch = ffn_sparse.prepare(these, way="sparse")
     assert launch.choice == ffn_sparse.prepare(these, way="few").choice == {"way": "few"}
-    assert_right(ffn_sparse.prepare(replace(these, settled=launch.choice))(), these)
+    assert_right(ffn_sparse.prepare(replace(these, pinned=launch.choice))(), these)
     asked = problem(300, 1024, 512, op="mlp", active=8)
     launch = mlp_sparse.prepare(given(asked, GPU))
-    again = mlp_sparse.prepare(replace(given(asked, GPU), settled=launch.choice))
+    again = mlp_sparse.prepare(replace(given(asked, GPU), pinned=launch.choice))
     assert again.choice == launch.choice
 
 
@@ -462,4 +462,4 @@ def test_dense_yardsticks_are_right_on_a_gpu(kernel: Any, m: int, activation: st
     launch = kernel.prepare(these)
     redraw(these.problem, OP, these.activations, 1)
     assert_right(launch(), these)
-    assert_right(kernel.prepare(replace(these, settled=launch.choice))(), these)
+    assert_right(kernel.prepare(replace(these, pinned=launch.choice))(), these)

@@ -118,7 +118,7 @@ def test_room_for_no_unit_is_refused():
 def test_the_suite_asks_for_what_the_kernel_can():
     kernel = load_kernel("ffn_step_sparse")
     for contest in read("ffn-step").contests:
-        reason = kernel.supports(contest.problem, CPU)
+        reason = kernel.unsupported(contest.problem, CPU)
         assert reason is not None
         assert reason.startswith("needs an NVIDIA GPU")
 

@@ -215,9 +215,9 @@ def test_cublas_multiplies_step_by_step(activation: str) -> None:
     asked = problem(n=512, k=256, activation=activation)
     these, drawn = given(asked)
     for fast in (True, False):  # oneDNN's products, by the same name in torch
-        settled = {"library": "cublaslt", "use_fast_accum": fast}
-        launch = cublas.prepare(replace(these, settled=settled))
-        assert launch.choice == settled
+        pinned = {"library": "cublaslt", "use_fast_accum": fast}
+        launch = cublas.prepare(replace(these, pinned=pinned))
+        assert launch.choice == pinned
         assert_right(launch, asked, drawn)
 
 
@@ -253,8 +253,8 @@ def test_its_steps_are_one_graph_to_torch_compile() -> None:
     ],
 )
 def test_a_cpu_is_refused(kernel: Any, reason: str) -> None:
-    assert reason in kernel.KERNEL.supports(problem(), CPU)
-    odd = kernel.KERNEL.supports(problem(n=2056), CPU)
+    assert reason in kernel.KERNEL.unsupported(problem(), CPU)
+    odd = kernel.KERNEL.unsupported(problem(n=2056), CPU)
     assert kernel is spense_ffn or "multiples of 16 in fp8, found n 2056 and k 512" in odd
 
 
@@ -338,8 +338,8 @@ def test_interpreted_layers_of_two_products_are_right(activation, dtype, sizes) 
     these, drawn = given(asked)
     launch = cublas_ffn.prepare(these)
     assert_right(launch, asked, drawn)
-    settled = {name: dict(way) for name, way in launch.choice.items()}
-    again = cublas_ffn.prepare(replace(these, settled=settled))
+    pinned = {name: dict(way) for name, way in launch.choice.items()}
+    again = cublas_ffn.prepare(replace(these, pinned=pinned))
     assert again.choice == launch.choice
     assert_right(again, asked, drawn)
 
@@ -411,7 +411,7 @@ def test_casts_saturate_and_memory_is_read_in_16_bytes(tmp_path: Path, monkeypat
 
 @pytest.mark.gpu
 def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
-    if reason := cublas.lacks_fp8(CUDA):
+    if reason := cublas.unsupported_fp8(CUDA):
         pytest.skip(reason)
     every = torch.arange(2**16, device=CUDA).to(torch.int32).to(torch.int16).view(BF16)
     x = torch.stack([every.view(64, 1024)[i % 64].roll(i) for i in range(133)])
@@ -423,7 +423,7 @@ def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
-    if reason := cublas.lacks_fp8(CUDA):
+    if reason := cublas.unsupported_fp8(CUDA):
         pytest.skip(reason)
     for m, k in ((1, 16), (19, 5120), (300, 27648)):
         x = 10.0 ** torch.linspace(-6, 4, m, device=CUDA)[:, None] * torch.randn(m, k, device=CUDA)
@@ -440,7 +440,7 @@ def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_hidden_units_are_rounded_once_on_a_gpu(activation: str) -> None:
-    if reason := cublas.lacks_fp8(CUDA):
+    if reason := cublas.unsupported_fp8(CUDA):
         pytest.skip(reason)
     for m, n in ((1, 16), (19, 336), (3000, 1360)):
         products = 64 * torch.randn(m, 2 * n, device=CUDA).to(BF16)
@@ -464,7 +464,7 @@ SHAPES = [(1, 512, 256), (17, 1360, 528), (33, 2048, 512), (300, 1360, 528), (10
 @pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_products_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
-    if reason := cublas_ffn.supports(problem(dtype), CUDA):
+    if reason := cublas_ffn.unsupported(problem(dtype), CUDA):
         pytest.skip(reason)
     m, n, k = shape
     for activation in cublas.ACTIVATIONS:
@@ -473,9 +473,9 @@ def test_two_products_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
         launch = cublas_ffn.prepare(these)
         assert_right(launch, asked, drawn)
         for way in cublas_ffn.ways(these.weights["wg"].to_dense().dtype):
-            settled = dict.fromkeys(("gate_up", "down"), vars(way))
-            forced = cublas_ffn.prepare(replace(these, settled=settled))
-            assert forced.choice == settled
+            pinned = dict.fromkeys(("gate_up", "down"), vars(way))
+            forced = cublas_ffn.prepare(replace(these, pinned=pinned))
+            assert forced.choice == pinned
             assert_right(forced, asked, drawn)
 
 
@@ -483,7 +483,7 @@ def test_two_products_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
 @pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
 @pytest.mark.parametrize("kernel", [cublas, torch_compile])
 def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
-    if reason := cublas.lacks_fp8(CUDA):
+    if reason := cublas.unsupported_fp8(CUDA):
         pytest.skip(reason)
     for m, n, k in SHAPES:
         for activation in ("silu", "relu2"):
@@ -502,7 +502,7 @@ def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
         these, drawn = given(asked, CUDA, fraction)
         launch = spense_ffn.prepare(these)
         assert_right(launch, asked, drawn)
-        again = spense_ffn.prepare(replace(these, settled=launch.choice))
+        again = spense_ffn.prepare(replace(these, pinned=launch.choice))
         assert (again.choice, again.code) == (launch.choice, launch.code)
         assert_right(again, asked, drawn)
 

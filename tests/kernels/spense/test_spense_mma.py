@@ -226,7 +226,7 @@ def test_other_devices_and_dtypes_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(spense_mma, "find_spec", lambda name: name)
-    found = spense_mma.KERNEL.supports(Problem("linear", {"dtype": dtype}), torch.device(device))
+    found = spense_mma.KERNEL.unsupported(Problem("linear", {"dtype": dtype}), torch.device(device))
     assert bool(found) == bool(reason)
     assert (found or "").startswith(reason)
 
@@ -320,7 +320,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(dtype: st
     problem = Problem("linear", {"dtype": dtype})
     operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
     launch = spense_mma.prepare(operands)
-    again = spense_mma.prepare(replace(operands, settled=launch.choice))
+    again = spense_mma.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

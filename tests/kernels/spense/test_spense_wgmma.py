@@ -320,7 +320,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> No
 @pytest.mark.parametrize("dtype", NAMES)
 def test_other_devices_are_refused(dtype: str) -> None:
     problem = Problem("linear", {"dtype": dtype})
-    reason = spense_wgmma.KERNEL.supports(problem, torch.device("cpu"))
+    reason = spense_wgmma.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -490,7 +490,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(dtype: st
     problem = Problem("linear", {"dtype": dtype})
     operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
     launch = spense_wgmma.prepare(operands)
-    again = spense_wgmma.prepare(replace(operands, settled=launch.choice))
+    again = spense_wgmma.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
