@@ -16,7 +16,7 @@ kernel over the transposed pattern.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -38,7 +38,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._small_steps import (
@@ -215,8 +215,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, transposed=transposed) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def _fitting(w: Bsr, m: int) -> Bsr:

@@ -16,7 +16,7 @@ bsr_wgmma_dgrad.py is the same kernel over the transposed pattern.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -36,7 +36,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -212,8 +212,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

@@ -12,7 +12,7 @@ The sums are fp32 over all tokens, added in one order: equal operands give equal
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -31,9 +31,10 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._gradient import Gradient
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
 from sparsebench.kernels.bsr._wgrad_schedule import work_of
 
@@ -188,16 +189,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     workers = multiprocessors(x.device)
     searched = [] if operands.pinned else configurations(pattern, len(x), workers)
     configs, by = choose("bsr_wgrad", Config, operands, sizes, tuned, searched)
-    candidates = [launch(dy, x, pattern, config) for config in configs]
-    best = fastest(candidates, x.device)
-    program = candidates[best]
-    gradient = replace(pattern, values=program.out)
-
-    def run() -> Bsr:
-        program()
-        return gradient
-
-    return Launch(run, asdict(configs[best]) | by, program.code)
+    candidates = [Gradient(launch(dy, x, pattern, config), pattern) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 KERNEL = Kernel(
