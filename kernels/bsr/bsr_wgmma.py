@@ -46,8 +46,9 @@ from sparsebench.kernels.bsr._wgmma_schedule import schedule
 TOKENS = 256, 128, 64
 FEW_ITEMS = 132  # one for each SM of an H200
 THREADS = 384
-# 192 KB of slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
-SHARED_BYTES = 192 * 1024 + 4 * 8 * 1024 + 1024
+# Slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
+RING_BYTES = 192 * 1024
+SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
 ARGUMENTS = Layout("384s", f"{20 * WORKERS}s", *"PP")  # maps of x, w and y; First; steps, items
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
@@ -176,6 +177,8 @@ def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Consta
         ("CLUSTER", config.cluster),
         ("TRANSPOSED", int(transposed)),
         ("FP16", int(dtype == torch.float16)),
+        *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
+        *(("SIDE", SIDE), ("NO_SLICE", NO_SLICE)),
     )
 
 

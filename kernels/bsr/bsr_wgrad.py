@@ -36,10 +36,11 @@ from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, mult
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._gradient import Gradient
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
-from sparsebench.kernels.bsr._wgrad_schedule import work_of
+from sparsebench.kernels.bsr._wgrad_schedule import TILES, work_of
 
 THREADS = 384
-SHARED_BYTES = 216 * 1024 + 1024  # the slots, and what aligning to 1024 may take
+RING_BYTES = 216 * 1024  # of slots
+SHARED_BYTES = RING_BYTES + 1024  # aligning to 1024 may take 1023
 PARTIAL = 2 * SIDE * SIDE  # sums in a column of tiles of both halves of an item, fp32
 # Maps of dy and x; loads, sums, starts, values; width; partials, counters.
 ARGUMENTS = Layout("256s", *"PPPPiPP")
@@ -155,6 +156,7 @@ def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
         ("TILES", tiles),
         ("WIDE", config.wide),
         ("FP16", int(dtype == torch.float16)),
+        *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("SIDE", SIDE), ("BOXES", max(TILES))),
     )
 
 

@@ -232,6 +232,7 @@ def constants_of(
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("PACKED", int(packed)),
+        ("WORKERS", WORKERS),
     )
 
 
