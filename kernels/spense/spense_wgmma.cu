@@ -118,7 +118,6 @@ struct alignas(16) Work { int group, token, first, count; };
 struct alignas(16) Join { int part, parts, place, counter; };
 struct Item { Work work; Join join; };
 // An argument: read from memory, one after the other, they come 1.3 us later to the first copy.
-constexpr int WORKERS = 160;
 struct First { Work items[WORKERS]; int starts[WORKERS]; };
 
 __device__ __forceinline__ int row_of(const Weights& w, const Work& item, int share) {

@@ -16,7 +16,7 @@ H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype: f
 where it is larger. n is a multiple of 16 then, of 32 in fp8: rows of H, too, have 16 bytes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -34,7 +34,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
@@ -232,6 +232,7 @@ def constants_of(
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("PACKED", int(packed)),
+        ("WORKERS", WORKERS),
     )
 
 
@@ -278,8 +279,7 @@ def prepare(
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
