@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import DTYPES, ROWS, Spense
+from sparsebench.formats.spense import DTYPES, ROW_BYTES, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.cuda import (
     TMA_ALIGNMENT,
     BoundKernel,
@@ -42,11 +42,11 @@ from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 from sparsebench.results.record import Problem
 
 TOKENS = 16, 32, 64, 128, 256
-BOX = 64  # elements of 16 bits: rows of 128 bytes
+BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 THREADS = 384
-SHARED_BYTES = 226 * 1024  # rings, chunks of Y, aligning to 1024
-STORED = 16  # tokens of Y at a time
-# Maps of x and y; Weights; First; Scales; items, sums of pieces, counters.
+SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
+STORE_TOKENS = 16  # tokens of Y that one TMA store writes
+# Maps of x and y; Weights; First; Scales; work items, workspace, counters.
 ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
@@ -188,7 +188,7 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKe
     kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
     y = x.new_empty(plan.y, dtype=kind)
     written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
-    return program(plan, x, w, y, _map_of(y, (STORED, written)), scales)
+    return program(plan, x, w, y, _map_of(y, (STORE_TOKENS, written)), scales)
 
 
 def program(
@@ -233,6 +233,12 @@ def constants_of(
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("PACKED", int(packed)),
         ("WORKERS", WORKERS),
+        ("THREADS", THREADS),
+        ("SHARED_BYTES", SHARED_BYTES),
+        ("ROWS", ROWS),
+        ("ROW_BYTES", ROW_BYTES),
+        ("VALUE_BYTES", VALUE_BYTES),
+        ("STORE_TOKENS", STORE_TOKENS),
     )
 
 
