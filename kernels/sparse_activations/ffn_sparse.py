@@ -57,7 +57,7 @@ from sparsebench.results.record import Problem
 MOST_K, MOST_SPLIT = 4096, 8
 MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
 SHARED_BYTES = 192 * 1024  # of 227 KB, of which 30 are the kernel's own
-L2_RATE, DENSE_RATE, FEW = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (kernels/NOTES.md)
+L2_RATE, DENSE_RATE, FEW = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
 Way = Literal["best", "sparse", "library", "packed", "few"]
 """Of those above: the fastest of all, the fastest but for dense, or one."""
