@@ -124,12 +124,12 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.answer import answer, answer_json, counted
     from sparsebench.harness.device import named
     from sparsebench.harness.measure import Flags, measure
     from sparsebench.harness.suite import read
     from sparsebench.harness.validate import own_suite
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import answer, answer_json, counted
     from sparsebench.results import store
 
     if (suite is None) == (resume is None):
@@ -190,7 +190,7 @@ def report(
 @app.command()
 def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
     """Set two runs side by side: by ratios to the local baseline, and absolute."""
-    from sparsebench.harness.answer import comparison
+    from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
     from sparsebench.results.compare import compare as compared
 
@@ -215,10 +215,10 @@ def reproduce(
     path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
 ) -> None:
     """Run a run's own suite again here, and say case by case whether it agreed."""
-    from sparsebench.harness.answer import comparison
     from sparsebench.harness.device import named
     from sparsebench.harness.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
     from sparsebench.results.agreement import agreement
 

@@ -1,4 +1,4 @@
-"""harness/answer.py: what a run ends with on a terminal."""
+"""reports/terminal.py: what a run ends with on a terminal."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console, Group
 
-from sparsebench.harness.answer import answer, answer_json, comparison
+from sparsebench.reports.terminal import answer, answer_json, comparison
 from sparsebench.results.compare import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run

@@ -1,4 +1,4 @@
-"""The answer of a run for a terminal: who wins each problem, and where each format breaks even.
+"""The answer of a run on a terminal: who wins each problem, and where each format breaks even.
 
 An interval never stands alone: beside it is its outcome, and below the noise floor of the run and
 whether its A/A pairs make it reliable. Fewer than FEWEST processes give a look, and it says so.
