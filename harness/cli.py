@@ -131,6 +131,7 @@ def run(
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import answer, answer_json, counted
     from sparsebench.results import store
+    from sparsebench.results.analysis import analyse
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
@@ -147,13 +148,12 @@ def run(
     measured = store.read(path)
     page = path / "report.html"
     build(measured, page)
-    counts = counted(measured)
+    found = analyse(measured)
+    counts = counted(found)
     if as_json:
-        _print_json(
-            {"run": str(path), "report": str(page), "cases": counts, **answer_json(measured)}
-        )
+        _print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
     else:
-        _wide().print(answer(measured))
+        _wide().print(answer(found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if counts.keys() - {"ok", "unsupported"}:

@@ -17,13 +17,12 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.measure import Progress
 from sparsebench.harness.reproduce import again, whole
 from sparsebench.results import bundle
+from sparsebench.results.analysis import analyse
 from sparsebench.results.compare import KEYS
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
-from sparsebench.results.noise import noise
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summarised
 from sparsebench.results.verdict import compared
 
 
@@ -49,7 +48,7 @@ def confirm(
     """Measure the cases with the largest speed-ups in `path` again; return the new run."""
     identity = bundle.identity(path)
     run = whole(path)
-    raced = summarised(run)
+    raced = analyse(run).cases
     raced = raced[compared(raced) & (raced.status == "ok")]
     if raced.empty:
         raise ResultError(f"{path}: expected a case with a speed-up to confirm, found none")
@@ -67,11 +66,11 @@ def headlines(run: Run) -> list[Headline]:
 
     An unreliable run (results/noise.py) confirms nothing.
     """
-    found = summarised(run)
-    lines = found.set_index(KEYS, drop=False)
+    found = analyse(run)
+    lines = found.cases.set_index(KEYS, drop=False)
     cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
-    reliable = noise(run).reliability[0] != "unreliable"
-    names = [name for name in [*fields(found), "source"] if name != "pattern"]
+    reliable = found.noise.reliability[0] != "unreliable"
+    names = [name for name in [*fields(found.cases), "source"] if name != "pattern"]
     return [_headline(run, lines.loc[cell].to_dict(), names, reliable) for cell in cells]
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import pandas as pd
 
 from sparsebench.errors import ResultError
+from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summarised
 from sparsebench.results.verdict import compared
 
 KEYS = ["case_id", "scope", "cache"]
@@ -41,7 +41,7 @@ class Comparison:
 
 def compare(a: Run, b: Run) -> Comparison:
     """Join two runs; a ResultError where they share no case, or a case with other operands."""
-    ours, theirs = (c[~c.twin.astype(bool)] for c in (summarised(a), summarised(b)))
+    ours, theirs = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
     shared = ours[KEYS].merge(theirs[KEYS])
     if shared.empty:
         found = f"{len(ours)} and {len(theirs)} with none in common"

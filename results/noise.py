@@ -18,9 +18,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from sparsebench.results.frame import fields, frame
+from sparsebench.results.frame import fields
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
-from sparsebench.results.store import Run
 
 LAUNCH_US = 20.0
 NOTHING_BYTES = 2**16  # weights that any device reads within its launch cost
@@ -82,10 +81,11 @@ class Noise:
         return "reliable", f"This run is reliable: {differ}."
 
 
-def noise(run: Run, rows: pd.DataFrame | None = None) -> Noise:
-    """Judge a run by its A/A pairs; `rows` is frame(run.rows), where it is at hand."""
-    rows = frame(run.rows) if rows is None else rows
-    reference = frame(run.reference)
+def noise(rows: pd.DataFrame, reference: pd.DataFrame) -> Noise:
+    """Return what the A/A pairs say: the suite's, and those that every run has for reference.
+
+    `rows` and `reference` are frames of a run's `rows` and `reference`.
+    """
     found = pairs(rows, reference)
     return Noise(found, floors(found), _launch_us(reference))
 

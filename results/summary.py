@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.frame import RATES, SENSORS, SPEEDUP, TIMES, fields, frame
-from sparsebench.results.noise import Noise, noise
+from sparsebench.results.frame import RATES, SENSORS, SPEEDUP, TIMES, fields
+from sparsebench.results.noise import Noise
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, student
-from sparsebench.results.store import Run
 from sparsebench.results.verdict import judged
 
 CONTEST = ["problem_id", "scope", "cache"]
@@ -22,13 +21,7 @@ FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", 
 SUMMED = ["processes", *FLOATS, "interval", "speedups"]
 
 
-def summarised(run: Run, rows: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return a run's cases with their verdicts; `rows` is frame(run.rows), where it is at hand."""
-    rows = frame(run.rows) if rows is None else rows
-    return summary(rows, noise(run, rows))
-
-
-def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
+def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     """Return a line a case: medians over its processes, and its speed-up over the baseline.
 
     The speed-up is the Hodges-Lehmann estimate, `speedup_low` and `speedup_high` its 95 % interval,
@@ -49,7 +42,7 @@ def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}
     summed = pd.DataFrame(lines, columns=[*kept, *SUMMED])
-    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), floor)
+    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
 
 
 def winners(cases: pd.DataFrame) -> pd.DataFrame:

@@ -21,11 +21,9 @@ from sparsebench.reports.figures._html import percent, significant, times
 from sparsebench.reports.figures._svg import canvas
 from sparsebench.reports.figures._sweep import CHARACTER, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import noise
+from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summary
 
 DENSE = Contender("dense", "cublas", baseline=True)
 SPARSE = [
@@ -187,8 +185,8 @@ MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
 
 
 def frames(rows: list[Row]) -> Frames:
-    table, floor = frame(rows), noise(run(rows))
-    return Frames(run(rows), table, summary(table, floor), floor)
+    found = analyse(run(rows))
+    return Frames(run(rows), found.rows, found.cases, found.noise)
 
 
 RUNS: dict[str, Callable[[], Run]] = {

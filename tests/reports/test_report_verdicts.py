@@ -20,11 +20,9 @@ from sparsebench.reports.figures._figure import Frames, each_measure, measures
 from sparsebench.reports.figures._html import known
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.reports.figures.conversion import draw as conversion
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import noise
+from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
-from sparsebench.results.summary import summary
 
 WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -98,8 +96,8 @@ def run(
 
 
 def frames(of: Run) -> Frames:
-    table, floor = frame(of.rows), noise(of)
-    return Frames(of, table, summary(table, floor), floor)
+    found = analyse(of)
+    return Frames(of, found.rows, found.cases, found.noise)
 
 
 @cache

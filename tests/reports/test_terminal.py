@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console, Group
 
 from sparsebench.reports.terminal import answer, answer_json, comparison
+from sparsebench.results.analysis import analyse
 from sparsebench.results.compare import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
@@ -32,7 +33,7 @@ def run(processes: int, bsr_us: float) -> Run:
 def said(shown: Run | Group) -> str:
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(answer(shown) if isinstance(shown, Run) else shown)
+        console.print(answer(analyse(shown)) if isinstance(shown, Run) else shown)
     return " ".join(capture.get().split())  # a narrow table wraps its title
 
 
@@ -61,7 +62,7 @@ def test_three_processes_give_a_look_and_it_is_said_once() -> None:
 
 
 def test_a_script_is_told_the_same() -> None:
-    found = answer_json(run(8, 50.0))
+    found = answer_json(analyse(run(8, 50.0)))
     assert found["noise_floor"] == {"memory": 0.005}
     assert found["reliability"] == "reliable"
     assert [(line["label"], line["outcome"]) for line in found["winners"]] == [

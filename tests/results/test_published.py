@@ -10,9 +10,9 @@ from sparsebench.harness import operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.picture import picture
 from sparsebench.results import bundle, store
+from sparsebench.results.analysis import analyse
 from sparsebench.results.inspection import inspect
 from sparsebench.results.record import Problem
-from sparsebench.results.summary import summarised
 
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 
@@ -31,7 +31,7 @@ def test_a_published_run_is_whole_and_names_its_commit(path: Path) -> None:
 
 def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
     run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-4096")
-    picture(summarised(run), tmp_path / "speedup.svg")
+    picture(analyse(run).cases, tmp_path / "speedup.svg")
     assert "blocks of 128" in (tmp_path / "speedup.svg").read_text()
 
 
