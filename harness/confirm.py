@@ -21,6 +21,8 @@ from sparsebench.results.analysis import analyse
 from sparsebench.results.compare import KEYS
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
+from sparsebench.results.noise import Reliability
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
 from sparsebench.results.verdict import compared
@@ -49,7 +51,7 @@ def confirm(
     identity = bundle.identity(path)
     run = whole(path)
     raced = analyse(run).cases
-    raced = raced[compared(raced) & (raced.status == "ok")]
+    raced = raced[compared(raced) & (raced.status == Status.OK)]
     if raced.empty:
         raise ResultError(f"{path}: expected a case with a speed-up to confirm, found none")
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
@@ -69,7 +71,7 @@ def headlines(run: Run) -> list[Headline]:
     found = analyse(run)
     lines = found.cases.set_index(KEYS, drop=False)
     cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
-    reliable = found.noise.reliability[0] != "unreliable"
+    reliable = found.noise.reliability[0] is not Reliability.UNRELIABLE
     names = [name for name in [*fields(found.cases), "source"] if name != "pattern"]
     return [_headline(run, lines.loc[cell].to_dict(), names, reliable) for cell in cells]
 
@@ -78,7 +80,7 @@ def _headline(run: Run, cell: dict[str, Any], names: list[str], reliable: bool) 
     confirmed = reliable and cell["outcome"] == Outcome.FASTER
     why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
     word = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
-    if cell["status"] == "ok":
+    if cell["status"] == Status.OK:
         interval = f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
         said = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']} ({interval})"
     else:

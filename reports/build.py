@@ -19,7 +19,9 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name, flat
+from sparsebench.results.noise import Reliability
 from sparsebench.results.pruning import Pruning
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -89,7 +91,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {known[key]}" for name, key in names.items() if key in known]
     dirty = " with uncommitted changes" if known.get("dirty") == "True" else ""
-    ok = (cases.status == "ok").groupby(cases.case_id).all()
+    ok = (cases.status == Status.OK).groupby(cases.case_id).all()
     facts = {
         "started": str(run.state.get("started", "")),
         "versions": ", ".join(versions),
@@ -104,7 +106,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
 def _trust(frames: Frames) -> list[tuple[str, str]]:
     """Say how far the numbers can be trusted, and how loudly: a stamp, or quiet lines."""
     cases, (word, why) = frames.cases, frames.noise.reliability
-    found = [("stamp" if word == "unreliable" else "quiet", why)]
+    found = [("stamp" if word is Reliability.UNRELIABLE else "quiet", why)]
     if len(cases) and (cases.processes < FEWEST).all():
         count = cases.processes.max()
         runs = f"{count} process{'es' if count > 1 else ''}"

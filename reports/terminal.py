@@ -17,6 +17,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.compare import Comparison
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.summary import break_even, winners
 
@@ -28,7 +29,7 @@ VERDICT = 8  # processes for a verdict; FEWEST is the least that gives one
 def answer(found: Analysis) -> Group:
     """Return the tables that `sparsebench run` ends with."""
     cases = _by_size(found.cases)
-    if not (cases.status == "ok").any():
+    if not (cases.status == Status.OK).any():
         return Group("nothing was measured: the report says why")
     even = break_even(cases)
     tables = [_fastest(cases), *([] if even.empty else [_crossings(even)])]
@@ -38,7 +39,8 @@ def answer(found: Analysis) -> Group:
 def counted(found: Analysis) -> dict[str, int]:
     """Count the suite's cases by status; `ok` means ok in every process, scope and cache state."""
     cases = _by_size(found.cases)
-    worst_first = cases[~cases.twin.astype(bool)].sort_values("status", key=lambda s: s == "ok")
+    asked = cases[~cases.twin.astype(bool)]
+    worst_first = asked.sort_values("status", key=lambda status: status == Status.OK)
     statuses = worst_first.drop_duplicates("case_id").status.value_counts()
     return {str(status): int(count) for status, count in statuses.items()}
 

@@ -14,6 +14,7 @@ from sparsebench.errors import ResultError
 from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
 from sparsebench.results.verdict import compared
@@ -74,7 +75,7 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
     there = compared(cases.assign(baseline_label=base))
     there &= base == cases.baseline_label_b.fillna(base)
     there &= cases.speedup_a.notna() | cases.speedup_b.notna()
-    there &= (cases.status_a != "unsupported") & (cases.status_b != "unsupported")
+    there &= (cases[["status_a", "status_b"]] != Status.UNSUPPORTED).all(axis=1)
     return agree.where(there, pd.NA)
 
 

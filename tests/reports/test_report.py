@@ -279,7 +279,9 @@ def test_cases_with_one_reason_are_counted_together() -> None:
 
 def test_a_run_in_several_processes_says_so() -> None:
     rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
-    assert "the range over 3 processes; they are not confidence intervals" in build(run(rows))
+    assert "Intervals: range over 3 processes; they are not confidence intervals" in build(
+        run(rows)
+    )
 
 
 def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:

@@ -56,7 +56,7 @@ def test_an_outcome_stands_beside_its_interval(bsr_us: float, outcome: str) -> N
 
 def test_three_processes_give_a_look_and_it_is_said_once() -> None:
     text = said(run(3, 50.0))
-    assert "interval: over 3 processes" in text
+    assert "interval: range over 3 processes" in text
     assert text.count("a look, not a verdict: --replicates 8 gives one") == 1
     assert "1.996 to 2.002 - Break-even" in text
 

@@ -150,7 +150,7 @@ def test_one_lucky_case_among_many_is_not_called_faster() -> None:
 def test_five_processes_are_a_look_without_an_outcome() -> None:
     rows = [row for row in contest((A, 100.0), (B, 50.0)) if row.replicate < 5]
     line = analyse(run(rows, PAIR)).cases.iloc[1]
-    assert (line.outcome, line.interval) == ("", "over 5 processes")
+    assert (line.outcome, line.interval) == ("", "range over 5 processes")
     assert np.isnan(line.q)
 
 
