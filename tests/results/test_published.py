@@ -12,8 +12,8 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.validate import validate
 from sparsebench.reports.picture import picture
 from sparsebench.results import store
+from sparsebench.results.analysis import analyse
 from sparsebench.results.record import DEFAULTS_ONCE, ONCE, Problem
-from sparsebench.results.summary import summarised
 
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 
@@ -36,7 +36,7 @@ def test_a_published_run_validates_and_names_its_commit(path: Path, tmp_path: Pa
 
 def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
     run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-4096")
-    picture(summarised(run), tmp_path / "speedup.svg")
+    picture(analyse(run).cases, tmp_path / "speedup.svg")
     assert "blocks of 128" in (tmp_path / "speedup.svg").read_text()
 
 
