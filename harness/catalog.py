@@ -7,8 +7,6 @@ entry points: sparsebench.formats, .kernels, .ops, .patterns, .suites (sparseben
 import ast
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
-from importlib import import_module
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -16,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from sparsebench._discovery import CONSTANTS, modules
-from sparsebench.errors import SuiteError
+from sparsebench._discovery import load, modules
 from sparsebench.formats._format import Format
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Kernel
@@ -64,19 +61,19 @@ def suites() -> dict[str, Traversable]:
 
 def load_format(name: str) -> type[Format]:
     """Return the FORMAT of a file, an entry point or a `package.module`."""
-    found: type[Format] = _load("formats", name)
+    found: type[Format] = load("formats", name)
     return found
 
 
 def load_kernel(name: str) -> Kernel:
     """Return the KERNEL of a file, an entry point or a `package.module`."""
-    found: Kernel = _load("kernels", name)
+    found: Kernel = load("kernels", name)
     return found
 
 
 def load_op(name: str) -> Op:
     """Return the OP of a file or a `package.module`."""
-    found: Op = _load("harness.ops", name)
+    found: Op = load("harness.ops", name)
     return found
 
 
@@ -84,24 +81,3 @@ def keywords(function: Callable[..., Any]) -> set[str]:
     """Return the names a function takes by keyword alone: what a suite may set."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def did_you_mean(name: str, known: list[str] | set[str]) -> str:
-    """Return ` (did you mean bsr?)`, or nothing when no name is close."""
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _load(folder: str, name: str) -> Any:
-    known, constant = modules(folder), CONSTANTS[folder]
-    if name not in known and "." not in name:
-        what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
-        raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
-    module = known.get(name, name)
-    try:
-        found = getattr(import_module(module), constant, None)
-    except ModuleNotFoundError as error:
-        raise SuiteError(f"{name}: expected to import {module}, found: {error}") from error
-    if found is None:
-        raise SuiteError(f"{name}: expected {module} to define {constant}, found no such name")
-    return found

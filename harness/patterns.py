@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness import graphs
-from sparsebench.harness.catalog import did_you_mean
 from sparsebench.harness.grid import Grid, Score, best
 
 TOLERANCE = 0.05

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
-from sparsebench.harness.catalog import did_you_mean
 from sparsebench.harness.patterns import FILE
 from sparsebench.results.record import Source
 

@@ -35,10 +35,10 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness import patterns, sources
 from sparsebench.harness.catalog import (
-    did_you_mean,
     keywords,
     load_format,
     load_kernel,
