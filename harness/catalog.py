@@ -1,12 +1,16 @@
 """Names to things. A name in a suite is a file name: `bsr` is formats/bsr.py.
 
-Other people's formats, kernels and ops come in as `package.module`, or under a short name through
-entry points: sparsebench.formats, .kernels, .ops, .patterns, .suites (sparsebench/_discovery.py).
+What other people add comes in as `package.module`, or under a short name through an entry point
+(sparsebench/_discovery.py):
+
+    sparsebench.formats, .kernels, .ops, .patterns, .figures    a module; its name is the entry's
+    sparsebench.suites                                          a package; its *.yaml are suites
 """
 
 import ast
 import inspect
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -15,13 +19,23 @@ from typing import Any
 import yaml
 
 from sparsebench._discovery import load, modules
+from sparsebench.errors import SuiteError
 from sparsebench.formats._format import Format
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Kernel
 
+FOLDERS = {
+    "ops": "harness.ops",
+    "patterns": "harness.patterns",
+    "formats": "formats",
+    "kernels": "kernels",
+    "figures": "reports.figures",
+}
+"""What can be listed, and where it is."""
+
 
 def names(folder: str) -> list[str]:
-    """List what is in a folder of the package (`formats`, `kernels`, `harness.ops`)."""
+    """List what is in a folder of the package (of FOLDERS)."""
     return list(modules(folder))
 
 
@@ -40,12 +54,11 @@ def summary(folder: str, name: str) -> str:
 
 
 def listing() -> dict[str, dict[str, str]]:
-    """Return every op, format, kernel and suite with its first line; imports none of them."""
-    folders = {"ops": "harness.ops", "formats": "formats", "kernels": "kernels"}
-    found = {
-        title: {name: summary(folder, name) for name in names(folder)}
-        for title, folder in folders.items()
-    }
+    """Return every op, pattern, format, kernel, figure and suite with its first line.
+
+    Imports none of them. Raises SuiteError where a name is taken twice.
+    """
+    found = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
     found["suites"] = {
         name: str(yaml.safe_load(file.read_text()).get("title", ""))
         for name, file in sorted(suites().items())
@@ -54,9 +67,22 @@ def listing() -> dict[str, dict[str, str]]:
 
 
 def suites() -> dict[str, Traversable]:
-    """Return the package's suites by name."""
-    found = files("sparsebench.suites").iterdir()
-    return {f.name.removesuffix(".yaml"): f for f in found if f.name.endswith(".yaml")}
+    """Return the suites of this package, and of those that entry points name. Raises SuiteError."""
+    found: dict[str, Traversable] = {}
+    others = sorted(entry.value for entry in entry_points(group="sparsebench.suites"))
+    for package in dict.fromkeys(["sparsebench.suites", *others]):
+        try:
+            folder = files(package)
+        except (ModuleNotFoundError, TypeError) as error:  # TypeError: a module, no package
+            raise SuiteError(f"suites: expected a package {package}, found: {error}") from error
+        for file in folder.iterdir():
+            name = file.name.removesuffix(".yaml")
+            if name in found:
+                taken = f"found {found[name]} and {file}"
+                raise SuiteError(f"{name}: expected one suite of this name, {taken}")
+            if file.name.endswith(".yaml"):
+                found[name] = file
+    return found
 
 
 def load_format(name: str) -> type[Format]:
