@@ -113,7 +113,7 @@ def _fastest(cases: pd.DataFrame) -> Table:
         tied = f" (tied with {line['runner_up']})" if line["tied"] else ""
         table.add_row(
             *(_shown(line[name]) for name in columns),
-            escape(f"{line['label']}{tied}"),
+            escape(f"{line['ran']}{tied}"),
             _number(line["median_us"]),
             _number(line["speedup"]),
             f"{_number(line['speedup_low'])} to {_number(line['speedup_high'])}",

@@ -160,6 +160,36 @@ def run(
         raise typer.Exit(SOME_FAILED)
 
 
+@app.command("try")
+def try_(
+    kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 ...")
+    ] = None,
+    device: Device = None,
+    data: Data = None,
+    repeat: Annotated[
+        int, typer.Option(help="Run it so often after the check, untimed: for a profiler.", min=0)
+    ] = 0,
+    profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
+) -> None:
+    """Check one kernel against fp64 and time it beside its baseline, at once."""
+    from sparsebench.harness import try_kernel as tried
+    from sparsebench.harness.device import pick
+
+    given, on = words or [], pick(device)
+    if profile:
+        tried.plan(kernel, given, on, data)
+        raise typer.Exit(tried.profile(kernel, given))
+    if repeat:
+        tried.repeat(kernel, given, on, repeat, data)
+        return
+    found = tried.try_kernel(kernel, given, on, data)
+    _wide().print(tried.report(found), soft_wrap=True, highlight=False)
+    if not found.right:
+        raise typer.Exit(SOME_FAILED)
+
+
 @app.command()
 def report(
     path: RunPath,

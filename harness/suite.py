@@ -105,7 +105,11 @@ class Suite:
 
 def read(name: str, data: Path | None = None) -> Suite:
     """Read a suite by path, or one of the package's by name; SuiteError says what is wrong."""
-    where, text = _text(name)
+    return expand(*_text(name), data)
+
+
+def expand(where: str, text: str, data: Path | None = None) -> Suite:
+    """Expand the text of a suite; SuiteError names it as `where`, and says what is wrong."""
     written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]

@@ -177,6 +177,22 @@ class Row:
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
 
+    @property
+    def chosen(self) -> str:
+        """Name the kernel that a portfolio kept, "FORMAT, KERNEL"; "" of any other kernel.
+
+        Rows published before choices held `chosen` say it by `way` and `by`.
+        """
+        if "chosen" in self.choice:
+            return str(self.choice["chosen"])
+        way, kernel = self.choice.get("way"), self.case.contender.kernel
+        if kernel not in ("ffn_sparse", "mlp_sparse") or way is None:
+            return ""
+        if way == "dense":
+            return f"dense, {self.choice['by']}"
+        own = kernel.replace("sparse", "few") if way == "few" else f"{kernel} way={way}"
+        return f"sparse activations, {own}"
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what asdict wrote."""

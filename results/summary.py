@@ -19,7 +19,7 @@ from sparsebench.results.verdict import judged
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
-SUMMED = ["processes", *FLOATS, "interval", "speedups"]
+SUMMED = ["ran", "processes", *FLOATS, "interval", "speedups"]
 
 
 def summarised(run: Run, rows: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -35,6 +35,7 @@ def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
     `t_low` and `t_high` Student's. Below FEWEST processes it is the geometric mean, with the range
     over processes where there are several, else the quartiles in the one; `interval` says which.
     `speedups` holds each process's own; `low_us` and `high_us` are the range or quartiles of times.
+    `ran` is the label, and of a portfolio also the kernel that it chose.
 
     A case is ok when it was in every process; else it has the status and detail of the first where
     it was not, and no numbers. `level` is the sparsity asked for, or the achieved one where none
@@ -53,7 +54,7 @@ def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
 
 
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest case of each problem, baselines included, and its lead.
+    """Return the fastest case of each problem, baselines included, and its lead; `ran` names it.
 
     The fastest has the largest speed-up, and `lead` is its ratio to the runner-up, process by
     process; `tied` says that the 95 % interval of that ratio does not lie above 1. Below FEWEST
@@ -65,7 +66,7 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     raced = raced.sort_values(["ratio", "median_us"], ascending=[False, True], kind="stable")
     ranks = raced.groupby(CONTEST, sort=False).cumcount()
     best = raced[ranks == 0].sort_index().drop(columns="ratio")
-    second = raced[ranks == 1].set_index(CONTEST)[["label", "median_us", "low_us", "speedups"]]
+    second = raced[ranks == 1].set_index(CONTEST)[["ran", "median_us", "low_us", "speedups"]]
     second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
     lead = (second.median_us / best.median_us).to_numpy(copy=True)
     tied = (second.low_us <= best.high_us).to_numpy(copy=True)
@@ -73,7 +74,7 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
         if _judged_together(*pair):
             ratio = hodges_lehmann(np.subtract(*np.log(pair)))
             lead[i], tied[i] = np.exp(ratio.estimate), not ratio.low > 0
-    return best.assign(runner_up=second.label, lead=lead, tied=tied)
+    return best.assign(runner_up=second.ran, lead=lead, tied=tied)
 
 
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
@@ -81,7 +82,8 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
 
     `break_even` lies between two measured levels, on a straight line of log speed-up over log
     density (a kernel whose time follows its non-zeros moves on one); where it is NaN, `note` says
-    'below the first level' or 'not reached'.
+    'below the first level' or 'not reached'. A level at which a portfolio chose a dense kernel is
+    not faster; after such a level `break_even` is the next one.
     """
     keys = ["op", *(name for name in fields(cases) if name != "sparsity"), "scope", "cache"]
     keys += ["format", "kernel", "label", "baseline_label"]
@@ -90,9 +92,15 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     raced = raced[raced.label != raced.baseline_label]
     lines = []
     for key, group in raced.groupby(keys, sort=False, dropna=False):
-        logs = np.log(group.speedup).groupby(group.level.round(6)).mean()
+        logs = np.log(group.speedup).mask(chose_dense(group), -np.inf)
+        logs = logs.groupby(group.level.round(6)).mean()
         lines.append(dict(zip(keys, key, strict=True)) | _crossing(logs))
     return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
+
+
+def chose_dense(cases: pd.DataFrame) -> pd.Series:
+    """Say in which cases a portfolio chose a dense kernel: no win of any other format."""
+    return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
 
 
 def _judged_together(first: Any, second: Any) -> bool:
@@ -107,6 +115,8 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     case = used[0] | {"processes": len(processes), "level": used[0]["sparsity"]}
     if not case["level"] > 0:
         case["level"] = used[0]["sparsity_achieved"]
+    case["chosen"] = " or ".join(sorted({process["chosen"] for process in used} - {""}))
+    case["ran"] = _ran(case["label"], case["chosen"])
     if bad:
         return case
     measured = [*TIMES, *RATES, *SENSORS]
@@ -115,6 +125,13 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     marks = {mark for process in used for mark in process["mark"].split(", ")}
     case["mark"] = ", ".join(sorted(marks - {""}))
     return case | _interval(used)
+
+
+def _ran(label: str, chosen: str) -> str:
+    """Name a contender; one that chose a dense kernel by that kernel."""
+    if not chosen.startswith("dense, "):
+        return f"{label} (chosen: {chosen})" if chosen else label
+    return f"{chosen.replace(', ', '/', 1)} (chosen by {label})"
 
 
 def _paired(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,6 +175,8 @@ def _crossing(logs: pd.Series) -> dict[str, Any]:
     i = slower[-1]
     if i == len(values) - 1:
         return result | {"note": "not reached"}
+    if np.isneginf(values[i]):
+        return result | {"break_even": levels[i + 1]}
     density = np.exp(
         np.interp(0, values[i : i + 2], np.log(np.maximum(1 - levels[i : i + 2], 1e-9)))
     )

@@ -60,6 +60,21 @@ def test_three_processes_give_a_look_and_it_is_said_once() -> None:
     assert "1.996 to 2.002 - Break-even" in text
 
 
+def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
+    best = Contender("dense", "ffn_sparse", options={"way": "best"})
+    choice = {"way": "dense", "by": "cublas_ffn", "dense": {}}
+    made = run(8, 50.0)
+    rows = [
+        replace(r, case=replace(r.case, contender=best), choice=choice)
+        if r.case.contender == BSR
+        else r
+        for r in made.rows
+    ]
+    text = said(replace(made, rows=rows))
+    assert "dense/cublas_ffn (chosen by dense/ffn_sparse way=best)" in text
+    assert "not reached" in text  # the portfolio's break-even
+
+
 def test_a_script_is_told_the_same() -> None:
     found = answer_json(run(8, 50.0))
     assert found["noise_floor"] == {"memory": 0.005}

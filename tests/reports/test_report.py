@@ -412,3 +412,19 @@ def test_ratios_have_three_digits(value: float, text: str) -> None:
 )
 def test_quantities_have_three_digits_and_no_exponent(value: float, text: str) -> None:
     assert significant(value) == text
+
+
+def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
+    portfolio = Contender("dense", "ffn_sparse", options={"way": "best"})
+    draw, rows = np.random.default_rng(0), []
+    for i in range(8):
+        for first in contest(Problem("linear", fields(64, 4096, 4096, 0.9, 32)), i, draw)[:2]:
+            rows.append(first)
+            if first.case.contender != DENSE:
+                choice = {"way": "dense", "by": "ffn_dense_triton", "dense": {}}
+                case = replace(first.case, contender=portfolio)
+                rows[-1] = replace(first, case=case, choice=choice)
+    page = build(run(rows))
+    named = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
+    assert f"<b>{named}</b> at" in page
+    assert "dense, ffn_dense_triton" in page
