@@ -66,7 +66,7 @@ def main() -> int:
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """Name the ops, formats, kernels and suites, each with its first line."""
+    """Name the ops, patterns, formats, kernels, figures and suites, each with its first line."""
     from sparsebench.harness.catalog import listing
 
     found = listing()

@@ -16,6 +16,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from sparsebench._discovery import load, modules
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name, flat
@@ -67,13 +68,11 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
 
 
 def figures() -> list[Figure]:
-    """Return the figures in their order on the page; a leading underscore is plumbing."""
+    """Return the figures in their order on the page, other packages' too. Raises SuiteError."""
     found = []
-    for file in (files("sparsebench.reports") / "figures").iterdir():
-        name = file.name.removesuffix(".py")
-        if file.name.endswith(".py") and not name.startswith("_"):
-            module = import_module(f"sparsebench.reports.figures.{name}")
-            found.append(Figure(name, module.TITLE, module.ORDER, module.draw))
+    for name, place in modules("reports.figures").items():
+        title, module = load("reports.figures", name), import_module(place)
+        found.append(Figure(name, title, module.ORDER, module.draw))
     return sorted(found, key=lambda figure: (figure.order, figure.name))
 
 
