@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from on_hopper import assert_compiles_cleanly, hopper
-from test_spense_hidden import KERNEL, Case, on_cpu
+from spense_epilogue_on_cpu import KERNEL, Case, on_cpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
