@@ -20,7 +20,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense._stream_k import rows_in_turn, schedule
+from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
@@ -128,16 +128,16 @@ def test_its_threads_write_the_hidden_units_on_a_cpu(
     wide = -(-m // config.tokens) * config.tokens
     of_steps = rng.integers(-2, 3, (case.steps, rows * 64, wide)).astype(np.float32)
     of_steps[0, 3, 1] = np.nan  # of gate
-    turns = rows_in_turn(rows, w.sparse.shape[0])
+    order = interleaved_rows(rows, w.sparse.shape[0])
     given = np.zeros((len(items), share, 64, config.tokens), np.float32)
     for i, (group, token, first, count, *_) in enumerate(items):
-        for j, row in enumerate(turns[np.minimum(group * share + np.arange(share), rows - 1)]):
+        for j, row in enumerate(order[np.minimum(group * share + np.arange(share), rows - 1)]):
             part = of_steps[first : first + count, row * 64 : row * 64 + 64]
             given[i, j] = part[..., token : token + config.tokens].sum(0)
     fp8 = name == "fp8"
     features = (2.0 ** torch.randint(-2, 2, (n,))).float()
     tokens = (2.0 ** torch.randint(-2, 2, (m,))).float()
-    partial = torch.full((work.places, share, 64, config.tokens), float("nan"))
+    partial = torch.full((work.slots, share, 64, config.tokens), float("nan"))
     counters = torch.zeros(work.counters * share + 1, dtype=torch.int32)
     kind = torch.bfloat16 if fp8 and not activation else dtype
     out = torch.zeros(m, n // 2 if activation else n).add(7).to(kind)

@@ -27,7 +27,7 @@ from sparsebench.harness.check import FP8, Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, rows_in_turn, schedule
+from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
 
@@ -113,8 +113,8 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
     work = schedule(w, m, config.tokens, config.cluster, workers)
     raw = x.view(torch.uint8).numpy()
     rows = -(-n // 64)
-    turns = rows_in_turn(rows, w.sparse.shape[0])
-    sums = np.full((work.places, share, 64, config.tokens), np.nan, np.float32)
+    order = interleaved_rows(rows, w.sparse.shape[0])
+    sums = np.full((work.slots, share, 64, config.tokens), np.nan, np.float32)
     arrived = np.zeros(work.counters, int)
     y = np.full((m, n), np.nan, np.float32)
     for group, token, first, count, part, parts, place, counter in work.items[: work.starts[-1]]:
@@ -124,7 +124,7 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
                     multiplied(w, raw, row, step, token, config.tokens)
                     for step in range(first, first + count)
                 )
-                for row in turns[np.minimum(group * share + np.arange(share), rows - 1)]
+                for row in order[np.minimum(group * share + np.arange(share), rows - 1)]
             ]
         )
         if parts > 1:
@@ -135,7 +135,7 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
             totals = sums[place : place + parts].sum(0)
         for i in range(share):
             place = min(group * share + i, rows - 1)
-            row = turns[place]
+            row = order[place]
             out = y[token : token + config.tokens, row * 64 : row * 64 + 64]
             right = totals[i].T[: out.shape[0], : out.shape[1]]
             assert np.isnan(out).all() or (place == rows - 1 and (out == right).all())
@@ -203,7 +203,7 @@ def test_every_step_is_assigned_once(m: int, config: Config, shape: tuple[int, i
     assert len(items) <= max(groups * tiles + 132, 1)
     assert len(set(owners(work).tolist())) <= max(done.size // SHORTEST, 1)
     pieces = items[items[:, 5] > 1]
-    assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.places))
+    assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.slots))
     assert len(np.unique(pieces[:, 7])) == work.counters
     for counter in range(work.counters):
         own = pieces[pieces[:, 7] == counter]
@@ -222,7 +222,7 @@ def test_no_worker_has_much_more_of_w_than_the_mean(
     n, k, split = shape
     w = layer(n, k, fraction, split)
     work = schedule(w, 16, 16, 1, 132)
-    row, columns = rows_in_turn(n // 64, w.sparse.shape[0]), w.sparse.shape[1]
+    row, columns = interleaved_rows(n // 64, w.sparse.shape[0]), w.sparse.shape[1]
     loads = np.zeros(132)
     for worker, (group, _, first, count, *_) in zip(owners(work), work.items, strict=False):
         for place in (2 * group, 2 * group + 1):
@@ -233,11 +233,11 @@ def test_no_worker_has_much_more_of_w_than_the_mean(
 
 
 @pytest.mark.parametrize(("rows", "sparse"), [(8, 4), (7, 5), (9, 0), (9, 9), (400, 300)])
-def test_rows_in_turn_are_all_rows_and_evenly_mixed(rows: int, sparse: int) -> None:
-    turns = rows_in_turn(rows, sparse)
-    assert sorted(turns.tolist()) == list(range(rows))
+def test_interleaved_rows_are_all_rows_and_evenly_mixed(rows: int, sparse: int) -> None:
+    order = interleaved_rows(rows, sparse)
+    assert sorted(order.tolist()) == list(range(rows))
     for height in (2, 4):
-        counts = [(turns[i : i + height] < sparse).sum() for i in range(0, rows - height, height)]
+        counts = [(order[i : i + height] < sparse).sum() for i in range(0, rows - height, height)]
         assert not counts or max(counts) - min(counts) <= 1
 
 
