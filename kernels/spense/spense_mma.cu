@@ -113,7 +113,7 @@ __device__ __forceinline__ int place_of(int row, int piece) {  // 16 bytes, swiz
 
 #include "mma.cuh"
 
-__device__ __forceinline__ u32 address_of(const void* p) {  // in shared memory
+__device__ __forceinline__ u32 smem_address(const void* p) {  // in shared memory
   return (u32)__cvta_generic_to_shared(p);
 }
 // Zeros where there is nothing to copy.
@@ -129,7 +129,7 @@ __device__ __forceinline__ u32 word_at(u32 address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 pair_of(float low, float high) {
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
@@ -204,7 +204,7 @@ struct Feed {
       bring_w(to + X_BYTES, w, group, box >> 1, box & 1);
       if (++box == last) item++, open();
     }
-    end_of_copies();
+    cp_async_commit();
   }
 };
 
@@ -232,10 +232,10 @@ __device__ __forceinline__ void add_sparse(Sums& d, u32 x, u32 values, u32 words
     u32 a[TALL][4], b[4];
     #pragma unroll
     for (int i = 0; i < TALL; i++)
-      matrices(a[i], values + 16 * i * ROW_BYTES + place_of_a(4 * half + 2 * step));
+      ldmatrix_x4(a[i], values + 16 * i * ROW_BYTES + place_of_a(4 * half + 2 * step));
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
-      matrices(b, x + 8 * j * ROW_BYTES + place_of_b(4 * step));
+      ldmatrix_x4(b, x + 8 * j * ROW_BYTES + place_of_b(4 * step));
       #pragma unroll
       for (int i = 0; i < TALL; i++)
         if (step == 0) multiply_sparse<0>(d[i][j], a[i], b, word[i]);
@@ -249,15 +249,15 @@ __device__ __forceinline__ void add_dense(Sums& d, u32 x, u32 values) {
   for (int step = 0; step < 2; step++) {
     u32 a[4], b[WIDE][4];
     #pragma unroll
-    for (int j = 0; j < WIDE; j++) matrices(b[j], x + 8 * j * ROW_BYTES + place_of_b(4 * step));
+    for (int j = 0; j < WIDE; j++) ldmatrix_x4(b[j], x + 8 * j * ROW_BYTES + place_of_b(4 * step));
     #pragma unroll
     for (int deep = 0; deep < 2; deep++)  // two products where 2:4 has one
       #pragma unroll
       for (int i = 0; i < TALL; i++) {
-        matrices(a, values + 16 * i * ROW_BYTES + place_of_a(4 * step + 2 * deep));
+        ldmatrix_x4(a, values + 16 * i * ROW_BYTES + place_of_a(4 * step + 2 * deep));
         #pragma unroll
         for (int j = 0; j < WIDE; j++)
-          multiply(d[i][j], a, b[j][2 * deep], b[j][2 * deep + 1]);
+          mma_m16n8k16(d[i][j], a, b[j][2 * deep], b[j][2 * deep + 1]);
       }
   }
 }
@@ -316,7 +316,7 @@ __device__ __forceinline__ void put_out(const Sums& d, u16* y, const Item& item,
     for (int j = 0; j < WIDE; j++)
       #pragma unroll
       for (int below = 0; below < 2; below++) {
-        const u32 pair = transposed(pair_of(d[i][j][2 * below], d[i][j][2 * below + 1]));
+        const u32 pair = movmatrix_trans(pack_pair(d[i][j][2 * below], d[i][j][2 * below + 1]));
         const int t = token + 8 * j, f = feature + 16 * i + 8 * below;
         if (t < m && f < n) *(u32*)(y + (u64)t * n + f) = pair;
       }
@@ -328,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ Weights w, u16* y,
                const Item* items, const int* starts, float4* partial, int* counters, int n) {
   extern __shared__ __align__(128) char shared[];
-  const u32 slots = address_of(shared);
+  const u32 slots = smem_address(shared);
   const Item *item = items + starts[blockIdx.x], *end = items + starts[blockIdx.x + 1];
   Feed feed(item, end);
   for (int i = 0; i < STAGES - 1; i++) feed.bring(slots + i * STAGE_BYTES, x, w);
@@ -337,7 +337,7 @@ multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ We
     const int group = item->group, last = 2 * (item->first + item->count);
     Sums d{};
     for (int box = 2 * item->first; box < last; box++) {
-      copies_left<STAGES - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
       feed.bring(before, x, w);
       add_box(d, slot, is_sparse(w, group, box >> 1), box & 1);

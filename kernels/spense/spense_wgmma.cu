@@ -139,15 +139,19 @@ template <int BYTES, int SLOTS> struct Ring {
   __device__ __forceinline__ u32 at() const { return base + slot * BYTES; }
   __device__ __forceinline__ u32 filled() const { return base + FULL + 8 * slot; }
   __device__ __forceinline__ u32 freed(int which) const { return base + EMPTY + 8 * which; }
-  __device__ __forceinline__ void wait_filled() const { wait(filled(), parity, "a full slot"); }
-  __device__ __forceinline__ void wait_freed() const { wait(freed(slot), parity, "a free slot"); }
+  __device__ __forceinline__ void wait_filled() const {
+    mbarrier_wait(filled(), parity, "a full slot");
+  }
+  __device__ __forceinline__ void wait_freed() const {
+    mbarrier_wait(freed(slot), parity, "a free slot");
+  }
   __device__ __forceinline__ void advance() {
     if (++slot == SLOTS) { slot = 0; parity ^= 1; }
   }
   __device__ __forceinline__ void init_barriers(int words) const {  // that free a slot
     for (int i = 0; i < SLOTS; i++) {
-      init(base + FULL + 8 * i, 1);  // its producer, with bytes to expect
-      init(base + EMPTY + 8 * i, words);
+      mbarrier_init(base + FULL + 8 * i, 1);  // its producer, with bytes to expect
+      mbarrier_init(base + EMPTY + 8 * i, words);
     }
   }
 };
@@ -167,9 +171,9 @@ __device__ __forceinline__ void produce_x(const TensorMap& x, Work next, const I
     for (int box = 2 * item.first; box < 2 * (item.first + item.count); box++) {
       const u32 to = ring.at() + rank * PART * ROW_BYTES;
       ring.wait_freed();
-      arrive_expecting(ring.filled(), X_BYTES);
-      if (CLUSTER == 1) load(to, &x, box * BOX_COLUMNS, token, ring.filled());
-      else load_for(ALL, to, &x, box * BOX_COLUMNS, token, ring.filled());
+      mbarrier_arrive_expect_tx(ring.filled(), X_BYTES);
+      if (CLUSTER == 1) tma_load(to, &x, box * BOX_COLUMNS, token, ring.filled());
+      else tma_load_multicast(ALL, to, &x, box * BOX_COLUMNS, token, ring.filled());
       ring.advance();
     }
   }
@@ -179,8 +183,8 @@ template <int BYTES>
 __device__ __forceinline__ void produce_tiles(WRing& ring, const char* from, int count) {
   for (int i = 0; i < count; i++) {
     ring.wait_freed();
-    arrive_expecting(ring.filled(), BYTES);
-    bring(ring.at(), from + (u64)i * BYTES, BYTES, ring.filled());
+    mbarrier_arrive_expect_tx(ring.filled(), BYTES);
+    bulk_load(ring.at(), from + (u64)i * BYTES, BYTES, ring.filled());
     ring.advance();
   }
 }
@@ -231,16 +235,16 @@ using Sums = float[TOKENS / 2];
 constexpr int BYTES_32 = 32 >> 4, BYTES_64 = 64 >> 4;  // in a descriptor
 
 __device__ __forceinline__ void multiply_sparse(Sums& d, u64 w, u64 x, const uint2& words) {
-  begin_products();
+  wgmma_fence();
   SPARSE_PRODUCT(TOKENS, w, x, words.x);
   SPARSE_PRODUCT(TOKENS, w + BYTES_32, x + BYTES_64, words.y);
-  end_of_products();
+  wgmma_commit();
 }
 __device__ __forceinline__ void multiply_dense(Sums& d, u64 w, u64 x) {
-  begin_products();
+  wgmma_fence();
   #pragma unroll
   for (int i = 0; i < 4; i++) DENSE_PRODUCT(TOKENS, w + i * BYTES_32, x + i * BYTES_32);
-  end_of_products();
+  wgmma_commit();
 }
 
 // The words of metadata that a thread gives to the two products of half a tile. Of 16 bits only the
@@ -266,10 +270,10 @@ struct Held { int x, w; };  // slots that products in flight read; -1 for none
 __device__ __forceinline__ void release(const XRing& x, const WRing& w, Held held) {
   const int thread = threadIdx.x % 128;
   if (held.x >= 0) {
-    if (CLUSTER == 1 && thread == 0) arrive(x.freed(held.x));
-    if (CLUSTER > 1 && thread < CLUSTER) arrive_in(x.freed(held.x), thread);
+    if (CLUSTER == 1 && thread == 0) mbarrier_arrive(x.freed(held.x));
+    if (CLUSTER > 1 && thread < CLUSTER) mbarrier_arrive_cluster(x.freed(held.x), thread);
   }
-  if (held.w >= 0 && thread % 32 == 0) arrive(w.freed(held.w));
+  if (held.w >= 0 && thread % 32 == 0) mbarrier_arrive(w.freed(held.w));
 }
 
 // The first half's words are replaced while those of the second are in use, and the other way round.
@@ -282,8 +286,9 @@ __device__ __forceinline__ void add_sparse(Sums& d, XRing& x, WRing& w, int tile
     for (int half = 0; half < 2; half++) {
       words[half] = words_of(w.at(), half);
       x.wait_filled();
-      multiply_sparse(d, descriptor(w.at()) + half * BYTES_64, descriptor(x.at()), words[half]);
-      products_left<1>();
+      multiply_sparse(d, smem_descriptor(w.at()) + half * BYTES_64, smem_descriptor(x.at()),
+                      words[half]);
+      wgmma_wait<1>();
       keep(words[1 - half]);
       release(x, w, held);
       held = Held{x.slot, half ? w.slot : -1};
@@ -291,7 +296,7 @@ __device__ __forceinline__ void add_sparse(Sums& d, XRing& x, WRing& w, int tile
     }
     w.advance();
   }
-  products_left<0>();
+  wgmma_wait<0>();
   keep(words[1]);
   release(x, w, held);
 }
@@ -301,14 +306,14 @@ __device__ __forceinline__ void add_dense(Sums& d, XRing& x, WRing& w, int halve
   for (int i = 0; i < halves; i++) {
     w.wait_filled();
     x.wait_filled();
-    multiply_dense(d, descriptor(w.at()), descriptor(x.at()));
-    products_left<1>();
+    multiply_dense(d, smem_descriptor(w.at()), smem_descriptor(x.at()));
+    wgmma_wait<1>();
     release(x, w, held);
     held = Held{x.slot, w.slot};
     x.advance();
     w.advance();
   }
-  products_left<0>();
+  wgmma_wait<0>();
   release(x, w, held);
 }
 
@@ -387,7 +392,7 @@ __device__ __forceinline__ void put_hidden(u32 place, const float* s) {  // sums
     store_byte(place, first), store_byte(place + OUT_BYTES, first >> 8);
     store_byte(place + 8 * OUT_BYTES, second), store_byte(place + 9 * OUT_BYTES, second >> 8);
   } else {
-    store_transposed(place, pair_of(a, b), pair_of(c, d));
+    store_transposed(place, pack_pair(a, b), pack_pair(c, d));
   }
 }
 
@@ -396,15 +401,15 @@ __device__ __forceinline__ void put_hidden(u32 place, const float* s) {  // sums
 constexpr int GRANULE = 16, GRANULES = TOKENS / GRANULE, GRANULE_BYTES = GRANULE * OUT_BYTES;
 
 __device__ __forceinline__ u32 place_in(u32 tile) {
-  return GATED ? place_of_hidden(tile) : place_of_lane(tile);
+  return GATED ? place_of_hidden(tile) : stmatrix_address(tile);
 }
 __device__ __forceinline__ void put(u32 place, const float* sums) {
   if (GATED) put_hidden(place, sums);
-  else put_transposed(place, sums);
+  else stmatrix_x4_trans(place, sums);
 }
 #if !PACKED
 __device__ __forceinline__ void store_granule(const Out* out, u32 from, int feature, int token) {
-  store(out, from, feature / (ROW_BYTES / OUT_BYTES), token);  // the map counts in 16 bits
+  tma_store(out, from, feature / (ROW_BYTES / OUT_BYTES), token);  // the map counts in 16 bits
 }
 #endif
 
@@ -454,8 +459,9 @@ __device__ __forceinline__ void put_on(const Out& to, u32 tile, int feature, int
   for (int i = 0; i < GROUP; i++) {
     v[i] = read(tile + i * GRANULE_BYTES + row * OUT_BYTES + ((piece ^ row % 8) << 4));
     const int by = 8 * (i % 2);
-    halves[i / 2] |= on(v[i].x) & 0x20001u << by | on(v[i].y) & 0x80004u << by |
-                     on(v[i].z) & 0x200010u << by | on(v[i].w) & 0x800040u << by;
+    halves[i / 2] |=
+        positive_mask(v[i].x) & 0x20001u << by | positive_mask(v[i].y) & 0x80004u << by |
+        positive_mask(v[i].z) & 0x200010u << by | positive_mask(v[i].w) & 0x800040u << by;
   }
   u32 bits = __byte_perm(halves[0], halves[1], 0x5410) | __byte_perm(halves[0], halves[1], 0x7632);
   if (there < 4) bits &= (1u << 8 * there) - 1;  // no token is beyond m
@@ -493,7 +499,7 @@ __device__ __forceinline__ void put_part(const Sums& d, const Join& join, float4
   #pragma unroll
   for (int i = 0; i < TOKENS / 8; i++)
     to[i * 128] = float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-  warpgroup_in_step(half + 1);
+  warpgroup_sync(half + 1);
   if (threadIdx.x % 128 == 0) count_one(counters + join.counter * SHARES + share);
 }
 
@@ -531,20 +537,20 @@ __device__ __forceinline__ void add_parts(const float4* from, int parts, int gra
         }
     }
     if (FP8) scale<2 * GROUP>(d, scales, feature, token + granule * GRANULE);
-    if (!PACKED && leader) stores_have_read<0>();
-    warpgroup_in_step(half + 1);
+    if (!PACKED && leader) tma_store_wait_read<0>();
+    warpgroup_sync(half + 1);
     #pragma unroll
     for (int j = 0; j < GROUP; j++) put(at + j * GRANULE_BYTES, d + 8 * j);
 #if PACKED
-    warpgroup_in_step(half + 1);
+    warpgroup_sync(half + 1);
     put_on<GROUP>(*to, out, feature, token + granule * GRANULE, end - granule);
 #else
-    show_to_copies();
-    warpgroup_in_step(half + 1);
+    fence_proxy_async();
+    warpgroup_sync(half + 1);
     if (leader) {
       for (int j = 0; j < GROUP && granule + j < end; j++)
         store_granule(to, out + j * GRANULE_BYTES, feature, token + (granule + j) * GRANULE);
-      end_of_stores();
+      tma_store_commit();
     }
 #endif
   }
@@ -559,7 +565,7 @@ __device__ __forceinline__ void join_parts(const Item& item, const float4* from,
   if (part >= adding) return;
   const bool leader = threadIdx.x % 128 == 0;
   if (leader) wait_for(counter, parts);
-  warpgroup_in_step(half + 1);
+  warpgroup_sync(half + 1);
   const int granule = part * each, end = min(granule + each, GRANULES);
   if (each == 1) add_parts<1, 10>(from, parts, granule, end, scales, to, out, feature, token, half);
   else
@@ -574,24 +580,24 @@ __device__ __forceinline__ void put_out(const Sums& d, const Out* to, u32 out, i
   #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int buffer = c % BUFFERS * CHUNK_BYTES;
-    if (!PACKED && leader) stores_have_read<BUFFERS - 1>();
+    if (!PACKED && leader) tma_store_wait_read<BUFFERS - 1>();
     // Threads that read one buffer are in step, below, before the other is read: two need no more.
-    if (!PACKED || BUFFERS == 1) warpgroup_in_step(half + 1);
+    if (!PACKED || BUFFERS == 1) warpgroup_sync(half + 1);
     #pragma unroll
     for (int i = 0; i < CHUNK / 16; i++)
       put(at + buffer + i * GRANULE_BYTES, d + 8 * (c * (CHUNK / 16) + i));
 #if PACKED
-    warpgroup_in_step(half + 1);
+    warpgroup_sync(half + 1);
     put_on<CHUNK / GRANULE>(*to, out + buffer, feature, token + c * CHUNK, CHUNK / GRANULE);
 #else
-    show_to_copies();
-    warpgroup_in_step(half + 1);
+    fence_proxy_async();
+    warpgroup_sync(half + 1);
     if (leader) {
       #pragma unroll
       for (int i = 0; i < CHUNK / GRANULE; i++)
         store_granule(to, out + buffer + i * GRANULE_BYTES, feature,
                       token + c * CHUNK + i * GRANULE);
-      end_of_stores();
+      tma_store_commit();
     }
 #endif
   }
@@ -607,14 +613,14 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                const __grid_constant__ First first, const __grid_constant__ Scales scales,
                const Item* items, float4* partial, int* counters) {
   extern __shared__ char shared[];
-  const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
+  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where a swizzled tile may start
   if (threadIdx.x == 0) {
     XRing{tiles}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
     for (int half = 0; half < 2; half++)
       WRing{tiles + XRing::END + half * WRing::END}.init_barriers(4);  // a warpgroup's warps
     asm volatile("fence.mbarrier_init.release.cluster;");  // by all threads it takes 2 us
   }
-  if (CLUSTER > 1) cluster_in_step();
+  if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER;
@@ -659,7 +665,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                    counters + item.join.counter * SHARES + share, scales, &maps.out, out,
                    row_of(w, item.work, share) * ROWS, half);
     }
-    if (threadIdx.x % 128 == 0) stores_are_done();
+    if (threadIdx.x % 128 == 0) tma_store_wait();
   }
-  if (CLUSTER > 1) cluster_in_step();  // the other CTA may still send boxes and words to this one
+  if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and words to this one
 }

@@ -33,7 +33,7 @@ static uint4 read(u32 at) {  // some warps much later than others, now the first
 }
 """
 RUN = """
-template <int LEFT> static void stores_have_read() {}
+template <int LEFT> static void tma_store_wait_read() {}
 static struct { const float* given; const Item* items; const int* starts; float4* partial;
                 int* counters; unsigned short* values; unsigned char* bits; } p;
 static struct { int rows, n, m; } q;
