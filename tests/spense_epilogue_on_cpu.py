@@ -20,7 +20,7 @@ IN_CPP = """
 using std::max;
 struct TensorMap { char* to; long bytes, rows; };  // of a row, and rows
 static Meeting groups[64][3];
-static void warpgroup_in_step(int barrier) { meet(groups[now->cta][barrier], 128); }
+static void warpgroup_sync(int barrier) { meet(groups[now->cta][barrier], 128); }
 #define __expf expf
 static float __fdividef(float a, float b) { return a / b; }
 static float4 __ldcg(const float4* p) { return *p; }
@@ -44,9 +44,9 @@ static void stmatrix_x2_trans(u32 place, u32 a, u32 b) {
   const u32 words[] = {a, b};
   stmatrix_trans(place, words, 2);
 }
-static void put_transposed(u32 place, const float* s) {
-  const u32 words[] = {pair_of(s[0], s[1]), pair_of(s[2], s[3]), pair_of(s[4], s[5]),
-                       pair_of(s[6], s[7])};
+static void stmatrix_x4_trans(u32 place, const float* s) {
+  const u32 words[] = {pack_pair(s[0], s[1]), pack_pair(s[2], s[3]), pack_pair(s[4], s[5]),
+                       pack_pair(s[6], s[7])};
   stmatrix_trans(place, words, 4);
 }
 static void st_shared_u8(u32 at, u32 value) { dynamic_shared()[at] = value; }
@@ -62,12 +62,12 @@ static u32 cvt_e4m3x2(float low, float high) { return e4m3(low) | e4m3(high) << 
 struct Store { const TensorMap* map; u32 from; int column, row; };
 static std::vector<std::vector<Store>> pending[64][2];  // groups of stores, the last one open
 static auto& mine_pending() { return pending[now->cta][now->thread / 128]; }
-static void store(const TensorMap* map, u32 from, int column, int row) {
+static void tma_store(const TensorMap* map, u32 from, int column, int row) {
   mine_pending().back().push_back({map, from, column, row});
 }
-static void end_of_stores() { mine_pending().emplace_back(); }
-template <int LEFT> static void stores_have_read();
-static void show_to_copies() {}
+static void tma_store_commit() { mine_pending().emplace_back(); }
+template <int LEFT> static void tma_store_wait_read();
+static void fence_proxy_async() {}
 """
 
 
@@ -93,7 +93,7 @@ def on_cpu(own: str, constants: Any, folder: Path) -> Any:
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
     parts = section(kernel, "constexpr int SPARSE_BYTES", "// ---- a pipeline of stages")
     parts += "using Accumulators = float[TOKENS / 2];\n"
-    parts += shared[shared.index("__device__ __forceinline__ u32 place_of_lane") :]
+    parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
     parts += section(kernel, "// ---- epilogue: scales ----", "// ---- the kernel")
     function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
     parts = re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", parts)

@@ -14,7 +14,7 @@ the same packed bytes.
     W         any split
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
@@ -151,8 +151,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_mma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -20,7 +20,7 @@ which saturates at 448. n is then a multiple of 16, or of 32 in fp8, so that row
 multiple of 16 bytes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -38,7 +38,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
@@ -245,6 +245,7 @@ def constants_of(
         ("ROW_BYTES", ROW_BYTES),
         ("VALUE_BYTES", VALUE_BYTES),
         ("STORE_TOKENS", STORE_TOKENS),
+        ("WORKERS", WORKERS),
     )
 
 
@@ -291,8 +292,7 @@ def prepare(
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

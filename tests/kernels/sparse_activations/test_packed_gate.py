@@ -33,7 +33,7 @@ static uint4 ld_shared_v4(u32 at) {  // some warps are much later than others, i
 }
 """
 RUN = """
-template <int LEFT> static void stores_have_read() {}
+template <int LEFT> static void tma_store_wait_read() {}
 static struct { const float* given; const WorkItem* items; const int* starts; float4* workspace;
                 int* counters; unsigned short* values; unsigned char* bits; } p;
 static struct { int rows, n, m; } q;

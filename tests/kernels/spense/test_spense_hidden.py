@@ -29,7 +29,7 @@ ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
 NAMES = "bf16", "fp16", "fp8"
 
 TMA = """
-template <int LEFT> static void stores_have_read() {
+template <int LEFT> static void tma_store_wait_read() {
   auto& groups = mine_pending();
   for (; (int)groups.size() > LEFT + 1; groups.erase(groups.begin()))
     for (const Store& s : groups[0])
@@ -76,7 +76,7 @@ static void run() {
                  p.counters + item.fixup.counter * TILE_ROWS + consumer, scales, &map, out,
                  tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
   }
-  if (thread == 0) stores_have_read<0>();
+  if (thread == 0) tma_store_wait_read<0>();
 }
 extern "C" void call(void** pointers, int* sizes, int grid) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
