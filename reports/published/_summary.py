@@ -122,8 +122,8 @@ def figure(runs: Mapping[str, Published]) -> str:
     return "\n\n".join(
         [
             f"![Speed-up over cuBLAS against sparsity, {run.gpu}](/{PICTURE})",
-            f"Uniform random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, one "
-            f"{run.gpu}, cold L2, device time.\n"
+            f"Uniform random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, "
+            f"one {run.gpu}, cold L2, device time.\n"
             f"Baseline: dense cuBLAS in the same contests ({base.min():.0f} to {base.max():.0f} "
             f"µs). Points are means of {run.processes} processes, bands their range; the dotted "
             f"line is 1 / (1 - sparsity).\nAt {level}: {said}. "

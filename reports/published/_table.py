@@ -9,7 +9,7 @@ two contenders is that of d_p(ours) - d_p(over), process by process: its Hodges-
 95 % interval from FEWEST processes on, its mean and range below, the value alone of one process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,10 +20,16 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.published._runs import Published
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
+CONTENDER = ("format", "kernel", "label", "options")
 PROBLEM = ["run", "problem_id", "scope", "cache"]
 SAID = ["op", "dtype", "pattern", "m", "shape", "asked", "block", "active", "skew", "scope"]
 WORDS = {"m": "tokens", "shape": "n × k", "asked": "sparsity", "active": "units on"}
-SILENT = {"scope": "kernel", "skew": "iid", "asked": "0 %"}  # what every reader expects
+SILENT = {
+    "scope": "kernel",
+    "skew": "iid",
+    "asked": "0 %",
+    "pattern": "dense",
+}  # what every reader expects
 
 
 @dataclass(frozen=True)
@@ -79,36 +85,36 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
-    """Return a line a problem: the fastest of `ours`, with `figure` and the `opponent` in it."""
+    """Return a line a problem: the fastest of `ours`, with its `figure` and its `opponent`.
+
+    Where rows or columns name contenders it is a line for each of those.
+    """
     lacking = [name for name in table.runs if name not in runs]
     if lacking:
         raise ResultError(f"table {table.name}: expected a published run, found no {lacking[0]}")
     cases = pd.concat([runs[name].cases for name in table.runs], ignore_index=True)
     raced = cases[(cases.status == "ok") & cases.speedup.notna() & ~cases.twin.astype(bool)]
     raced = raced.query(table.where) if table.where else raced
-    ours = fastest(raced.query(table.ours))
+    apart = [name for name in (*table.rows, *table.columns) if name in CONTENDER]
+    ours = fastest(raced.query(table.ours), apart)
     if ours.empty:
         raise ResultError(f"table {table.name}: expected cases of {table.ours}, found none")
     if table.value == "us":
-        one = ours.processes < 2
-        ends = ours.low_us.mask(one), ours.high_us.mask(one)
-        figures = [Figure(*line) for line in zip(ours.median_us, *ends, strict=True)]
+        figures = _figures(ours, "median_us", "low_us", "high_us")
         return ours.assign(figure=figures, opponent="")
     if not table.over:
-        one = ours.processes < 2
-        ends = ours.speedup_low.mask(one), ours.speedup_high.mask(one)
-        figures = [Figure(*line) for line in zip(ours.speedup, *ends, strict=True)]
+        figures = _figures(ours, "speedup", "speedup_low", "speedup_high")
         return ours.assign(figure=figures, opponent=ours.baseline_label)
     theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "speedups"]]
-    both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="one_to_one")
+    both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="many_to_one")
     pairs = zip(both.speedups, both.speedups_over, strict=True)
     return both.assign(figure=[_ratio(*pair) for pair in pairs], opponent=both.label_over)
 
 
-def fastest(cases: pd.DataFrame) -> pd.DataFrame:
-    """Keep of each problem the case of the largest speed-up."""
+def fastest(cases: pd.DataFrame, apart: Sequence[str] = ()) -> pd.DataFrame:
+    """Keep of each problem, and of each value of `apart`, the case of the largest speed-up."""
     ranked = cases.sort_values(["speedup", "label"], ascending=[False, True], kind="stable")
-    return ranked.drop_duplicates(PROBLEM)
+    return ranked.drop_duplicates([*PROBLEM, *apart])
 
 
 def rendered(table: Table, runs: Mapping[str, Published]) -> str:
@@ -116,6 +122,12 @@ def rendered(table: Table, runs: Mapping[str, Published]) -> str:
     found = matched(table, runs)
     body = _grid(table, found) if table.columns else _counts(table, found)
     return "\n\n".join([f"**{table.title}.** {_shared(table, found, runs)}", body])
+
+
+def _figures(cases: pd.DataFrame, value: str, low: str, high: str) -> list[Figure]:
+    one = cases.processes < 2
+    ends = cases[low].mask(one), cases[high].mask(one)
+    return [Figure(*line) for line in zip(cases[value], *ends, strict=True)]
 
 
 def _ratio(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Figure:
@@ -129,7 +141,8 @@ def _ratio(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Figure:
 
 def _grid(table: Table, found: pd.DataFrame) -> str:
     """Return a line a row; where kernels differ, the commonest of a line and those beside it."""
-    several = "kernel" not in table.rows + table.columns and found.kernel.nunique() > 1
+    told = {"kernel", "label"} & {*table.rows, *table.columns}
+    several = not told and found.kernel.nunique() > 1
     columns = _ordered(found, table.columns)[list(table.columns)].drop_duplicates()
     keys = list(columns.itertuples(index=False, name=None))
     lines = []

@@ -38,7 +38,8 @@ def _untuned(kernel: str) -> Table:
     title = f"`{kernel}` tuned, over itself without a search or a table"
     ours, over = (f"kernel == '{kernel}' and {how}" for how in (TUNED, UNTUNED))
     name = f"untuned-{kernel}"
-    return Table(name, title, ("untuned",), ours, ("op", "m"), (), "", over, "itself untuned")
+    runs, rows = ("untuned",), ("op", "m")
+    return Table(name, title, runs, ours, rows, (), "", over, "itself untuned", names=OPS)
 
 
 def _lead(name: str, run: str, rows: tuple[str, ...], names: Mapping[str, str]) -> list[Table]:
@@ -72,27 +73,32 @@ def _ffn(name: str, title: str, where: str, over: str, against: str) -> Table:
     return Table(name, title, ("ffn",), ours, rows, columns, where, over, against)
 
 
+SPARSE = "level == 0.9"
 QUESTIONS = [
-    Question("Do large blocks pay?", "sparsity-4096", "block == '128' and level == 0.9"),
-    Question("Do small blocks pay?", "sparsity-4096", "block == '16' and level == 0.9"),
-    Question("Do they at 64 tokens?", "sparsity-64", "block == '32' and level == 0.9"),
+    Question("Do large blocks pay?", "sparsity-4096", f"block == '128' and {SPARSE}"),
+    Question("Do small blocks pay?", "sparsity-4096", f"block == '16' and {SPARSE}"),
+    Question("At 64 tokens?", "sparsity-64", f"block == '32' and {SPARSE}"),
+    Question("At one token?", "decode", f"m == 1 and n == 14336 and block == '64' and {SPARSE}"),
     Question(
-        "Do they at one token?", "decode", "m == 1 and n == 14336 and block == '64' and level == 0.9",
+        "In the gradient of X?", "training", f"op == 'linear_dgrad' and block == '64' and {SPARSE}",
     ),
-    Question("In the gradient of X?", "training", "op == 'linear_dgrad' and block == '64' and level == 0.9"),
-    Question("In the gradient of W?", "training", "op == 'linear_wgrad' and block == '64' and level == 0.9"),
     Question(
-        "Does 2:4 pay at few tokens?", "spense-two-four", "m == 16 and n == 51200 and dtype == 'bf16'",
-        "kernel == 'spense_wgmma'",
+        "In the gradient of W?", "training", f"op == 'linear_wgrad' and block == '64' and {SPARSE}",
     ),
-    Question("In an MLP, half of it dense?", "spense-ffn", "m == 16 and n == 25600 and dtype == 'fp8'"),
+    Question(
+        "Does 2:4 pay at few tokens?", "spense-two-four",
+        "m == 16 and n == 51200 and dtype == 'bf16'", "kernel == 'spense_wgmma'",
+    ),
+    Question(
+        "In an MLP, half of it dense?", "spense-ffn", "m == 16 and n == 25600 and dtype == 'fp8'",
+    ),
     Question(
         "Do sparse activations pay?", "ffn",
         "op == 'ffn' and m == 4096 and n == 5632 and active == 29 and skew == 'iid'",
         "kernel == 'ffn_sparse' and options == 'way=best'",
     ),
     Question(
-        "Do they in a training step?", "ffn-step", "m == 16384 and active == 29 and skew == 'iid'",
+        "In a training step?", "ffn-step", "m == 16384 and active == 29 and skew == 'iid'",
     ),
 ]  # fmt: skip
 
