@@ -108,7 +108,8 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "speedups"]]
     both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="many_to_one")
     pairs = zip(both.speedups, both.speedups_over, strict=True)
-    return both.assign(figure=[_ratio(*pair) for pair in pairs], opponent=both.label_over)
+    figures = pd.Series([_ratio(*pair) for pair in pairs], both.index, dtype=object)
+    return both.assign(figure=figures, opponent=both.label_over)
 
 
 def fastest(cases: pd.DataFrame, apart: Sequence[str] = ()) -> pd.DataFrame:
@@ -124,10 +125,11 @@ def rendered(table: Table, runs: Mapping[str, Published]) -> str:
     return "\n\n".join([f"**{table.title}.** {_shared(table, found, runs)}", body])
 
 
-def _figures(cases: pd.DataFrame, value: str, low: str, high: str) -> list[Figure]:
+def _figures(cases: pd.DataFrame, value: str, low: str, high: str) -> pd.Series:
     one = cases.processes < 2
     ends = cases[low].mask(one), cases[high].mask(one)
-    return [Figure(*line) for line in zip(cases[value], *ends, strict=True)]
+    figures = [Figure(*line) for line in zip(cases[value], *ends, strict=True)]
+    return pd.Series(figures, cases.index, dtype=object)
 
 
 def _ratio(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Figure:
@@ -182,8 +184,8 @@ def _ordered(found: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
         texts = column.astype(str)
         if not texts.str.match(r"(\w+=)?\d").all():
             return column
-        sizes = texts.str.extractall(r"([\d.]+)")[0].astype(float).unstack(fill_value=0.0)
-        return sizes @ np.logspace(0, -8 * (sizes.shape[1] - 1), sizes.shape[1])
+        numbers = texts.str.findall(r"[\d.]+")
+        return numbers.map(lambda found: sum(float(n) * 1e-8**i for i, n in enumerate(found)))
 
     return found.sort_values(list(names), key=key, kind="stable") if names else found
 
@@ -203,7 +205,7 @@ def _shared(table: Table, found: pd.DataFrame, runs: Mapping[str, Published]) ->
     """Say what all figures of a table have in common: problem, kernel, baseline, GPU, run."""
     said = []
     for name in SAID:
-        values = found[name].dropna().unique() if name in found else []
+        values: list[Any] = list(found[name].dropna().unique()) if name in found else []
         if name in (*table.rows, *table.columns) or len(values) != 1:
             continue
         if SILENT.get(name) != str(values[0]) and (name, str(values[0])) != ("block", "1"):
