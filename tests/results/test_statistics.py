@@ -139,9 +139,9 @@ def test_a_planted_difference_is_found(
 def test_a_million_samples_are_summarised_in_seconds() -> None:
     rows = list(_rows(problems=100, processes=8, sizes=(24, 8)))
     assert sum(len(row.samples_us) for row in rows) > 1e6
-    start = time.perf_counter()
+    start = time.process_time()
     cases = summary(frame(rows))
-    assert time.perf_counter() - start < 10  # 2 s alone; other work may share the cores
+    assert time.process_time() - start < 10  # 2 s, of a core: other work may take the rest
     assert len(cases) == 700
 
 
