@@ -10,7 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
+sys.path += [str(HERE), str(HERE / "kernels" / "spense")]  # the latter: emulations are shared
 
 import compile_record  # noqa: E402  (it is in the folder that was just added)
 
