@@ -19,7 +19,7 @@ from sparsebench.kernels.bsr import bsr_small, bsr_small_dgrad
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
-    NONE,
+    NO_STRIP,
     cut,
     gathered,
     lists_of,
@@ -93,7 +93,7 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
             for row in range(height):
                 for _ in range(counts >> 4 * row & 15):
                     strip, inside = divmod((places & 7) * b, 32)
-                    assert strips[strip] != NONE
+                    assert strips[strip] != NO_STRIP
                     column = strips[strip] * 32 + inside
                     tile = padded[token : token + config.tokens, column : column + b]
                     sums[row] += tile @ (blocks[at] if transposed else blocks[at].T)

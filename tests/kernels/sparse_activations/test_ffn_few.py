@@ -88,7 +88,7 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
 def test_what_the_kernel_cannot_do_is_refused(
     sizes: tuple[int, int, int], reason: str | None
 ) -> None:
-    assert ffn_few.unsupported(*sizes) == reason
+    assert ffn_few.unsupported_sizes(*sizes) == reason
 
 
 # ---- its code ----
