@@ -1,9 +1,10 @@
-// Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T: up to 64 tokens, few units of act on, one launch.
+// Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T for up to 64 tokens, few units on, in one launch.
 //
-// With so few tokens the weights' way from memory is what counts. Wg is read whole; of Wu and Wd
-// the rows of units that are on for any token, each once. With all units on it is a dense layer.
+// With so few tokens, reading the weights takes most of the time. Wg is read whole. Of Wu and Wd
+// the kernel reads the rows of units that are on for any token, each once. With all units on it
+// reads as much as a dense layer.
 //
-//   a cluster: an equal share of the units          a CTA (a rank): PART of K, and that of X
+//   a cluster: an equal share of the units       a CTA (rank): PART columns of K, and of X
 //
 //               rank 0   rank 1 ..                 PART: warps 0 to 7          tokens
 //             +--------+--------+--              +----+----+----+----+        +------+
@@ -12,19 +13,21 @@
 //     and Wu  |        |        |                +----+----+----+----+        +------+
 //             +--------+--------+--                in shared memory         in registers
 //
-//   warps     what they do                                      wait for
-//   0 to 7    products of a tile, each of its columns of K      a full slot of the ring
-//   8         copies: all tiles of Wg; then the rows of Wu      a free slot; a tile's flags
-//             that are on, close together, and the same
-//             rows of Wd into L2; ranks of all units that
-//             are on                                            words of all CTAs
-//   9, 10     sums over warps and ranks; who is on; H           partial sums
+//   warps     role                                              wait for
+//   0 to 7    MMA: the products of a tile; each warp has its    a full slot
+//             own columns of K
+//   8         producer: copies all tiles of Wg, then the        a free slot; a tile's flags
+//             rows of Wu that are on, packed into tiles;
+//             prefetches the same rows of Wd into L2;
+//             counts the units that are on in all CTAs          the words of all CTAs
+//   9, 10     reducers: sum over warps and ranks; which units   partial sums
+//             are on; H
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   then SPLIT CTAs have WIDTH columns of Y, each a segment of the units that are on, in ascending
-//   order. Warps 0 to 8 list it; warps 0 to 7 take UNITS of it in turn, in stages of their own: no
-//   warp waits for another
+//   Then SPLIT CTAs share WIDTH columns of Y. Each takes a segment of the units that are on, in
+//   ascending order. Warps 0 to 8 list the segment. Warps 0 to 7 take UNITS of it in turn, each
+//   warp in stages of its own, so that no warp waits for another:
 //
 //                     WIDTH                        tokens
 //                   +-------+                     +------+
@@ -32,22 +35,23 @@
 //     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then CTAs
 //                   +-------+                     +------+
 //
-// Who is on goes through shared memory, a byte for a unit and rank: 0 until it is known. It is then
-// published, in words of a cluster's units, 48 bits and a mark: while Wu is still on its way warp 8
-// counts them all, so that after a CTA's last product each thread lists the units of half a word,
-// and the first rows of Wd are asked for. A counter of the CTAs says when all of H is there. The
-// last CTA to see that makes words and counters 0 again. All CTAs must run at the same time: the
-// launch is cooperative.
+// Which units are on is exchanged in two steps. Within a cluster: a byte in shared memory for each
+// unit and rank, 0 until it is known. Between clusters: words in global memory, each 48 units of a
+// cluster and a mark that it is published. Warp 8 counts the units of all words while Wu is still
+// being copied. So, after a CTA's last product, each thread lists the units of half a word, and the
+// first rows of Wd are requested. A counter of CTAs says when all of H is written. The last CTA
+// that reads the full count sets words and counters to 0 again. All CTAs must run at the same time:
+// the launch is cooperative.
 //
-// G is rounded as that of a dense layer is; a unit of a token is on unless G <= 0: NaN is on. U is
-// kept in fp32, H rounded once. All sums have a fixed order: the bits are the same at every call.
+// G is rounded as in a dense layer. A unit of a token is on unless G <= 0: NaN is on. U is kept in
+// fp32, and H is rounded once. All sums have a fixed order: the bits are the same at every call.
 //
 // With GATED = 0, Y = act(X @ Wg.T) @ Wd.T: there is no Wu.
 //
-// Compiled with -DN, -DK, -DTOKENS=8|16|32|64, -DCTAS=1|2|4 of a cluster, -DCLUSTERS of the grid,
-// -DSPLIT, which is CTAS, or 2 where that is 1 (then two clusters are one to the hardware),
-// -DSQUARED=0|1 (relu, relu2), -DGATED=0|1 and what hopper.cuh asks for. N and K: multiples of 8.
-// Loops that run once or twice are not unrolled: instructions, too, come from memory, 8 KB of them.
+// Compiled with -DN and -DK (multiples of 8), -DTOKENS=8|16|32|64, -DCTAS=1|2|4 that share K,
+// -DCLUSTERS of CTAS each, -DSPLIT (CTAS; or 2 where CTAS is 1: the hardware's cluster then holds
+// two of ours), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1. Loops that run once or twice
+// are not unrolled: the instructions themselves, 8 KB, have to be read from memory.
 
 #include "ffn_ptx.cuh"
 
@@ -61,17 +65,17 @@ constexpr int MMA_WARPS = 8, PRODUCER = MMA_WARPS, FIRST_REDUCER = 32 * (PRODUCE
 constexpr int REDUCE_WARPS = 2, REDUCE_THREADS = 32 * REDUCE_WARPS;
 constexpr int LIST_THREADS = FIRST_REDUCER, THREADS = FIRST_REDUCER + REDUCE_THREADS;
 constexpr int TOKEN_WARPS = TOKENS >= 32 ? 2 : 1, K_WARPS = MMA_WARPS / TOKEN_WARPS;
-constexpr int PART = round_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // of K, a CTA's
-constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // a warp's; in products
-constexpr int ROWS = 16, TILES = ((N / 8 + CLUSTERS - 1) / CLUSTERS + 1) / 2;  // most of a cluster
-constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // of a unit's tokens; a rank's
-constexpr int SHARE = ROWS * OWN_QUADS;  // of a tile, a rank's
-constexpr int EACH = (SHARE + REDUCE_THREADS - 1) / (REDUCE_THREADS);  // quads of a thread
+constexpr int PART = round_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // columns of a CTA
+constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // of a warp; its products
+constexpr int ROWS = 16, TILES = ((N / 8 + CLUSTERS - 1) / CLUSTERS + 1) / 2;  // at most
+constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // four tokens of a unit; of a rank
+constexpr int SHARE = ROWS * OWN_QUADS;  // quads of a tile, of a rank
+constexpr int EACH = (SHARE + REDUCE_THREADS - 1) / REDUCE_THREADS;  // quads of a thread
 static_assert(QUADS % CTAS == 0 && 32 % OWN_QUADS == 0, "a warp has all quads of a unit");
 constexpr int TILES_OF_WORD = 3, HALF = TILES_OF_WORD * ROWS / 2;  // units of half a word
 constexpr int WORDS = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD, ALL_WORDS = WORDS * CLUSTERS;
 enum : u32 { OFF = 1, ON = 3, EVERY_RANK = 0x01010101u >> 8 * (4 - CTAS) };
-constexpr u64 PUBLISHED = 1ull << 63;  // the mark of a word
+constexpr u64 PUBLISHED = 1ull << 63;  // the mark in a word
 
 constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
 static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
@@ -81,12 +85,14 @@ __device__ constexpr int width_of_slice(int width) {
 constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
 
 // ---- shared memory ----
-// Rows of a slot are 16 bytes more than a multiple of 128, so that eight of them, read at once, are
-// in different banks. So are four rows of partial sums: groups of eight tokens are permuted.
-// In the end come sums of Y: those of all CTAs, pushed to where adders had theirs, while the other
-// CTA may still have its list and ring; then those of a CTA's own warps. Barriers are last, and
-// nothing else is ever there: to write over a valid one is undefined (PTX ISA, mbarrier.inval). On
-// an H200 28 sums of Y that lay over them were NaN.
+// The pitch of a slot's rows is 16 bytes more than a multiple of 128: eight rows, read at once, are
+// in different banks. So are four rows of partial sums, whose groups of eight tokens are permuted.
+//
+// The sums of Y overwrite the rest at the end. First come the sums that CTAs push to each other:
+// they lie over the reducers' buffers alone, since a CTA that is behind still uses its list and
+// ring. The sums of a CTA's own warps follow. Nothing ever overlaps the barriers, which are last:
+// to write over a valid barrier is undefined (PTX ISA, mbarrier.inval). On an H200, 28 sums of Y
+// that overlapped them were NaN.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
@@ -128,14 +134,14 @@ struct Barriers {
   }
 };
 
-// ---- whose units ----
+// ---- the units of a cluster ----
 
 __device__ __forceinline__ int first_unit(int cluster) {
   return 8 * (N / 8 * cluster / CLUSTERS);
 }
 
 struct Work {
-  int cluster, rank, first, count, tiles;  // units from `first` on
+  int cluster, rank, first, count, tiles;  // `count` units from `first` on, in 16s: tiles
   __device__ __forceinline__ Work()
       : cluster(blockIdx.x / CTAS), rank(blockIdx.x % CTAS),
         first(first_unit(cluster)), count(first_unit(cluster + 1) - first),
@@ -149,7 +155,7 @@ struct Work {
   }
 };
 
-// A bit for each unit of a tile that is on, once all ranks have told. For a whole warp.
+// Wait for the flags of a tile from all ranks; return a bit for each of its 16 units. By a warp.
 __device__ __forceinline__ u32 active_mask(int tile) {
   const u32 at = address_of(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
   u32 flags;
@@ -162,18 +168,19 @@ __device__ __forceinline__ int count_active(int tiles) {
   for (int tile = 0; tile < tiles; tile++) found += __popc(active_mask(tile));
   return found;
 }
-__device__ __forceinline__ u16* active_units() { return (u16*)(shared + AT_ACTIVE); }  // of the cluster
+// The units of the cluster that are on, in ascending order.
+__device__ __forceinline__ u16* active_units() { return (u16*)(shared + AT_ACTIVE); }
 
 // ---- copies ----
 
-// Slots filled while the other warps start: memory gives an SM 33 KB in each microsecond.
+// Slots that are filled while the other warps start: an SM gets 33 KB a microsecond from memory.
 constexpr int FIRST = min_of((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS);
 
 struct Producer {
   const Work& work;
   Barriers bars;
   u32 ring;
-  __device__ __forceinline__ u64 own(int unit) const {  // bytes from the weights' start
+  __device__ __forceinline__ u64 own(int unit) const {  // byte offset of this rank's part
     return 2 * ((u64)(work.first + unit) * K + work.rank * PART);
   }
   __device__ __forceinline__ void producer_acquire(int step) const {
@@ -193,16 +200,16 @@ struct Producer {
       if (lane < rows) load_row(tile, lane, wg + own(ROWS * tile + lane));
     }
   }
-  // On their way from memory before there is room for them, or X is there, but not before the first
-  // slot is: behind all of Wg, 5.4 us of memory's time, X came last.
+  // Bring the rest of Wg into L2 before there is room for it in the ring, and before X has arrived,
+  // but after the first slot has: queued behind all of Wg, 5.4 us of memory's time, X came last.
   __device__ __forceinline__ void prefetch_gates(int tile, const char* wg) const {
     if (tile < work.tiles) wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
     for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
       if (work.bytes()) bulk_prefetch_l2(wg + own(unit), work.bytes());
   }
-  // Units that are on, in ascending order, are rows of the steps after the gates'. A step is open
-  // until it has 16 rows, or there are no more: then its slot's barrier has its one arrival.
+  // Copy the rows of Wu that are on, in ascending order, 16 to a step; these steps follow those of
+  // Wg. The one arrival on a slot's barrier comes when its step has 16 rows or there are no more.
   __device__ __forceinline__ void load_ups(const char* wu, const char* wd, u64* words) const {
     const int lane = threadIdx.x % 32;
     u64 bits = PUBLISHED;
@@ -233,19 +240,20 @@ struct Producer {
     }
     if (GATED && before % ROWS && lane == 0)
       arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
-    __syncwarp();  // Wd comes last: Wu is waited for first
+    __syncwarp();  // Wd is prefetched last: Wu is needed first
     #pragma unroll 1
     for (int i = lane; i < before; i += 32)
       if (work.bytes()) bulk_prefetch_l2(wd + own(active_units()[i]), work.bytes());
   }
 };
 
-// ---- products of 16 units ----
+// ---- MMA warps: products of 16 units ----
 
-using X = u32[COLUMNS / 32][WIDE][4];  // words of B: four of each 32 columns and eight tokens
+using X = u32[COLUMNS / 32][WIDE][4];  // fragments of B: four words for 32 columns and eight tokens
 
-// Asked for before any weight: behind 190 KB of those, X would come last. An address for each load
-// is 80 instructions ahead of the first; with one for a row all SMs ask at 1 us, and wait longer.
+// X is requested before any weight: queued behind 190 KB of weights, it would come last. Each load
+// computes its own address, which puts 80 instructions before the first load. With one address a
+// row all SMs send their requests at 1 us, and wait longer.
 __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
@@ -254,13 +262,13 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
   for (int i = 0; i < COLUMNS / 32; i++)
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
-      const bool there = token + 8 * j < m && column + 32 * i < K;
+      const bool pred = token + 8 * j < m && column + 32 * i < K;
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
-      *(uint4*)x[i][j] = there ? __ldcg(from + at) : uint4{};
+      *(uint4*)x[i][j] = pred ? __ldcg(from + at) : uint4{};
     }
 }
 
-// Two sums for every eight tokens where there are few: a product waits for the one before.
+// Two accumulators for eight tokens where tokens are few: an mma waits for the one before it.
 constexpr int CHAINS = WIDE < 4 ? 2 : 1;
 
 __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
@@ -284,7 +292,7 @@ __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
     #pragma unroll
     for (int c = 1; c < CHAINS; c++)
       for (int e = 0; e < 4; e++) d[0][j][e] += d[c][j][e];
-    float* to = partial + sum_offset(lane / 4, token + 8 * j);  // of row + 8: 8 rows on
+    float* to = partial + sum_offset(lane / 4, token + 8 * j);
     *(float2*)to = float2{d[0][j][0], d[0][j][1]};
     *(float2*)(to + 8 * TOKENS) = float2{d[0][j][2], d[0][j][3]};
   }
@@ -294,24 +302,26 @@ __device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers ba
   int steps = work.tiles;
   #pragma unroll
   for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
-  named_barrier_sync<2, LIST_THREADS>();  // X is there
+  named_barrier_sync<2, LIST_THREADS>();  // X has arrived
   for (int step = 0; step < steps; step++) {
     wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
     wait(bars.reduced(step % 2), step / 2 & 1 ^ 1, "room for sums");
     mma_tile(x, address_of(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
                   (float*)shared + step % 2 * PARTIAL);
-    asm volatile("" : "+r"(step));  // addresses are computed again: kept, they would be spilled
+    asm volatile("" : "+r"(step));  // makes the compiler compute addresses again; kept, they spill
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(bars.empty(step % SLOTS)), arrive(bars.summed(step % 2));
     if (GATED && step == work.tiles - 1) steps += (count_active(work.tiles) + ROWS - 1) / ROWS;
   }
 }
 
-// ---- sums, who is on, H ----
-// Each rank sums over its warps, sends each rank the sums of its tokens, and adds up its own: a
-// thread has four tokens (a quad) of EACH units. Sums are taken LAG tiles after they are sent: so
-// ranks do not wait for each other. When a rank sends tile i it has taken i - LAG - 1; so all have
-// sent that one, and have taken i - 2 LAG - 2: a place is free again after DEPTH tiles.
+// ---- reducers: sums, which units are on, H ----
+// Each rank sums over its warps and pushes to each rank the sums of that rank's tokens. Then it
+// adds up what it received: a thread has four tokens (a quad) of EACH units. A rank reduces a tile
+// LAG tiles after it has pushed it, so that ranks do not wait for each other.
+//
+// A rank that pushes tile i has reduced tile i - LAG - 1. So all ranks have pushed that one, and
+// have reduced tile i - 2 LAG - 2: a buffer is free again after DEPTH tiles.
 
 __device__ __forceinline__ void add_to(float4& sum, const float* from) {
   const float4 v = *(const float4*)from;
@@ -342,7 +352,7 @@ struct Reducer {
     wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
     const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
     constexpr int ALL = ROWS * QUADS, TURNS = (ALL + REDUCE_THREADS - 1) / (REDUCE_THREADS);
-    float4 sums[TURNS];  // all are read before the first is sent
+    float4 sums[TURNS];  // all are read before the first is pushed
     #pragma unroll
     for (int i = 0; i < TURNS; i++)
       if (quad(i) < ALL) sums[i] = sum_warps(buffer, quad(i));
@@ -356,7 +366,7 @@ struct Reducer {
     }
     sent++;
   }
-  // Four tokens' sums of EACH units; nothing from threads beyond the share.
+  // The sums of four tokens of EACH units; zeros in threads without a quad of this rank.
   __device__ __forceinline__ void reduce(float4 (&sums)[EACH]) {
     const int place = taken % DEPTH;
     if (CTAS == 1) {
@@ -397,12 +407,12 @@ struct Reducer {
   }
   __device__ __forceinline__ void apply_gates(int tile, int row, float4 g) const {
     const int unit = ROWS * tile + row;
-    const bool there = thread < SHARE && row < work.rows(tile);
+    const bool pred = thread < SHARE && row < work.rows(tile);
     const uint2 v{pair_of(g.x, g.y), pair_of(g.z, g.w)}, masks{on(v.x), on(v.y)};
     const uint2 own{v.x & masks.x, v.y & masks.y};
-    if (GATED && there) *gates(unit) = own;
-    if (!GATED && there) store_h(unit, own, float4{1, 1, 1, 1});
-    const u32 all = __ballot_sync(~0u, there && (masks.x | masks.y));
+    if (GATED && pred) *gates(unit) = own;
+    if (!GATED && pred) store_h(unit, own, float4{1, 1, 1, 1});
+    const u32 all = __ballot_sync(~0u, pred && (masks.x | masks.y));
     const u32 lanes = (1u << OWN_QUADS) - 1 << (thread % 32 / OWN_QUADS * OWN_QUADS);
     if (thread < SHARE && thread % OWN_QUADS == 0)
       for (int rank = 0; rank < CTAS; rank++)
@@ -432,7 +442,7 @@ struct Reducer {
         __syncwarp();
       }
       if (GATED && !up) {
-        named_barrier_sync<1, REDUCE_THREADS>();  // who finishes a unit may not be who found it
+        named_barrier_sync<1, REDUCE_THREADS>();  // a unit's U may be another thread's than its G
         found = count_active(work.tiles), tiles = (found + ROWS - 1) / ROWS;
       }
     }
@@ -443,13 +453,13 @@ struct Reducer {
 
 // ---- the list of units that are on ----
 
-struct Word { u64 bits; int rank, unit; };  // a word: units on before it, and its first unit
+struct Word { u64 bits; int before, unit; };  // units on before it; the first unit of the word
 static_assert(sizeof(Word) == 16, "AT_LIST");
 __device__ __forceinline__ Word* scanned() { return (Word*)(shared + AT_WORDS); }
 __device__ __forceinline__ u16* list() { return (u16*)(shared + AT_LIST); }
 
-// Wait for all words, and count the units before each. For one warp, of which a lane has some
-// neighbouring words, all asked for at once.
+// Wait for all words, and count the units that are on before each. By one warp: a lane has up to
+// eight neighbouring words, and loads them together.
 __device__ __forceinline__ void scan_words(const u64* words) {
   constexpr int OF_LANE = min_of(8, (ALL_WORDS + 31) / 32);
   const int lane = threadIdx.x % 32;
@@ -461,7 +471,8 @@ __device__ __forceinline__ void scan_words(const u64* words) {
       all = PUBLISHED;
       #pragma unroll
       for (int i = 0; i < OF_LANE; i++)
-        bits[i] = first + i < ALL_WORDS ? load_relaxed(words + first + i) : PUBLISHED, all &= bits[i];
+        bits[i] = first + i < ALL_WORDS ? load_relaxed(words + first + i) : PUBLISHED,
+        all &= bits[i];
     } while (!all);
     int own = 0;
     #pragma unroll
@@ -472,33 +483,33 @@ __device__ __forceinline__ void scan_words(const u64* words) {
       const int below = __shfl_up_sync(~0u, up_to, by);
       if (lane >= by) up_to += below;
     }
-    int rank = found + up_to - own;
+    int before = found + up_to - own;
     #pragma unroll
     for (int i = 0; i < OF_LANE; i++) {
       const int cluster = (first + i) / WORDS, word = (first + i) % WORDS;
       const int unit = first_unit(cluster) + 2 * HALF * word;
-      if (first + i < ALL_WORDS) scanned()[first + i] = Word{bits[i], rank, unit};
-      rank += __popcll(bits[i]);
+      if (first + i < ALL_WORDS) scanned()[first + i] = Word{bits[i], before, unit};
+      before += __popcll(bits[i]);
     }
     found += __shfl_sync(~0u, up_to, 31);
   }
   if (lane == 0) *(int*)(shared + AT_FOUND) = found;
 }
 
-struct Segment { int first, length; };  // of the units that are on, a CTA's
+struct Segment { int first, length; };  // of the list of all units that are on, for a CTA
 
 __device__ __forceinline__ Segment segment_of(int cta) {
   const int found = *(const int*)(shared + AT_FOUND), first = found * cta / SPLIT;
   return {first, found * (cta + 1) / SPLIT - first};
 }
 
-// List a segment, each thread the units of half a word: by one warp it took 2 ns a unit.
+// List a segment; each thread lists the units of half a word. One warp alone took 2 ns a unit.
 __device__ __forceinline__ void list_units(Segment segment) {
   #pragma unroll 1
   for (int half = threadIdx.x; half < 2 * ALL_WORDS; half += LIST_THREADS) {
     const Word word = scanned()[half / 2];
     const u32 low = word.bits & (1 << HALF) - 1, high = word.bits >> HALF;
-    int unit = word.unit - 1, place = word.rank - segment.first;
+    int unit = word.unit - 1, place = word.before - segment.first;
     if (half % 2) unit += HALF, place += __popc(low);
     #pragma unroll 1
     for (u32 left = half % 2 ? high : low; left; left &= left - 1, place++)
@@ -511,7 +522,7 @@ __device__ __forceinline__ void wait_for_h(const int* counts) {
     while (load_acquire(counts) != CTAS * CLUSTERS) {}
   __syncwarp();
 }
-// The last CTA to have seen that all of H is there resets words and counters. For one warp.
+// The last CTA that has read the full count sets words and counters to 0. By one warp.
 __device__ __forceinline__ void reset_counters(u64* words, int* counts) {
   const int lane = threadIdx.x % 32;
   const int before = lane == 0 ? atomicAdd(counts + 1, 1) : 0;
@@ -523,7 +534,7 @@ __device__ __forceinline__ void reset_counters(u64* words, int* counts) {
 
 // ---- Y ----
 
-constexpr int TALL = min_of(4, WIDTH / 16), OWN = 16 * TALL;  // a warp's products; columns
+constexpr int TALL = min_of(4, WIDTH / 16), OWN = 16 * TALL;  // products of a warp; their columns
 constexpr int COLUMN_WARPS = WIDTH / OWN, UNIT_WARPS = MMA_WARPS / COLUMN_WARPS;
 constexpr int W_STRIDE = 2 * OWN + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
 constexpr int UNITS_AT_ONCE = RING_BYTES / (MMA_WARPS * (W_STRIDE + H_STRIDE));  // of a warp
@@ -534,33 +545,33 @@ static_assert(UNIT_WARPS * COLUMN_WARPS == MMA_WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
 static_assert(AT_OUT + 4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= AT_BARRIERS, "no room for Y");
 
-// Copy PIECES of 16 bytes, from `skipped` on, of UNITS rows of a list, of which so many are there.
+// Copy PIECES of 16 bytes, from number `skipped` on, of UNITS listed rows; zeros beyond `units`.
 template <int PIECES, int STRIDE, int ROW_BYTES>
 __device__ __forceinline__ void gather_rows(u32 to, const u16* list, int units, int skipped,
                                              const char* from) {
   constexpr u32 NOWHERE = ~0u;
-  u32 at[(UNITS * PIECES + 31) / 32];  // all are looked up before the first is copied
+  u32 at[(UNITS * PIECES + 31) / 32];  // all offsets are loaded before the first copy
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
     const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
-    const bool there = i < UNITS * PIECES && row < units && skipped + piece < ROW_BYTES / 16;
-    at[first / 32] = there ? list[row] * (u32)ROW_BYTES + 16 * (skipped + piece) : NOWHERE;
+    const bool pred = i < UNITS * PIECES && row < units && skipped + piece < ROW_BYTES / 16;
+    at[first / 32] = pred ? list[row] * (u32)ROW_BYTES + 16 * (skipped + piece) : NOWHERE;
   }
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
     const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
-    const bool there = at[first / 32] != NOWHERE;
+    const bool pred = at[first / 32] != NOWHERE;
     if (UNITS * PIECES % 32 == 0 || i < UNITS * PIECES)
-      cp_async_16(to + row * STRIDE + 16 * piece, from + (there ? at[first / 32] : 0), there);
+      cp_async_16(to + row * STRIDE + 16 * piece, from + (pred ? at[first / 32] : 0), pred);
   }
 }
 
 using Sums = float[TALL][TOKENS / 8][4];
 
-// A warp's share of a segment of the list: every UNIT_WARPS-th UNITS of it, for OWN columns.
+// The products of a warp: of a segment, UNITS units of every UNIT_WARPS times UNITS; OWN columns.
 struct Down {
   const u16* list;
-  int units, steps, skipped;  // units of the list, from the warp's first on; 16 bytes of columns
+  int units, steps, skipped;  // units from the warp's first on; skipped: pieces of 16 bytes
   const char *wd, *h;
   u32 stages;
   __device__ __forceinline__ Down(int length, int column, const char* wd, const char* h)
@@ -605,7 +616,7 @@ struct Down {
       }
     }
   }
-  // Before H is there.
+  // Wd alone: H is not complete yet.
   __device__ __forceinline__ void prologue() const {
     #pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) load_wd(step);
@@ -630,14 +641,15 @@ __device__ __forceinline__ void store_quad(u16* y, int token, int column, float4
     *(uint2*)(y + (u64)token * K + column) = uint2{pair_of(v.x, v.y), pair_of(v.z, v.w)};
 }
 
-// Add up the warps' sums, rows of tokens, and then the CTAs': each writes an equal part of the
-// columns, and is sent all sums of those: no CTA fetches any, or waits to end for those that do.
+// Add up the sums of the warps, then those of the CTAs. Each CTA writes an equal part of the
+// columns and the others push their sums of these to it: no CTA reads the shared memory of another,
+// so none has to wait for readers before it ends.
 __device__ __forceinline__ void epilogue(const Sums& d, u16* y, int cta, int column, int m,
                                         Barriers bars) {
   constexpr int PART_OF_CTA = WIDTH / SPLIT, QUADS_OF_TOKEN = PART_OF_CTA / 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quads = m * QUADS_OF_TOKEN;
   float *const out = (float*)(shared + AT_OUT), *const pushed = (float*)shared;
-  __syncthreads();  // this CTA is done with all else in shared memory
+  __syncthreads();  // this CTA no longer needs what the sums overwrite
   if (warp < MMA_WARPS) {
     float* own = out + (warp / COLUMN_WARPS * TOKENS + lane % 4 * 2) * OUT_STRIDE +
                  warp % COLUMN_WARPS * OWN + lane / 4;
@@ -680,7 +692,7 @@ __device__ __forceinline__ void epilogue(const Sums& d, u16* y, int cta, int col
 
 // ---- the kernel ----
 
-// By warps that do not ask for X.
+// Zero the flags, and the columns of slots beyond K. By the warps that do not load X.
 __device__ __forceinline__ void zero_padding(const Work& work) {
   constexpr int BUSY = 32 * MMA_WARPS;
   for (int i = threadIdx.x - BUSY; i < TILES * ROWS * CTAS; i += THREADS - BUSY)
@@ -703,10 +715,10 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   const Producer producer{work, bars, address_of(shared) + AT_RING};
   X own;
   if (warp < MMA_WARPS) {
-    if (CTAS > 1) come_to_cluster(false);  // before X, which takes up to 5 us
+    if (CTAS > 1) come_to_cluster(false);  // before the loads of X, which take up to 5 us
     load_x(own, (const uint4*)x, work.rank, m);
   } else {
-    if (warp == PRODUCER) {  // at once: nobody else writes what is copied
+    if (warp == PRODUCER) {  // at once: no other thread writes where these copies land
       if (threadIdx.x % 32 == 0) bars.init_all(), fence_barrier_init(), show_to_copies();
       __syncwarp();
       producer.load_gates(0, min(FIRST, work.tiles), wg);
@@ -725,23 +737,23 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     if (warp < MMA_WARPS) {
       mma_mainloop(own, work, bars);
     } else {
-      named_barrier_sync<2, LIST_THREADS>();  // X is there: more copies would have been in its way
+      named_barrier_sync<2, LIST_THREADS>();  // X has arrived; earlier copies would delay it
       producer.load_gates(FIRST, work.tiles, wg);
       producer.load_ups(wu, wd, words);
       scan_words(words);
     }
-    named_barrier_sync<2, LIST_THREADS>();  // ranks are there, and the ring is free
+    named_barrier_sync<2, LIST_THREADS>();  // words are scanned, and the ring is free
     const Segment segment = segment_of(cta);
     list_units(segment);
-    named_barrier_sync<2, LIST_THREADS>();  // the list is there
+    named_barrier_sync<2, LIST_THREADS>();  // the list is written
     const Down share(segment.length, column, wd, (const char*)h);
     if (warp < MMA_WARPS) {
       share.prologue();
-      named_barrier_sync<2, LIST_THREADS>();  // H is there
+      named_barrier_sync<2, LIST_THREADS>();  // H is complete
       share.mainloop(sums);
     } else {
       wait_for_h(counts);
-      named_barrier_sync<2, LIST_THREADS>();  // H is there
+      named_barrier_sync<2, LIST_THREADS>();  // H is complete
       reset_counters(words, counts);
     }
   }

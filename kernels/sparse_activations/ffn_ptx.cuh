@@ -1,6 +1,6 @@
 // Instructions that ffn_few.cu and ffn_sparse.cu use beyond those of hopper.cuh and mma.cuh.
-// Each function is one instruction of PTX; tests run the kernels on a CPU with grid_on_cpu.h instead.
-// Source: PTX ISA 9.0, cp.async, createpolicy, mbarrier, bar, setmaxnreg, ld, st, red.
+// Each function is one instruction of PTX; tests run the kernels on a CPU with grid_on_cpu.h
+// instead. Source: PTX ISA 9.0, cp.async, createpolicy, mbarrier, bar, setmaxnreg, ld, st, red.
 
 #pragma once
 #include "hopper.cuh"

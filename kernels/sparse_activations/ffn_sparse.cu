@@ -1,8 +1,9 @@
 // Y[m, K] = (act(G) * (X @ Wu.T)) @ Wd.T where few units of act(G) are on: what follows the gate.
 //
-//   G[m, n] = X @ Wg.T, of the launch before. A unit of a token is on unless G <= 0: NaN is on.
+//   G[m, n] = X @ Wg.T comes from the launch before. A unit of a token is on unless G <= 0: NaN is
+//   on.
 //
-//   a group: eight tokens, and SPLIT CTAs (a cluster), each with as many of the steps
+//   a group: eight tokens, and SPLIT CTAs (a cluster); each CTA takes an equal part of the steps
 //
 //     G of    . . x . . . . x . .         rows, a list:     unit | tokens it is on for
 //     its     . . . . . . . x . .   -->                       2  |  x . .
@@ -18,55 +19,61 @@
 //
 //     Y, K x tokens  +=  the same rows and columns of Wd.T, read by columns, x  H
 //
-// By tensor cores (mma m16n8k16), although most of H is off: weights are the tall operand, tokens
-// its eight columns. A unit that several tokens share is read once, and one that a single token
-// has costs what it would alone: 4 K bytes from L2, which gives 9 TB/s to plain loads and cp.async
-// (6 to cp.async.bulk, measured; kernels/NOTES.md). All else is to stay beside that:
+// The products run on tensor cores (mma m16n8k16), although most of H is off: weights are the tall
+// operand, tokens its eight columns. A unit that several tokens share is read once. One that a
+// single token has on costs 4 K bytes from L2, as it would alone. L2 gives 9 TB/s to plain loads
+// and to cp.async, and 6 to cp.async.bulk (measured, NOTES.md). All other work overlaps with these
+// copies:
 //
-//     listers    4 warps    G, or bits      --->  list, list        groups ahead
-//     loaders    4 warps    rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X
-//     products   MMA_WARPS      up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
+//     warps                role
+//     list     4           G, or bits      --->  list, list        groups ahead
+//     load     4           rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X
+//     MMA      MMA_WARPS   up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
 //
-// A CTA stays, and takes one group after the other, each in turn from a counter: loaders run on
-// into the next group's rows while the sums of the last are stored. Rows of a last step that are
-// not there come as zeros. Loaders are warps of their own since products, two warps a scheduler,
-// were held up by the 600 instructions a step that it took them to copy their own columns.
+// With K above 2048 list and load warps are two each, and stages four.
 //
-// U is summed over K in the order of the warps and kept in fp32; H is rounded once; Y is summed in
+// A CTA is persistent: it takes its next group from a counter. Load warps go on with the rows of
+// the next group while MMA warps store the sums of the last. Rows that a last step lacks are loaded
+// as zeros. Copies have warps of their own: each step takes 600 instructions to copy, which held up
+// the MMA warps, two to a scheduler, when these copied their own columns.
+//
+// U is summed over K in the order of the warps and kept in fp32. H is rounded once. Y is summed in
 // the order of the units, then of the CTAs. So the bits are the same at every call. A row that no
 // token of the group needs is not read. A group with more rows than `limit` is left to a dense
 // product: its number goes onto the list `heavy`, and its tokens are not written.
 //
 // With GATED = 0, Y = act(G) @ Wd.T: there is no U, and H is act(G).
 //
-// With PACKED, the gate's product has written who is on (spense_wgmma.cu, "who is on"): a byte for a
-// unit and eight tokens, which are a group. Of G nothing but what is on is read.
+// With PACKED, the product of the gate has written a bitmap (spense_wgmma.cu): a byte for a unit
+// and eight tokens, which are a group. Of G only values that are on are read.
 //
-// Compiled with -DK, -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DPACKED=0|1 and
-// what hopper.cuh asks for. K is a multiple of 8, at most 4096.
+// Compiled with -DK (a multiple of 8, at most 4096), -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2),
+// -DGATED=0|1, -DPACKED=0|1, -DFP16=0|1.
 
 #include "ffn_ptx.cuh"
 
 using u16 = unsigned short;
 
-constexpr int HALVES = K > 2048 ? 2 : 1;  // of a row, 256 columns of each a warp's
-constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // that multiply: whole warpgroups, and so are the others
+constexpr int HALVES = K > 2048 ? 2 : 1;  // of a row; a warp has 256 columns of each
+constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // whole warpgroups, as list and load warps together
 constexpr int HALF = 256 * MMA_WARPS, PITCH = 2 * HALF;  // columns; bytes
-constexpr int MMA_THREADS = 32 * MMA_WARPS, LIST_THREADS = HALVES == 1 ? 128 : 64, LOAD_THREADS = LIST_THREADS;
+constexpr int MMA_THREADS = 32 * MMA_WARPS;
+constexpr int LIST_THREADS = HALVES == 1 ? 128 : 64, LOAD_THREADS = LIST_THREADS;
 constexpr int THREADS = MMA_THREADS + LIST_THREADS + LOAD_THREADS;
 constexpr int GROUP = 8, ROWS = 16, STAGES = HALVES == 1 ? 5 : 4, STAGE_BYTES = 8 * PITCH;
 constexpr int X_PITCH = HALVES * PITCH;
 constexpr int MOST_ROWS = 1536;  // of a list
-constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is made
+constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is written
 constexpr int END = -1;  // no group
-// Registers of a thread, of which a CTA has 64 K: of those that multiply, and of the others.
+// Registers of a thread of an MMA warp, and of any other; a CTA has 64 K.
 constexpr int MMA_REGISTERS = HALVES == 1 ? 152 : 224, OTHER_REGISTERS = HALVES == 1 ? 104 : 56;
-// That a lister reads at a time, of eight units: beside the rows' copies a load takes 2 to 3 us.
+// Pieces of eight units that a list thread loads at a time: each load takes 2 to 3 us while rows
+// are being copied.
 constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
-constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens, likewise
-constexpr bool SHIFTED = THREADS == 512 || HALVES == 2;  // registers; else all have enough
+constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that it loads at a time
+constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // else all threads have enough
 
-extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
+extern __shared__ __align__(1024) char shared[];  // X, then the stages; in the end, sums of Y
 
 struct List {
   int group, steps;
@@ -74,9 +81,9 @@ struct List {
 };
 struct Shared {
   List lists[LISTS];
-  float parts[2][MMA_WARPS][GROUP][ROWS + 4];  // of U, of two steps
+  float parts[2][MMA_WARPS][GROUP][ROWS + 4];  // partial sums of U, of two steps
   alignas(16) u16 gates[2][GROUP][ROWS + 8];
-  int counts[2][THREADS / 32], next, after;  // groups
+  int counts[2][THREADS / 32], next, after;  // counts of a scan; groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
   u64 x_full, x_empty, summed;
 };
@@ -98,9 +105,10 @@ struct GridPlace { int cta, ctas; };  // this CTA's number, and how many there a
 
 // ---- lists ----
 
-// The threads that make one, and the barrier that keeps them in step.
+// The threads that write a list, and their named barrier.
 struct ThreadGroup { int thread, threads, barrier; };
 
+// Return the sum of `own` over the threads before this one; `all` is the sum over all threads.
 __device__ __forceinline__ int exclusive_scan(int own, const ThreadGroup& team, int turn, Shared& s,
                                           int& all) {
   const int lane = team.thread % 32, warp = team.thread / 32;
@@ -117,13 +125,13 @@ __device__ __forceinline__ int exclusive_scan(int own, const ThreadGroup& team, 
   return up_to - own + __reduce_add_sync(~0u, lane < warp ? count : 0);
 }
 
-// ActiveMask is on, of PIECES of eight units: a byte a unit, a bit a token.
+// Which units are on, of PIECES of eight units: a byte for a unit, a bit for a token.
 struct ActiveMask {
   u32 masks[PIECES][2];
 
-  __device__ __forceinline__ void read(const Layer& layer, int group, int tokens, int piece,
+  __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int piece,
                                        int stride) {
-    const int pieces = layer.n / 8;  // beyond them, and beyond the tokens, it is another one
+    const int pieces = layer.n / 8;  // beyond the last piece or token, the last is read again
     if (PACKED) {
       uint2 v[PIECES];
       #pragma unroll
@@ -163,21 +171,21 @@ struct ActiveMask {
   }
 };
 
-// List a group's units that are on for some token, in ascending order, and fill up the last step.
-// Returns their number, of which MOST_ROWS are listed at most.
+// List the units of a group that are on for any token, in ascending order; pad the last step.
+// Return how many there are, of which MOST_ROWS at most are listed.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
                                          const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
   int found = 0, turn = 0;
   for (int at = team.thread; at - team.thread < pieces; at += PIECES * team.threads) {
-    ActiveMask who;
-    who.read(layer, group, tokens, at, team.threads);
+    ActiveMask active;
+    active.load(layer, group, tokens, at, team.threads);
     #pragma unroll
     for (int i = 0; i < PIECES; i++, turn++) {
       const int unit = 8 * (at + i * team.threads);
       if (unit - 8 * team.thread >= layer.n) break;
-      const u32 masks[2] = {unit < layer.n ? who.masks[i][0] : 0,
-                            unit < layer.n ? who.masks[i][1] : 0};
+      const u32 masks[2] = {unit < layer.n ? active.masks[i][0] : 0,
+                            unit < layer.n ? active.masks[i][1] : 0};
       int own = 0, all;
       #pragma unroll
       for (int j = 0; j < 8; j++)
@@ -198,7 +206,7 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   return found;
 }
 
-// Bring a group's X, 128 bytes each time, into L2: from memory it takes 3 us and more.
+// Bring a group's X into L2, 128 bytes a thread at a time: from memory it takes over 3 us.
 __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const ThreadGroup& team) {
   if (!GATED || group >= layer.groups()) return;
   const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
@@ -207,14 +215,14 @@ __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const 
     prefetch_l2(x + at);
 }
 
-// List s.next, or the first group from there that is not left to a dense product, or the end. The
-// one after it is known by then, and its X brought nearer; the counter is asked for a third.
+// List the first group, from s.next on, that is not left to a dense product, or END. Meanwhile
+// prefetch X of the group after it, and take the group after that from the counter.
 __device__ __forceinline__ void list_next(List& list, const Layer& layer, GridPlace place,
                                           const ThreadGroup& team, Shared& s) {
   for (;;) {
     const int group = s.next, after = s.after;
     if (group >= layer.groups()) break;
-    int third = layer.groups();  // a cluster has one
+    int third = layer.groups();  // none: a cluster has one group
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
     const int found = list_rows(list, layer, group, team, s);
@@ -228,9 +236,10 @@ __device__ __forceinline__ void list_next(List& list, const Layer& layer, GridPl
   named_barrier_sync(team.barrier, team.threads);
 }
 
-// One group after the other, ahead of the products; the first is there.
-__device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place, const ThreadGroup& team,
-                                            Shared& s) {
+// The loop of the list warps: one group after the other, ahead of the products. The first has been
+// listed by all threads.
+__device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
+                                            const ThreadGroup& team, Shared& s) {
   for (int i = 0;; i++) {
     if (i) {
       if (i >= LISTS) wait(address_of(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
@@ -243,7 +252,7 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
 
 // ---- stages ----
 
-// Which steps of a list are this CTA's.
+// The steps of a list that this CTA takes.
 struct Steps {
   int first, end;
   __device__ __forceinline__ Steps(const List& list, GridPlace place) {
@@ -260,20 +269,26 @@ struct Pipeline {
       : stages(address_of(shared) + GROUP * X_PITCH), full(address_of(s.full)),
         empty(address_of(s.empty)), slot(0), parity(parity) {}
   __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
-  __device__ __forceinline__ void consumer_wait() const { wait(full + 8 * slot, parity, "a stage"); }
-  __device__ __forceinline__ void producer_acquire() const { wait(empty + 8 * slot, parity, "a place"); }
+  __device__ __forceinline__ void consumer_wait() const {
+    wait(full + 8 * slot, parity, "a full stage");
+  }
+  __device__ __forceinline__ void producer_acquire() const {
+    wait(empty + 8 * slot, parity, "an empty stage");
+  }
   __device__ __forceinline__ void advance() {
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
 
-// 16 bytes, swizzled: eight rows that are read at once are in different banks.
+// Where a piece of 16 bytes lies, swizzled: eight rows that are read at once are in different
+// banks.
 __device__ __forceinline__ int swizzled(int row, int piece, int pitch = PITCH) {
   return row * pitch + ((piece ^ row % 8) << 4);
 }
 
-// Copy rows of a step, this thread's pieces: every 32nd, of some rows.
-__device__ __forceinline__ void load_step(Pipeline& pipeline, const char* w, const u32* rows, int loader) {
+// Copy the rows of a step: a warp takes every second or fourth row, a lane every 32nd piece of it.
+__device__ __forceinline__ void load_step(Pipeline& pipeline, const char* w, const u32* rows,
+                                          int loader) {
   const int lane = loader % 32;
   #pragma unroll
   for (int part = 0; part < 2 * HALVES; part++) {
@@ -297,7 +312,7 @@ __device__ __forceinline__ void load_step(Pipeline& pipeline, const char* w, con
   }
 }
 
-// Copy X of a group, zero beyond K and where it has no more tokens.
+// Copy X of a group, with zeros beyond K and beyond the last token.
 __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader) {
   const int lane = loader % 32, tokens = layer.tokens(group);
   #pragma unroll
@@ -308,11 +323,12 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
     #pragma unroll
     for (int j = 0; j < HALVES * MMA_WARPS; j++)
       cp_async_16(to + 512 * j, from + 512 * j,
-              token < tokens && (HALVES * HALF == K || 256 * j + 8 * lane < K), evict_first_policy());
+                  token < tokens && (HALVES * HALF == K || 256 * j + 8 * lane < K),
+              evict_first_policy());
   }
 }
 
-// Load X of a list's group, if there is one: after the products have read the one before.
+// Load X of a list's group, if there is one, when the MMA warps have read the X before.
 __device__ __forceinline__ void load_next_x(const Layer& layer, int number, int loader,
                                             Shared& s) {
   const List& list = s.lists[number % LISTS];
@@ -323,8 +339,8 @@ __device__ __forceinline__ void load_next_x(const Layer& layer, int number, int 
   cp_async_arrive(address_of(&s.x_full));
 }
 
-// The order is up(0), up(1), down(0), ..., up(last), down(last - 1), down(last), a list after the
-// other; before the last step of a list comes X of the next, that it be there in time.
+// The loop of the load warps. For each list: up(0), up(1), down(0), ..., up(last), down(last - 1),
+// down(last). X of the next list comes before the last step of a list, to arrive in time.
 __device__ __forceinline__ void load_groups(const Layer& layer, GridPlace place, int loader,
                                             Shared& s) {
   Pipeline pipeline(s, 1);  // stages are free before the first round
@@ -338,7 +354,7 @@ __device__ __forceinline__ void load_groups(const Layer& layer, GridPlace place,
       if (GATED && step < steps.end) load_step(pipeline, layer.wu, rows, loader);
       if (step > steps.first) load_step(pipeline, layer.wd, rows - ROWS, loader);
     }
-    if (steps.first == steps.end) load_next_x(layer, i + 1, loader, s);  // it had none
+    if (steps.first == steps.end) load_next_x(layer, i + 1, loader, s);  // a list without steps
     __syncwarp();
     if (loader % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
   }
@@ -346,12 +362,12 @@ __device__ __forceinline__ void load_groups(const Layer& layer, GridPlace place,
 
 // ---- products ----
 
-// The column of a warp's first in a half of K.
+// The first column of a warp in a half of K.
 __device__ __forceinline__ int column_of(int half) {
   return HALF * half + threadIdx.x / 32 * 256;
 }
 
-// X of a group as B: [half][k / 8], of which a lane has words of token lane / 4.
+// X of a group as fragments of B: [half][k / 8]; a lane has words of token lane / 4.
 using Tokens = u32[HALVES][32];
 
 __device__ __forceinline__ void load_x_fragments(Tokens& x, int number, Shared& s) {
@@ -372,7 +388,8 @@ __device__ __forceinline__ void load_x_fragments(Tokens& x, int number, Shared& 
 // Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
 using Sums = float[HALVES][16][4];
 
-// Of 32 columns, `i`-th of the warp's, a lane's eight: of token lane / 4, 16 bytes from `piece_of`.
+// A warp writes 32 columns at a time, the `i`-th: a lane has eight columns of token lane / 4, which
+// are 16 bytes at `piece_of(i)`.
 __device__ __forceinline__ int piece_of(int i) {
   const int warp = threadIdx.x / 32 % MMA_WARPS;
   return (HALF * (i / 8) + 256 * warp) / 8 + 4 * (i % 8) + threadIdx.x % 4;
@@ -393,8 +410,8 @@ struct MmaWarp {
   Tokens x;
   Sums y;
   u32 h[2];  // of units 2 q, 2 q + 1; and + 8; of token lane / 4, q being lane % 4
-  u16 gate;  // thread t has row t / 8 of token t % 8; zero where the unit is off, and nowhere else
-  int turn;  // of steps: U and gates have two places
+  u16 gate;  // thread t: row t / 8 of token t % 8; zero if and only if the unit is off
+  int turn;  // a step's number: U and gates are double-buffered
 
   __device__ __forceinline__ void load_gate(const Layer& layer, const List& list, int step) {
     gate = 0;
@@ -408,7 +425,7 @@ struct MmaWarp {
     if (threadIdx.x < ROWS * GROUP)
       s.gates[turn % 2][threadIdx.x % GROUP][threadIdx.x / GROUP] = gate;
   }
-  // Wait for 16 rows; returns where the lane's one of them starts, this warp's columns.
+  // Wait for 16 rows; return where this warp's columns of the lane's row start.
   __device__ __forceinline__ u32 wait_rows(int row) {
     pipeline.consumer_wait();
     const u32 upper = pipeline.tile();
@@ -424,7 +441,7 @@ struct MmaWarp {
     }
     pipeline.advance();
   }
-  // U of 16 rows, this warp's columns alone.
+  // Store the partial sums of U of 16 rows, over this warp's columns.
   __device__ __forceinline__ void mma_up(Shared& s) {
     const int lane = threadIdx.x % 32, row = lane % 16;
     float u[2][4] = {};
@@ -479,7 +496,7 @@ struct MmaWarp {
       release_rows();
     }
   }
-  // The gates of the first step of a list, when there is one.
+  // Load the gates of the first step of a list, if it has one.
   __device__ __forceinline__ void load_first_gate(const Layer& layer, int number, GridPlace place,
                                                   Shared& s) {
     const List& list = s.lists[number % LISTS];
@@ -488,8 +505,9 @@ struct MmaWarp {
     const Steps steps(list, place);
     if (steps.first < steps.end) load_gate(layer, list, steps.first);
   }
-  // This CTA's steps of a group: its sums. The gates of the first step have been read.
-  __device__ __forceinline__ void mainloop(const Layer& layer, int number, GridPlace place, Shared& s) {
+  // Sum over this CTA's steps of a group. The gates of the first step have been loaded.
+  __device__ __forceinline__ void mainloop(const Layer& layer, int number, GridPlace place,
+                                           Shared& s) {
     #pragma unroll
     for (int i = 0; i < HALVES * 64; i++) y[i / 64][i / 4 % 16][i % 4] = 0;
     if (GATED) load_x_fragments(x, number, s);
@@ -501,7 +519,7 @@ struct MmaWarp {
       else if (SPLIT == 1) load_first_gate(layer, number + 1, place, s);
       if (GATED) mma_up(s);
       if (GATED && step > steps.first) mma_down();
-      named_barrier_sync(2, MMA_THREADS);  // by then the other place has been read
+      named_barrier_sync(2, MMA_THREADS);  // and the other buffer has been read
       make_h(s);
       if (!GATED) mma_down();
     }
@@ -519,8 +537,8 @@ struct MmaWarp {
 };
 
 // ---- sums of a cluster ----
-// Each CTA adds up some of the pieces, 32 columns each, of all warps. Its own and the others' sums
-// are pushed to it, to where X and the stages were: no CTA waits for another's memory.
+// Each CTA adds up some of the pieces, 32 columns each, of all warps. All CTAs push their sums of
+// these to it, over its X and stages: no CTA reads the shared memory of another.
 
 constexpr int PIECES_OF_WARP = 8 * HALVES;
 __device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
@@ -537,7 +555,7 @@ __device__ __forceinline__ void expect_sums(int rank, Shared& s) {
   const int pieces = first_piece(rank + 1) - first_piece(rank);
   arrive_expecting(address_of(&s.summed), SPLIT * MMA_WARPS * pieces * PIECE_BYTES);
 }
-// Once all CTAs have read their last stage.
+// Call it when all CTAs have read their last stage.
 __device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
   const u32 own = address_of(shared) + sums_offset(rank, 0), summed = address_of(&s.summed);
   #pragma unroll
@@ -550,7 +568,7 @@ __device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
     }
   }
 }
-// A dry run writes nothing.
+// Add up the sums of all CTAs, and write this CTA's part of Y; a dry run writes nothing.
 __device__ __forceinline__ void reduce_cluster(u16* y, int tokens, int rank, bool dry) {
   #pragma unroll 1
   for (int i = first_piece(rank); i < first_piece(rank + 1); i++) {
@@ -618,19 +636,19 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
   __syncthreads();
   list_next(s.lists[0], layer, place, all, s);
   const int group = s.lists[0].group;
-  if (group == END) return;  // of a cluster, all
+  if (group == END) return;  // so do all CTAs of a cluster
   const int other = threadIdx.x - MMA_THREADS;
   if (other < 0) {
-    if (SHIFTED) warpgroup_reg_alloc<MMA_REGISTERS>();
+    if (MOVES_REGISTERS) warpgroup_reg_alloc<MMA_REGISTERS>();
     mma_groups(layer, place, s);
   } else {
-    if (SHIFTED) warpgroup_reg_dealloc<OTHER_REGISTERS>();
+    if (MOVES_REGISTERS) warpgroup_reg_dealloc<OTHER_REGISTERS>();
     if (other < LIST_THREADS) list_groups(layer, place, {other, LIST_THREADS, 1}, s);
     else load_groups(layer, place, other - LIST_THREADS, s);
   }
   if (SPLIT == 1) return;
-  // Instructions come from memory the first time, 1 us for every few dozen of them: listers, which
-  // are through early, go over these once in vain.
+  // Instructions are read from memory the first time, 1 us for every few dozen. So list warps,
+  // which end early, run this code once without effect.
   const bool dry = other >= 0;
   if (!dry) wait(address_of(&s.summed), 0, "sums of the cluster");
   if (other < LIST_THREADS)
