@@ -15,6 +15,7 @@ from cuda_on_cpu import built
 from interpreter import assert_passes, compiled, interpreted
 from on_hopper import assert_compiles_cleanly, hopper
 from places import cuda_source
+from sample import sampled
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -159,10 +160,13 @@ def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
 
 
 @compiled
+@pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("k", [2048, 200, 2040])
-@pytest.mark.parametrize("split", [1, 8])
-@pytest.mark.parametrize(("gated", "packed"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
+@pytest.mark.parametrize("split", sampled([1, 8]))
+@pytest.mark.parametrize(
+    ("gated", "packed"), sampled([(True, True), (True, False), (False, False)])
+)
 def test_it_compiles_without_a_spill(
     k: int, split: int, gated: bool, packed: bool, tmp_path: Path
 ) -> None:
