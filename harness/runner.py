@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
-from sparsebench.harness.sim_clock import simulated
+from sparsebench.harness.device import simulated
 from sparsebench.harness.suite import Contest
 from sparsebench.results.record import Case, Contender, Row, Status
 

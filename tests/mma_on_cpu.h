@@ -59,7 +59,7 @@ template <int LEFT> void copies_left() {
     groups.erase(groups.begin());
   }
 }
-static u32 word_at(u32 address) { return *(u32*)(dynamic_shared() + address); }
+static u32 ld_shared_u32(u32 address) { return *(u32*)(dynamic_shared() + address); }
 
 // ---- mbarriers: a phase is over when no arrival and no byte is missing ----
 
@@ -129,7 +129,7 @@ static void matrices(u32 (&v)[4], u32 address) {
   if (address % 16) std::abort();
   warp()[lane()][0] = address;
   warp_in_step();
-  for (int i = 0; i < 4; i++) v[i] = word_at(warp()[8 * i + lane() / 4][0] + lane() % 4 * 4);
+  for (int i = 0; i < 4; i++) v[i] = ld_shared_u32(warp()[8 * i + lane() / 4][0] + lane() % 4 * 4);
   warp_in_step();
 }
 static u32 transposed(u32 v) {
@@ -153,7 +153,7 @@ static void matrices_by_columns(u32 (&v)[4], u32 address) {
 // lane 4 (row % 8) + q; B[8 i + 2 q, + 1][token] in register i of lane 4 token + q. The code of row
 // and group j, four bits, is in lane 4 (row % 8) + 2 SELECTOR + j / 4, at 16 (row / 8) + 4 (j % 4).
 template <int SELECTOR>
-void multiply_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 word) {
+void mma_sp(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 word) {
   static u32 of_b[1024][4];
   std::memcpy(of_b[now->thread], b, sizeof b);
   std::memcpy(warp()[lane()], a, sizeof a);

@@ -12,22 +12,55 @@ takes the host 300 us, longer than any head start: 17 ways to call it, not captu
 alike, and the one that was taken was up to 1.7 times as slow as the best.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.l2_flush import flusher
+from sparsebench.kernels._kernel import Launch, Output
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROUNDS = 7
 SHORT_US, SHORT_ROUNDS = 100.0, 25  # short ones scatter by 2 to 6 % a sample, and cost little
 # A candidate that is this much slower than the best in its best of TRIALS is not timed again. One
 # sample is no judge: in a published run it cost torch's BSR a third (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
+
+
+class Candidate(Protocol):
+    """A call that enqueues the work; `code` is the digest of its machine code (BoundKernel)."""
+
+    @property
+    def code(self) -> str | None: ...
+
+    def __call__(self) -> Output: ...
+
+
+def fastest_launch(
+    configs: "Sequence[DataclassInstance]",
+    candidates: Sequence[Candidate],
+    by: Mapping[str, Any],
+    device: torch.device,
+    threads: int = 1,
+) -> Launch:
+    """Return the launch of the fastest candidate.
+
+    candidates  one for each configuration, in the same order
+    by          how the configurations were found (tuned_table.choose); Launch.choice is the fields
+                of the fastest configuration and these
+    threads     as for `fastest`, which raises Unsupported
+    """
+    best = fastest(candidates, device, threads)
+    choice = asdict(configs[best]) | dict(by)
+    return Launch(candidates[best], choice, candidates[best].code)
 
 
 def fastest(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-WORKERS = 160  # at most, and one more start
+WORKERS = 160  # at most 159, and one more start; H200 has 132 SMs, B200 148; -DWORKERS
 
 Ints = NDArray[np.integer[Any]]
 

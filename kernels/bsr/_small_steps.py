@@ -36,9 +36,9 @@ STRIP, STRIPS = 32, 4  # columns of X; strips in a step
 UNIT = 32  # features
 ROOMS = 5, 12, 24  # KB of blocks in a step: six, five or four slots where X takes 32 KB of one
 SHARE = 64 // 3  # blocks of a share, at most: 3 bits each in a word of 64
-NONE = 0xFFFF
+NO_STRIP = 0xFFFF
 READ_AHEAD = 64  # steps past the end, which producers read and do not use
-LAST, END = 1 << 8, 1 << 9
+LAST, END = 1 << 8, 1 << 9  # flags of a step: the last of an item, of a worker
 
 # What a step and an item cost a CTA, in bytes of loads at the rate of TMA (67 B/ns an SM): the
 # hand-over of a slot, and storing 256 x 128 of Y. Measured, roughly.
@@ -103,7 +103,7 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
     counts, places = np.zeros((2, len(start) - 1), np.uint64)
     np.add.at(counts, list_, np.uint64(1) << (4 * row[order]).astype(np.uint64))
     np.add.at(places, list_, place[order].astype(np.uint64) << 3 * nth)
-    loaded = np.full((first[-1], STRIPS), NONE, np.uint16)
+    loaded = np.full((first[-1], STRIPS), NO_STRIP, np.uint16)
     at = there.any(2)
     loaded[number[at], slot[at]] = np.nonzero(at)[1]
 

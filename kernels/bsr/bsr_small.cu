@@ -37,20 +37,18 @@
 // a tenth of the whole from 80 % of blocks of 32 and 90 % of blocks of 16 on (NOTES.md).
 //
 // Compiled with -DBLOCK=16|32 -DTOKENS=64|128 -DFEATURES=256|128|64|32 -DWARPGROUPS=1|2|4
-// -DROOM=24|12|5 -DTRANSPOSED=0|1 and what hopper.cuh asks for.
+// -DROOM=24|12|5 -DTRANSPOSED=0|1, the constants of the lists (bsr_small.constants_of) and what
+// hopper.cuh asks for.
 
 #include "hopper.cuh"
 
 constexpr int ROWS = FEATURES / BLOCK / WARPGROUPS;  // of a warpgroup
 constexpr int UNITS = FEATURES / 32 / WARPGROUPS, TILES = TOKENS / 64;
-constexpr int STRIPS = 4, STRIP_BYTES = TOKENS * 64, BLOCK_BYTES = BLOCK * BLOCK * 2;
+constexpr int STRIP_BYTES = TOKENS * 64, BLOCK_BYTES = BLOCK * BLOCK * 2;
 constexpr int MOST_BYTES = STRIPS * 32 * FEATURES * 2;
 constexpr int W_BYTES = MOST_BYTES < ROOM * 1024 ? MOST_BYTES : ROOM * 1024;
 constexpr int SLOT_BYTES = STRIPS * STRIP_BYTES + W_BYTES;
-constexpr int SLOTS = 224 * 1024 / SLOT_BYTES < 8 ? 224 * 1024 / SLOT_BYTES : 8;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int NO_STRIP = 0xffff;
-enum { LAST = 1 << 8, END = 1 << 9 };  // of an item, of the launch
+constexpr int SLOTS = RING_BYTES / SLOT_BYTES < 8 ? RING_BYTES / SLOT_BYTES : 8;
 
 // What the host lays out (_small_steps.py). A share is one warpgroup's: how many blocks each row has, 4
 // bits each; its first block in the chunk, and the flags; each block's place, 3 bits each.
@@ -60,7 +58,6 @@ struct alignas(16) Step {
   u64 strips, unused;               // 16 bits each
   Share shares[WARPGROUPS];
 };
-constexpr int WORKERS = 160;
 struct Starts { int at[WORKERS]; };  // of each worker's steps
 
 __device__ __forceinline__ void write(u32 to, const void* sixteen_bytes) {

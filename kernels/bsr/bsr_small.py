@@ -16,7 +16,7 @@ kernel over the transposed pattern.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -38,11 +38,16 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._small_steps import (
+    END,
+    LAST,
+    NO_STRIP,
     STRIP,
+    STRIPS,
     UNIT,
     Lists,
     cut,
@@ -55,10 +60,10 @@ from sparsebench.kernels.bsr._small_steps import (
 
 BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
-SHARED_BYTES = 226 * 1024  # slots, and what aligning to 1024 may take
-STARTS = 160  # of workers, in the kernel's arguments
+RING_BYTES = 224 * 1024  # of slots
+SHARED_BYTES = RING_BYTES + 2048  # aligning to 1024 may take 1023
 # The map of x, starts; w, steps, units, y; m and width.
-ARGUMENTS = Layout("128s", f"{4 * STARTS}s", *"PPPPii")
+ARGUMENTS = Layout("128s", f"{4 * WORKERS}s", *"PPPPii")
 FEW = 256  # tokens, for which blocks above 32 are cut: with more, bsr_wgmma wins
 TRIED = 4  # configurations, those that the byte model likes best
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
@@ -75,6 +80,11 @@ class Config:
     def warpgroups(self) -> int:
         """Return how many share the units of an item; more are faster, if registers suffice."""
         return min(self.features // UNIT, 2 if self.tokens > 64 else 4)
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA: these warpgroups, and one of producers."""
+        return 128 * (self.warpgroups + 1)
 
 
 def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> list[Config]:
@@ -134,7 +144,7 @@ def plan(
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
-    starts = np.zeros(STARTS, np.int32)
+    starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     order, pieces, *rest = (
         torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
@@ -147,8 +157,7 @@ def plan(
         each, units = (a.data_ptr() for a in rest)
         return ARGUMENTS(x_map, starts.tobytes(), packed, each, units, y, *out)
 
-    threads = 128 * (config.warpgroups + 1)
-    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, threads, SHARED_BYTES)
+    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
     source = sources(order, pieces)
     return Plan(loaded, source, tuple(rest), arguments, activations, (blocks, b, b), out, dtype)
 
@@ -176,6 +185,8 @@ def constants_of(
         ("ROOM", room),
         ("TRANSPOSED", int(transposed)),
         ("FP16", int(dtype == torch.float16)),
+        *(("THREADS", config.threads), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
+        *(("STRIPS", STRIPS), ("NO_STRIP", NO_STRIP), ("LAST", LAST), ("END", END)),
     )
 
 
@@ -215,8 +226,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, transposed=transposed) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def _fitting(w: Bsr, m: int) -> Bsr:

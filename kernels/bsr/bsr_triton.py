@@ -18,7 +18,7 @@ The next block column is loaded one step ahead, into a register: loaded in the s
 take every second pipeline stage. Long block rows start first, so that none is left over at the end.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
@@ -356,8 +356,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
         if layout not in packings:
             packings[layout] = pack(w, config)
         candidates.append(launch(x, w, config, packings[layout]))
-    best = fastest(candidates, x.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device, COMPILE_THREADS)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported, tunes=True)

@@ -18,7 +18,7 @@ Columns of dY that no block of the column touches are not read, so that a NaN th
 As in bsr_triton, the index runs a step ahead, and long block columns start first.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     BoundKernel,
@@ -234,8 +234,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     configs, by = choose("bsr_triton_dgrad", Config, operands, shape, tuned, searched, **fixed)
     index = index_of(w)
     candidates = [launch(dy, w, config, index) for config in configs]
-    best = fastest(candidates, dy.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, dy.device, COMPILE_THREADS)
 
 
 KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, unsupported, tunes=True)

@@ -21,7 +21,7 @@ Few blocks make few programs. Then tokens are split: each part's sums are writte
 second kernel adds them in order, so that the result is the same at every call.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     BoundKernel,
@@ -49,6 +49,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._gradient import Gradient
 
 WIDEST = 128  # side of a tile of blocks that are copied
 LEAST = 64  # wgmma's least height: narrower blocks are gathered
@@ -221,16 +222,8 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     searched = configurations(m, pattern.block, *sizes, precision_of(dtype))
     shape = blocked(m, *pattern.shape, dtype, pattern.block, blocks)
     configs, by = choose("bsr_triton_wgrad", Config, operands, shape, tuned, searched, path=path)
-    candidates = [launch(dy, x, pattern, config) for config in configs]
-    best = fastest(candidates, x.device, COMPILE_THREADS)
-    program = candidates[best]
-    gradient = replace(pattern, values=program.out)
-
-    def run() -> Bsr:
-        program()
-        return gradient
-
-    return Launch(run, asdict(configs[best]) | by, program.code)
+    candidates = [Gradient(launch(dy, x, pattern, config), pattern) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device, COMPILE_THREADS)
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported, tunes=True)

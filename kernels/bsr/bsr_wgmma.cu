@@ -60,17 +60,16 @@
 //  - Items are assigned by their lengths (_wgmma_schedule.py): a fixed order, in which CTA 0 always had
 //    the longest, cost 12 %.
 //
-// Compiled with -DTOKENS=256|128|64 -DCLUSTER=1|2 -DTRANSPOSED=0|1 -DFP16=0|1 (0 is bf16), and for
-// a look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma, mbarrier,
+// Compiled with -DTOKENS=256|128|64 -DCLUSTER=1|2 -DTRANSPOSED=0|1, the constants of the lists
+// (bsr_wgmma.constants_of) and what hopper.cuh asks for. Source: PTX ISA 9.0, wgmma, mbarrier,
 // cp.async.bulk.tensor.
 
 #include "hopper.cuh"
 
-constexpr int SIDE = 64, ROW_BYTES = 128;
+constexpr int ROW_BYTES = 128;
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SIDE * ROW_BYTES;
-constexpr int SLOT_BYTES = X_BYTES + 2 * W_BYTES, SLOTS = 192 * 1024 / SLOT_BYTES;  // 4, 6, 8
+constexpr int SLOT_BYTES = X_BYTES + 2 * W_BYTES, SLOTS = RING_BYTES / SLOT_BYTES;  // 4, 6, 8
 constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
-constexpr int NO_SLICE = 0xffff;
 constexpr unsigned short ALL = (1 << CLUSTER) - 1;  // CTAs
 enum { HALF_0 = 1, HALF_1 = 2, LAST = 4, END = 8 };  // of a note
 
@@ -81,7 +80,6 @@ struct Maps { TensorMap x, w, y; };
 struct alignas(16) Step { int x, w0, w1, columns; };
 struct alignas(16) Item { int first, count, token, slices; };
 // An argument: read from memory, one after the other, they came 1.3 us later to the first copy.
-constexpr int WORKERS = 160;
 struct First { Item items[WORKERS]; int starts[WORKERS]; };
 struct alignas(16) Note { int what, token, slices, unused; };
 __device__ __forceinline__ int of_half(int pair, int half) { return pair >> 16 * half & 0xffff; }
@@ -251,7 +249,7 @@ __device__ __forceinline__ void put_out(const float (&d)[TOKENS / 2], const Tens
 
 // ---- the kernel: 132 / CLUSTER workers, each with its own list of items ----
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif

@@ -16,7 +16,7 @@ bsr_wgmma_dgrad.py is the same kernel over the transposed pattern.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -36,7 +36,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -46,8 +46,9 @@ from sparsebench.kernels.bsr._wgmma_schedule import schedule
 TOKENS = 256, 128, 64
 FEW_ITEMS = 132  # one for each SM of an H200
 THREADS = 384
-# 192 KB of slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
-SHARED_BYTES = 192 * 1024 + 4 * 8 * 1024 + 1024
+# Slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
+RING_BYTES = 192 * 1024
+SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
 ARGUMENTS = Layout("384s", f"{20 * WORKERS}s", *"PP")  # maps of x, w and y; First; steps, items
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
@@ -176,6 +177,8 @@ def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Consta
         ("CLUSTER", config.cluster),
         ("TRANSPOSED", int(transposed)),
         ("FP16", int(dtype == torch.float16)),
+        *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
+        *(("SIDE", SIDE), ("NO_SLICE", NO_SLICE)),
     )
 
 
@@ -212,8 +215,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

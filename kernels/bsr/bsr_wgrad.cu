@@ -59,8 +59,9 @@
 // 72 KB, 1100 ns. A partial sum is 128 KB written and 128 KB read, about 6 us of an SM.
 //
 // Compiled with -DDEPTH=64|32 (tokens in a step) -DTILES=6|9 (in a slot) -DWIDE=4|2 (columns in a
-// half) -DFP16=0|1 (0 is bf16), and for a look at a kernel that hangs with -DWATCHDOG=1. Source: PTX ISA 9.0, wgmma (matrix
-// descriptor, strides), mbarrier, cp.async.bulk.tensor, memory consistency model.
+// half), the constants of the lists (bsr_wgrad.constants_of) and what hopper.cuh asks for.
+// Source: PTX ISA 9.0, wgmma (matrix descriptor, strides), mbarrier, cp.async.bulk.tensor, memory
+// consistency model.
 
 #include "hopper.cuh"
 
@@ -70,11 +71,11 @@
 #define COLUMNS 128
 #endif
 
-constexpr int SIDE = 64, ROW_BYTES = 128;
+constexpr int ROW_BYTES = 128;
 constexpr int TILE_BYTES = DEPTH * ROW_BYTES, SLOT_BYTES = TILES * TILE_BYTES;
-constexpr int SLOTS = 216 * 1024 / SLOT_BYTES;  // 4, 9 of six tiles; 3, 6 of nine
-constexpr int PRODUCERS = 4, BOXES = 9, BOXES_EACH = (TILES + PRODUCERS - 1) / PRODUCERS;
-constexpr int THREADS = 128, SUMS = SIDE * SIDE * WIDE / THREADS;  // of a warpgroup, a thread
+constexpr int SLOTS = RING_BYTES / SLOT_BYTES;  // 4, 9 of six tiles; 3, 6 of nine
+constexpr int PRODUCERS = 4, BOXES_EACH = (TILES + PRODUCERS - 1) / PRODUCERS;
+constexpr int GROUP = 128, SUMS = SIDE * SIDE * WIDE / GROUP;  // threads of a warpgroup; of one
 constexpr int UNIT = 16, UNITS = SUMS / UNIT;                      // 32 columns
 constexpr u32 DONE = 1u << 31;
 
@@ -144,7 +145,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const Loads* loads, in
 // ---- consumers ----
 
 __device__ __forceinline__ void release(const Ring& ring, int slot) {
-  if (threadIdx.x % THREADS == 0) arrive(ring.empty + 8 * slot);
+  if (threadIdx.x % GROUP == 0) arrive(ring.empty + 8 * slot);
 }
 
 // Add up the products of one half of a piece; those of one step are in flight.
@@ -173,7 +174,7 @@ __device__ __forceinline__ void add_up(float (&d)[SUMS], Ring& ring, int dy, int
 // further ahead than a round, the parity of a slot means nothing.
 __device__ __forceinline__ void pass_by(Ring& ring, int count, int half) {
   for (; count > 0; count--) {
-    if (threadIdx.x % THREADS == 0) ring.wait_filled();
+    if (threadIdx.x % GROUP == 0) ring.wait_filled();
     release(ring, ring.slot);
     ring.advance();
   }
@@ -200,7 +201,7 @@ __device__ __forceinline__ void put(const float* s, char* values, int out, int u
 
 // A thread's part of partial sum p: SUMS / 4 pieces of 16 bytes, each next to its neighbours'.
 __device__ __forceinline__ float* part_of(float* partials, int p, int half) {
-  return partials + (2LL * p + half) * SUMS * THREADS + threadIdx.x % THREADS * 4;
+  return partials + (2LL * p + half) * SUMS * GROUP + threadIdx.x % GROUP * 4;
 }
 
 // Write a partial sum and count it; thread 0 returns what the counter was before.
@@ -211,11 +212,11 @@ __device__ __forceinline__ u32 hand_in(const float (&d)[SUMS], float* partials, 
   for (int i = 0; i < SUMS; i += 4)
     if (i / (SUMS / WIDE) < sums.tiles)
       asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                   :: "l"(to + i * THREADS), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]),
+                   :: "l"(to + i * GROUP), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]),
                       "f"(d[i + 3]) : "memory");
   warpgroup_in_step(half + 1);
   u32 before = 0;
-  if (threadIdx.x % THREADS == 0)
+  if (threadIdx.x % GROUP == 0)
     asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(before)
                  : "l"(counters + 2 * sums.first + half), "r"(sums.adds)
@@ -237,18 +238,18 @@ __device__ __forceinline__ void wait_for_all(const u32* counter, u32 before) {
 __device__ __forceinline__ void finish(float* partials, const u32* counters, u32 before,
                                        const Sums& sums, int half, char* values, int width) {
   const int units = UNITS / WIDE * sums.tiles, first = sums.first, share = sums.share, of = sums.of;
-  if (threadIdx.x % THREADS == 0) wait_for_all(counters + 2 * first + half, before);
+  if (threadIdx.x % GROUP == 0) wait_for_all(counters + 2 * first + half, before);
   warpgroup_in_step(half + 1);
   for (int unit = units * share / of; unit < units * (share + 1) / of; unit++) {
     float total[UNIT] = {};
     #pragma unroll 4
     for (int p = 0; p < of; p++) {
-      const float* from = part_of(partials, first + p, half) + unit * UNIT * THREADS;
+      const float* from = part_of(partials, first + p, half) + unit * UNIT * GROUP;
       #pragma unroll
       for (int i = 0; i < UNIT; i += 4) {
         float s[4];
         asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(s[0]), "=f"(s[1]), "=f"(s[2]), "=f"(s[3]) : "l"(from + i * THREADS)
+                     : "=f"(s[0]), "=f"(s[1]), "=f"(s[2]), "=f"(s[3]) : "l"(from + i * GROUP)
                      : "memory");
         #pragma unroll
         for (int j = 0; j < 4; j++) total[i + j] += s[j];
@@ -292,7 +293,7 @@ __device__ __forceinline__ void consume(const Sums* list, int begin, int end, Ri
 
 // ---- the kernel: a worker an SM, each with its own list of pieces ----
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* sums,
            const int* starts, char* values, int width, float* partials, u32* counters) {
   extern __shared__ char shared[];
@@ -307,7 +308,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   __syncthreads();
-  const int group = __shfl_sync(~0u, threadIdx.x / THREADS, 0), warp = threadIdx.x / 32 % 4;
+  const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0), warp = threadIdx.x / 32 % 4;
   const int begin = __shfl_sync(~0u, starts[blockIdx.x], 0);
   const int end = __shfl_sync(~0u, starts[blockIdx.x + 1], 0);
   if (group == 2) {

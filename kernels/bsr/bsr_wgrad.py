@@ -12,7 +12,7 @@ The sums are fp32 over all tokens, added in one order: equal operands give equal
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -31,14 +31,16 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._gradient import Gradient
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
-from sparsebench.kernels.bsr._wgrad_schedule import work_of
+from sparsebench.kernels.bsr._wgrad_schedule import TILES, work_of
 
 THREADS = 384
-SHARED_BYTES = 216 * 1024 + 1024  # the slots, and what aligning to 1024 may take
+RING_BYTES = 216 * 1024  # of slots
+SHARED_BYTES = RING_BYTES + 1024  # aligning to 1024 may take 1023
 PARTIAL = 2 * SIDE * SIDE  # sums in a column of tiles of both halves of an item, fp32
 # Maps of dy and x; loads, sums, starts, values; width; partials, counters.
 ARGUMENTS = Layout("256s", *"PPPPiPP")
@@ -154,6 +156,7 @@ def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
         ("TILES", tiles),
         ("WIDE", config.wide),
         ("FP16", int(dtype == torch.float16)),
+        *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("SIDE", SIDE), ("BOXES", max(TILES))),
     )
 
 
@@ -188,16 +191,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     workers = multiprocessors(x.device)
     searched = [] if operands.pinned else configurations(pattern, len(x), workers)
     configs, by = choose("bsr_wgrad", Config, operands, sizes, tuned, searched)
-    candidates = [launch(dy, x, pattern, config) for config in configs]
-    best = fastest(candidates, x.device)
-    program = candidates[best]
-    gradient = replace(pattern, values=program.out)
-
-    def run() -> Bsr:
-        program()
-        return gradient
-
-    return Launch(run, asdict(configs[best]) | by, program.code)
+    candidates = [Gradient(launch(dy, x, pattern, config), pattern) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 KERNEL = Kernel(

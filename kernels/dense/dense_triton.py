@@ -13,7 +13,7 @@ that run at one time stay in L2:
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
@@ -169,8 +169,7 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     )
     configs, by = choose("dense_triton", Config, operands, sizes, tuned, searched, path=path)
     candidates = [launch(x, w.values, config) for config in configs]
-    best = fastest(candidates, x.device, COMPILE_THREADS)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device, COMPILE_THREADS)
 
 
 KERNEL = Kernel("linear", "dense", "cuda", prepare, unsupported, tunes=True)

@@ -12,16 +12,16 @@ fp8 has no mma.sp on compute capability 8.0, and on 9.0 one that is made of 16-b
 refused.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, VALUE_BYTES, Spense
+from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
@@ -31,12 +31,12 @@ LEAST = (8, 0)  # compute capability
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
 THREADS = 128
-W_BYTES = 2 * (VALUE_BYTES + 512)  # of a slot: half a tile, and half the metadata, of two rows
-ROOM = 99 * 1024  # of shared memory, what a CTA may have on compute capability 8.6 and 8.9
-RESERVED = 1024  # of a multiprocessor's shared memory for each CTA
-CTAS = 2  # of a multiprocessor: registers
+W_BYTES = 2 * (VALUE_BYTES + 512)  # of a stage: half a tile and half its metadata, of two rows
+MOST_SHARED_BYTES = 99 * 1024  # that a CTA may have on compute capability 8.6 and 8.9
+RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+CTAS = 2  # of an SM: registers are the limit
 ALIGNMENT = 16  # bytes that cp.async copies at a time
-# Activations: x, bytes of a row, m, k; Weights; y, items, starts, sums of pieces, counters; n.
+# Activations: x, bytes of a row, m, k; Weights; y, work items, starts, workspace, counters; n.
 ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 
@@ -48,10 +48,18 @@ class Config:
     tokens: int
 
     @property
+    def stages(self) -> int:
+        """Return how many stages the pipeline has: all that shared memory has room for."""
+        return MOST_SHARED_BYTES // self._stage_bytes
+
+    @property
     def shared_bytes(self) -> int:
-        """Return the size of the ring: as many slots as there is room for."""
-        slot = self.tokens * ROW_BYTES + W_BYTES
-        return ROOM // slot * slot
+        """Return the bytes of all stages."""
+        return self.stages * self._stage_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        return self.tokens * ROW_BYTES + W_BYTES
 
 
 def configurations(m: int) -> list[Config]:
@@ -71,7 +79,7 @@ def space() -> list[Config]:
 def workers(device: torch.device, config: Config) -> int:
     """Return how many CTAs run side by side."""
     of_each = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    fitting = of_each // (config.shared_bytes + RESERVED)
+    fitting = of_each // (config.shared_bytes + RESERVED_BYTES)
     return multiprocessors(device) * max(min(fitting, CTAS), 1)
 
 
@@ -97,7 +105,16 @@ def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     """Return what the kernel is compiled for."""
-    return ("TOKENS", config.tokens), ("FP16", int(dtype == torch.float16))
+    return (
+        ("TOKENS", config.tokens),
+        ("FP16", int(dtype == torch.float16)),
+        ("THREADS", THREADS),
+        ("CTAS", CTAS),
+        ("STAGES", config.stages),
+        ("ROWS", ROWS),
+        ("ROW_BYTES", ROW_BYTES),
+        ("VALUE_BYTES", VALUE_BYTES),
+    )
 
 
 def unsupported_operands(x: Tensor, w: Spense) -> str | None:
@@ -132,8 +149,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_mma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

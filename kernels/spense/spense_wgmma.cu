@@ -1,7 +1,7 @@
-// Y[m, n] = X[m, k] @ W[n, k].T, a part of W 2:4 sparse and the rest dense (formats/spense.py), in
-// one launch on Hopper's tensor cores (wgmma, wgmma.sp). Compute capability 9.0 alone.
+// Y[m, n] = X[m, k] @ W[n, k].T, a part of W 2:4 sparse and the rest dense (formats/spense.py).
+// One launch on Hopper's tensor cores (wgmma and wgmma.sp). Compute capability 9.0 only.
 //
-//   an item: 128 features x TOKENS tokens of Y        a step: a tile of W, 256 bytes of k
+//   A work item is 128 features x TOKENS tokens of Y. A k tile is a tile of W: 256 bytes of k.
 //
 //      W, two rows of tiles               X.T                         Y.T
 //      +--------+--------+--------+     +---------+                 +---------+
@@ -12,241 +12,256 @@
 //      |        |        |        |     | 2 boxes |       ->        | TOKENS  |
 //      +--------+--------+--------+     +---------+                 +---------+
 //
-// W is the left operand, for it is the one that may be sparse: 64 of its rows are an instruction,
-// tokens its width. Both kinds of tiles are added up in the same registers, in fp32. A sparse tile
-// is 9 or 10 KB for the work of 16 KB. A row of tiles begins sparse and ends dense (split by
-// columns), or is of one kind (by rows); each warpgroup has its own, and they share X, which is the
-// same for both kinds.
+// W is operand A, because only A may be sparse. One instruction takes 64 rows of W; tokens are its
+// width N. Sparse and dense tiles add to the same accumulators, in fp32. A sparse tile has 9 KiB
+// (16 bits) or 10 KiB (8 bits), a dense one 16 KiB. A row of tiles begins sparse and ends dense
+// (split by columns), or is of one kind (split by rows). Each warpgroup has its own row of tiles.
+// Both read the same X, because X is the same for both kinds.
 //
-// The pipeline: 12 warps, one CTA an SM for the whole launch; three rings of slots.
+// The pipeline: 12 warps, one CTA an SM for the whole launch. Three pipelines of stages.
 //
-//    warp 8     X boxes, TOKENS x 128 bytes, by TMA -----> X ring -----+--> warpgroups 0 and 1
-//    warp 9     W tiles of warpgroup 0, by bulk copies --> W ring 0 ---|--> warpgroup 0
-//    warp 10    W tiles of warpgroup 1 ------------------> W ring 1 ---+--> warpgroup 1
+//    warp 8     X boxes, TOKENS x 128 bytes, by TMA -----> X pipeline -----+--> warpgroups 0 and 1
+//    warp 9     W tiles of warpgroup 0, by bulk copies --> W pipeline 0 ---|--> warpgroup 0
+//    warp 10    W tiles of warpgroup 1 ------------------> W pipeline 1 ---+--> warpgroup 1
 //
-//   A slot of a W ring holds a sparse tile, values and metadata, or half of a dense one. A box of X
-//   meets half of a sparse tile, or the half of a dense one: two products or four. A warpgroup
-//   keeps the products of one box in flight, and frees what they read when those of the next are
-//   issued. With CLUSTER = 2 the CTAs have the same tokens and neighbouring features; each loads
-//   half of every box of X and sends it to both.
+//   A stage of a W pipeline holds a whole sparse tile (values and metadata) or half of a dense one.
+//   A box of X is multiplied by half of a sparse tile (2 wgmma.sp) or by half of a dense one
+//   (4 wgmma). A warpgroup keeps the wgmma of one box in flight. It releases their stages when the
+//   wgmma of the next box are issued. With CLUSTER = 2 both CTAs have the same tokens and
+//   neighbouring features. Each loads half of every box of X and multicasts it to both.
 //
-// Where items are few, several CTAs have a part of an item's steps each (_stream_k.py). A warpgroup
-// then writes its sums to memory. When a CTA has been through its list it waits for the other parts
-// of its items, and adds up every so many tokens of all: the parts share that work, too. They do so
-// always in the same order: equal inputs give equal bits. All CTAs run at the same time, since they
-// wait for one another: the launch is a cooperative one.
+// Where work items are few, several CTAs share the k tiles of one (stream-K, _stream_k.py). Each
+// warpgroup writes its partial sums to memory. A CTA that has finished its list waits for the other
+// parts of its items (the fixup). Each part then reduces all partial sums of some of the tokens, so
+// the parts share this work too. The order of the reduction is fixed: equal inputs give equal bits.
+// CTAs wait for one another, so all must run at the same time: the launch is cooperative.
 //
-// Everything is in units of bytes, so that the same code multiplies 16 and 8 bits: a product takes
-// 32 bytes of each row of W, stored or dense, and 64 or 32 bytes of each token. fp8 is added up as
-// the tensor cores do it, in fewer bits than fp32's, as cuBLAS does with use_fast_accum, and then
-// multiplied by a scale for each feature and each token, where there are any; Y is bf16.
+// Sizes are in bytes, so the same code multiplies 16 and 8 bits. One instruction takes 32 bytes of
+// each row of W, stored or dense, and 64 or 32 bytes of each token. The tensor cores accumulate fp8
+// in fewer bits than fp32 has, as cuBLAS does with use_fast_accum. The epilogue multiplies by a
+// scale for each feature and each token, if there are any. Y is then bf16.
 //
-// Gate and up of a gated MLP may be one W, 8 rows of gate and the same 8 of up in turn. With an
-// ACTIVATION, what is written is H[m, n / 2] = act(G) * U ("hidden units" below): G and U stay in
-// registers, and H is rounded once, to the operands' dtype: in fp8 to e4m3, which saturates.
+// Gate and up of a gated MLP may be one W: 8 rows of gate and the same 8 of up alternate. With an
+// ACTIVATION the kernel writes H[m, n / 2] = act(G) * U ("hidden units" below). G and U stay in
+// registers. H is rounded once, to the operands' dtype; for fp8 that is e4m3, which saturates.
 //
-// With PACKED, Y is the gate of a layer whose units are mostly off (ffn_sparse.cu): a bitmap of who
-// is on is written, and values where there are such ("who is on" below).
+// With PACKED, Y is the gate of a layer with few active units (ffn_sparse.cu). The kernel writes a
+// bitmap of the active units, and values only where some are ("packed gate" below).
 //
-// Counts of a box, TOKENS = 256, in clocks of an SM (128 bytes of shared memory each):
+// Clocks of an SM for one box, TOKENS = 256 (shared memory: 128 bytes a clock):
 //
 //                     tensor cores   X, read by each warpgroup   W, read   both, written by copies
 //    half a sparse tile        512                         512        64                 328
 //    half a dense tile        1024                         512       128                 384
 //
-// A sparse product needs all that shared memory gives for X alone, so 2:4 cannot be twice as fast
-// where tensor cores are the limit: 904 of these clocks are 0.88 of a dense box's. Where memory is
-// (up to about 128 tokens) the share of W's bytes counts, 0.5625 and 0.625.
+// Half a sparse tile needs 512 + 64 + 328 = 904 clocks of shared memory: 0.88 of the 1024 that half
+// a dense tile needs on the tensor cores. So 2:4 cannot be twice as fast where compute is the
+// limit. Where memory is (up to about 128 tokens), the bytes of W count: a sparse tile has 0.5625
+// (16 bits) or 0.625 (8 bits) of a dense one's.
 //
-// The words of metadata are an input in registers, as A can be: they may not change before the
-// product is done, which ptxas does not see to where the next tile's are read (it serialises the
-// products where it sees it, C7513). So a half tile's words are read when those that they replace
-// are done with, and kept in registers of their own until then.
+// wgmma.sp reads its metadata from registers while it runs. They must not change before it is done.
+// ptxas does not ensure that for the loads of the next tile's metadata. (Where it notices, it
+// serialises the wgmma: warning C7513.) So each half of a tile has registers of its own, and they
+// are loaded again only when the wgmma that read their old contents are done.
 //
-// No more than AHEAD tiles of W are on their way to a warpgroup. With all that fit, 20 MB wait for
-// memory at a time, and some SMs get theirs much later than others: 4 to 5 tiles are 6 % faster.
+// At most AHEAD tiles of W are in flight for a warpgroup. If all stages that fit were used, 20 MB
+// would wait for memory at a time, and some SMs would get their tiles much later than others. With
+// 4 to 5 tiles the kernel is 6 % faster.
 //
-// Compiled with -DTOKENS=256|128|64|32|16 -DCLUSTER=1|2 -DAHEAD=2... -DFP8=0|1 -DFP16=0|1 (0 is
-// bf16) -DACTIVATION=0 (none) | 1 silu | 2 relu | 3 relu2 | 4 gelu_tanh -DPACKED=0|1 (of 16 bits,
-// without an activation), and for a look at a kernel that hangs with -DWATCHDOG=1.
+// Macros from spense_wgmma.py: TOKENS=256|128|64|32|16, CLUSTER=1|2, AHEAD=2..., FP8=0|1, FP16=0|1
+// (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, PACKED=0|1 (16 bits, without
+// an activation), and the constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES,
+// VALUE_BYTES, STORE_TOKENS. -DWATCHDOG=1 ends a kernel that hangs and says where it waited.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
 
-constexpr int ROWS = 64, ROW_BYTES = 128, VALUE_BYTES = ROWS * ROW_BYTES;
 constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
 constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
 constexpr int BOX_COLUMNS = ROW_BYTES / 2;  // the tensor map counts in 16 bits
-constexpr int SHARES = 2 * CLUSTER;         // rows of tiles of an item
+constexpr int TILE_ROWS = 2 * CLUSTER;      // of W in a work item: one for each consumer warpgroup
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int OUT_BYTES = !GATED ? ROW_BYTES : FP8 ? 32 : 64;  // of a token, by a warpgroup
-constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64, CHUNKS = TOKENS / CHUNK;
-constexpr int CHUNK_BYTES = CHUNK * OUT_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
-constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
-constexpr int RING_BYTES = 222 * 1024 - 2 * BUFFERS * CHUNK_BYTES;  // of slots; barriers have 3 KB
-__device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
-constexpr int X_SLOTS = at_most(2 * AHEAD, RING_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2);
-constexpr int W_SLOTS = at_most(AHEAD, (RING_BYTES - X_SLOTS * X_BYTES) / (2 * W_BYTES));
 
-static_assert(X_SLOTS >= 4 && W_SLOTS >= 2, "less would not overlap loads and products");
+// The epilogue writes EPI_TOKENS tokens at a time to shared memory, and TMA STORE_TOKENS of them.
+constexpr int EPI_ROW_BYTES = !GATED ? ROW_BYTES : FP8 ? 32 : 64;  // of a token, by a warpgroup
+constexpr int EPI_TOKENS = TOKENS < 64 ? TOKENS : 64, EPI_TILES = TOKENS / EPI_TOKENS;
+constexpr int EPI_BYTES = EPI_TOKENS * EPI_ROW_BYTES, EPI_STAGES = EPI_TILES > 1 ? 2 : 1;
+constexpr int STORES = TOKENS / STORE_TOKENS, STORE_BYTES = STORE_TOKENS * EPI_ROW_BYTES;
+
+// Of SHARED_BYTES, 3 KiB are for mbarriers and 1 KiB for alignment.
+constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
+constexpr int STAGES_BYTES = SHARED_BYTES - 4 * 1024 - 2 * EPI_STAGES * EPI_BYTES;
+__device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
+constexpr int X_STAGES = at_most(2 * AHEAD, STAGES_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2);
+constexpr int W_STAGES = at_most(AHEAD, (STAGES_BYTES - X_STAGES * X_BYTES) / (2 * W_BYTES));
+
+static_assert(X_STAGES >= 4 && W_STAGES >= 2, "fewer would not overlap loads and wgmma");
 
 #if PACKED
-static_assert(!FP8 && !GATED, "gates of 16 bits, as they are");
-// Of values [m, n] and bits [ceil(m / 8), n]; as large as a map.
+static_assert(!FP8 && !GATED, "gates of 16 bits, without an activation");
+// values [m, n] and bits [ceil(m / 8), n]; as large as a tensor map.
 struct alignas(128) Out { unsigned short* values; unsigned char* bits; int m, n; };
 #else
 using Out = TensorMap;  // of Y, or of H
 #endif
 struct Maps { TensorMap x; Out out; };
 
-// Tile (row, column) of W is sparse where row < sparse_rows and column < sparse_columns, and then
-// lies at [row, column] of the sparse tiles; else at [row - dense_row, column - dense_column] of
-// the dense ones, which have dense_columns in a row. Of rows in turn so many are sparse, so many
-// dense, that all groups of them are about equal.
+// Tile (row, column) of W is sparse if row < sparse_rows and column < sparse_columns. It is then
+// [row, column] of the sparse tiles; else [row - dense_row, column - dense_column] of the dense
+// tiles, which have dense_columns in a row. Sparse and dense rows are interleaved, so that all
+// groups of them cost about the same (tile_row_of).
 struct Weights {
   const char *sparse, *dense;
   int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
 };
 
-// Of fp8, by feature and by token, n and m of them; or none.
+// For fp8: one scale for each of n features, one for each of m tokens; null for none.
 struct Scales { const float *features, *tokens; int n, m; };
 
-// Steps first to first + count of a group of SHARES rows of tiles and TOKENS tokens (_stream_k.py).
-struct alignas(16) Work { int group, token, first, count; };
-// Of `parts` items that share these features and tokens this one is number `part`; their sums are
-// in `parts` places from `place` on, and `counter` counts them.
-struct alignas(16) Join { int part, parts, place, counter; };
-struct Item { Work work; Join join; };
-// An argument: read from memory, one after the other, they come 1.3 us later to the first copy.
-constexpr int WORKERS = 160;
-struct First { Work items[WORKERS]; int starts[WORKERS]; };
+// `k_tiles` k tiles, from `k_tile` on, of group `group` of TILE_ROWS rows of tiles and of TOKENS
+// tokens, from `token` on (_stream_k.py).
+struct alignas(16) WorkTile { int group, token, k_tile, k_tiles; };
+// This is part `part` of `parts` that share these features and tokens. Their partial sums are in
+// `parts` slots of the workspace, from `slot` on. `counter` counts the parts that have arrived.
+struct alignas(16) Fixup { int part, parts, slot, counter; };
+struct WorkItem { WorkTile tile; Fixup fixup; };
+// The first work tile of each worker is a kernel argument. Read from memory, after its worker's
+// start, it would delay the first copy by 1.3 us.
+struct First { WorkTile items[WORKERS]; int starts[WORKERS]; };
 
-__device__ __forceinline__ int row_of(const Weights& w, const Work& item, int share) {
-  const int place = min(item.group * SHARES + share, w.rows - 1);  // a missing one is done twice
+// The row of W's tiles of one consumer warpgroup of a worker. A row beyond the last one is the last
+// one again: two warpgroups then compute and write the same.
+__device__ __forceinline__ int tile_row_of(const Weights& w, const WorkTile& tile, int consumer) {
+  const int place = min(tile.group * TILE_ROWS + consumer, w.rows - 1);
   const u32 rows = w.rows, dense = rows - w.sparse_rows, before = place * dense / rows;
   return (place + 1) * dense / rows > before ? w.sparse_rows + before : place - before;
 }
-__device__ __forceinline__ int sparse_steps(const Weights& w, const Work& item, int row) {
-  return row < w.sparse_rows ? min(max(w.sparse_columns - item.first, 0), item.count) : 0;
+__device__ __forceinline__ int sparse_k_tiles(const Weights& w, const WorkTile& tile, int row) {
+  return row < w.sparse_rows ? min(max(w.sparse_columns - tile.k_tile, 0), tile.k_tiles) : 0;
 }
 
-// ---- a ring of slots, and where in it a thread is ----
+// ---- a pipeline of stages, and a thread's position in it ----
 
-// In shared memory: the slots, then for each a barrier that is full, then one that is empty.
-template <int BYTES, int SLOTS> struct Ring {
-  static constexpr int FULL = SLOTS * BYTES, EMPTY = FULL + 8 * SLOTS, END = FULL + 1024;
-  u32 base, parity;
-  int slot;
-  __device__ __forceinline__ u32 at() const { return base + slot * BYTES; }
-  __device__ __forceinline__ u32 filled() const { return base + FULL + 8 * slot; }
-  __device__ __forceinline__ u32 freed(int which) const { return base + EMPTY + 8 * which; }
-  __device__ __forceinline__ void wait_filled() const { wait(filled(), parity, "a full slot"); }
-  __device__ __forceinline__ void wait_freed() const { wait(freed(slot), parity, "a free slot"); }
-  __device__ __forceinline__ void advance() {
-    if (++slot == SLOTS) { slot = 0; parity ^= 1; }
+// Shared memory: the stages, then the full barrier of each stage, then the empty barrier of each.
+template <int BYTES, int STAGES> struct Pipeline {
+  static constexpr int FULL = STAGES * BYTES, EMPTY = FULL + 8 * STAGES, END = FULL + 1024;
+  u32 base, phase;
+  int stage;
+  __device__ __forceinline__ u32 buffer() const { return base + stage * BYTES; }
+  __device__ __forceinline__ u32 full_barrier() const { return base + FULL + 8 * stage; }
+  __device__ __forceinline__ u32 empty_barrier(int of) const { return base + EMPTY + 8 * of; }
+  __device__ __forceinline__ void consumer_wait() const {
+    wait(full_barrier(), phase, "a full stage");
   }
-  __device__ __forceinline__ void init_barriers(int words) const {  // that free a slot
-    for (int i = 0; i < SLOTS; i++) {
-      init(base + FULL + 8 * i, 1);  // its producer, with bytes to expect
-      init(base + EMPTY + 8 * i, words);
+  __device__ __forceinline__ void producer_acquire() const {
+    wait(empty_barrier(stage), phase, "an empty stage");
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+  __device__ __forceinline__ void init_barriers(int consumers) const {  // that release a stage
+    for (int i = 0; i < STAGES; i++) {
+      init(base + FULL + 8 * i, 1);  // the producer, which also expects bytes
+      init(base + EMPTY + 8 * i, consumers);
     }
   }
 };
-using XRing = Ring<X_BYTES, X_SLOTS>;
-using WRing = Ring<W_BYTES, W_SLOTS>;
+using XPipeline = Pipeline<X_BYTES, X_STAGES>;
+using WPipeline = Pipeline<W_BYTES, W_STAGES>;
 
 // ---- producers: one lane each ----
 
-__device__ __forceinline__ void produce_x(const TensorMap& x, Work next, const Item* items,
-                                          int at, int end, XRing ring, int rank) {
-  constexpr int PART = TOKENS / CLUSTER;  // of the tokens that this CTA loads
-  constexpr unsigned short ALL = (1 << CLUSTER) - 1;
-  for (; at < end; at++) {
-    const Work item = next;
-    next = items[at + 1].work;  // READ_AHEAD
-    const int token = item.token + rank * PART;
-    for (int box = 2 * item.first; box < 2 * (item.first + item.count); box++) {
-      const u32 to = ring.at() + rank * PART * ROW_BYTES;
-      ring.wait_freed();
-      arrive_expecting(ring.filled(), X_BYTES);
-      if (CLUSTER == 1) load(to, &x, box * BOX_COLUMNS, token, ring.filled());
-      else load_for(ALL, to, &x, box * BOX_COLUMNS, token, ring.filled());
-      ring.advance();
+__device__ __forceinline__ void produce_x(const TensorMap& x, WorkTile next, const WorkItem* items,
+                                          int index, int end, XPipeline pipeline, int rank) {
+  constexpr int LOADED = TOKENS / CLUSTER;  // tokens that this CTA loads
+  constexpr unsigned short MULTICAST = (1 << CLUSTER) - 1;
+  for (; index < end; index++) {
+    const WorkTile tile = next;
+    next = items[index + 1].tile;  // READ_AHEAD
+    const int token = tile.token + rank * LOADED;
+    for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
+      const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
+      pipeline.producer_acquire();
+      arrive_expecting(pipeline.full_barrier(), X_BYTES);
+      if (CLUSTER == 1) load(to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+      else load_for(MULTICAST, to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+      pipeline.advance();
     }
   }
 }
 
 template <int BYTES>
-__device__ __forceinline__ void produce_tiles(WRing& ring, const char* from, int count) {
+__device__ __forceinline__ void produce_tiles(WPipeline& pipeline, const char* from, int count) {
   for (int i = 0; i < count; i++) {
-    ring.wait_freed();
-    arrive_expecting(ring.filled(), BYTES);
-    bring(ring.at(), from + (u64)i * BYTES, BYTES, ring.filled());
-    ring.advance();
+    pipeline.producer_acquire();
+    arrive_expecting(pipeline.full_barrier(), BYTES);
+    bring(pipeline.buffer(), from + (u64)i * BYTES, BYTES, pipeline.full_barrier());
+    pipeline.advance();
   }
 }
 
-__device__ __forceinline__ void produce_w(const Weights& w, Work next, const Item* items, int at,
-                                          int end, WRing ring, int share) {
-  for (; at < end; at++) {
-    const Work item = next;
-    next = items[at + 1].work;
-    const int row = row_of(w, item, share), sparse = sparse_steps(w, item, row);
-    const int column = item.first + sparse;  // of the first dense tile
-    const u64 of_sparse = (u64)row * w.sparse_columns + item.first;
+__device__ __forceinline__ void produce_w(const Weights& w, WorkTile next, const WorkItem* items,
+                                          int index, int end, WPipeline pipeline, int consumer) {
+  for (; index < end; index++) {
+    const WorkTile tile = next;
+    next = items[index + 1].tile;
+    const int row = tile_row_of(w, tile, consumer), sparse = sparse_k_tiles(w, tile, row);
+    const int column = tile.k_tile + sparse;  // of the first dense tile
+    const u64 of_sparse = (u64)row * w.sparse_columns + tile.k_tile;
     const u64 of_dense = (u64)(row - w.dense_row) * w.dense_columns + column - w.dense_column;
-    produce_tiles<SPARSE_BYTES>(ring, w.sparse + of_sparse * SPARSE_BYTES, sparse);
-    produce_tiles<VALUE_BYTES>(ring, w.dense + of_dense * DENSE_BYTES, 2 * (item.count - sparse));
+    produce_tiles<SPARSE_BYTES>(pipeline, w.sparse + of_sparse * SPARSE_BYTES, sparse);
+    produce_tiles<VALUE_BYTES>(pipeline, w.dense + of_dense * DENSE_BYTES,
+                               2 * (tile.k_tiles - sparse));
   }
 }
 
-// ---- products ----
+// ---- wgmma ----
 
 #if FP8
 #define OPERANDS "e4m3.e4m3"
-#define DEPTH "k32"
-#define SPARSE_DEPTH "k64"
-#define BY_ROWS ""
+#define MMA_K "k32"
+#define SPARSE_MMA_K "k64"
+#define K_MAJOR ""  // fp8 operands are always K-major
 #else
 #define OPERANDS TYPE "." TYPE
-#define DEPTH "k16"
-#define SPARSE_DEPTH "k32"
-#define BY_ROWS ", 0, 0"
+#define MMA_K "k16"
+#define SPARSE_MMA_K "k32"
+#define K_MAJOR ", 0, 0"
 #endif
-#define WORD_16 "%10"
-#define WORD_32 "%18"
-#define WORD_64 "%34"
-#define WORD_128 "%66"
-#define WORD_256 "%130"
-#define DENSE_PRODUCT_(N, a, b)                                                                   \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." OPERANDS " {" SUM_##N "}, "   \
-               A_AND_B_##N ", 1, 1, 1" BY_ROWS ";" : D_##N : "l"(a), "l"(b))
-#define DENSE_PRODUCT(N, a, b) DENSE_PRODUCT_(N, a, b)
-#define SPARSE_PRODUCT_(N, a, b, word)                                                            \
-  asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_DEPTH ".f32." OPERANDS " {"       \
-               SUM_##N "}, " A_AND_B_##N ", " WORD_##N ", 0, 1, 1, 1" BY_ROWS ";"                 \
-               : D_##N : "l"(a), "l"(b), "r"(word))
-#define SPARSE_PRODUCT(N, a, b, word) SPARSE_PRODUCT_(N, a, b, word)
+#define METADATA_16 "%10"
+#define METADATA_32 "%18"
+#define METADATA_64 "%34"
+#define METADATA_128 "%66"
+#define METADATA_256 "%130"
+#define DENSE_WGMMA_(N, a, b)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N MMA_K ".f32." OPERANDS " {" SUM_##N "}, "   \
+               A_AND_B_##N ", 1, 1, 1" K_MAJOR ";" : D_##N : "l"(a), "l"(b))
+#define DENSE_WGMMA(N, a, b) DENSE_WGMMA_(N, a, b)
+#define SPARSE_WGMMA_(N, a, b, metadata)                                                          \
+  asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_MMA_K ".f32." OPERANDS " {"       \
+               SUM_##N "}, " A_AND_B_##N ", " METADATA_##N ", 0, 1, 1, 1" K_MAJOR ";"             \
+               : D_##N : "l"(a), "l"(b), "r"(metadata))
+#define SPARSE_WGMMA(N, a, b, metadata) SPARSE_WGMMA_(N, a, b, metadata)
 
-using Sums = float[TOKENS / 2];
-constexpr int BYTES_32 = 32 >> 4, BYTES_64 = 64 >> 4;  // in a descriptor
+using Accumulators = float[TOKENS / 2];
+constexpr int DESC_32_BYTES = 32 >> 4, DESC_64_BYTES = 64 >> 4;  // steps of an smem descriptor
 
-__device__ __forceinline__ void multiply_sparse(Sums& d, u64 w, u64 x, const uint2& words) {
+__device__ __forceinline__ void mma_sparse(Accumulators& d, u64 w, u64 x, const uint2& metadata) {
   begin_products();
-  SPARSE_PRODUCT(TOKENS, w, x, words.x);
-  SPARSE_PRODUCT(TOKENS, w + BYTES_32, x + BYTES_64, words.y);
+  SPARSE_WGMMA(TOKENS, w, x, metadata.x);
+  SPARSE_WGMMA(TOKENS, w + DESC_32_BYTES, x + DESC_64_BYTES, metadata.y);
   end_of_products();
 }
-__device__ __forceinline__ void multiply_dense(Sums& d, u64 w, u64 x) {
+__device__ __forceinline__ void mma_dense(Accumulators& d, u64 w, u64 x) {
   begin_products();
   #pragma unroll
-  for (int i = 0; i < 4; i++) DENSE_PRODUCT(TOKENS, w + i * BYTES_32, x + i * BYTES_32);
+  for (int i = 0; i < 4; i++) DENSE_WGMMA(TOKENS, w + i * DESC_32_BYTES, x + i * DESC_32_BYTES);
   end_of_products();
 }
 
-// The words of metadata that a thread gives to the two products of half a tile. Of 16 bits only the
-// first two of four lanes give any (selector 0); the others read what their neighbours do.
-__device__ __forceinline__ uint2 words_of(u32 tile, int half) {
+// Load a thread's metadata for the two wgmma.sp of half a tile. At 16 bits the instruction reads
+// the first two of every four lanes (selector 0). The other two load what their neighbours do.
+__device__ __forceinline__ uint2 load_metadata(u32 tile, int half) {
   const int thread = threadIdx.x % 128;
   const int place = FP8 ? thread : thread / 4 * 2 + thread % 2;
   uint2 v;
@@ -254,413 +269,433 @@ __device__ __forceinline__ uint2 words_of(u32 tile, int half) {
                : "=r"(v.x), "=r"(v.y) : "r"(tile + VALUE_BYTES + 16 * place + 8 * half) : "memory");
   return v;
 }
-__device__ __forceinline__ void keep(const uint2& v) {  // in its registers, up to here
+// Keep the metadata in its registers up to here.
+__device__ __forceinline__ void fence_metadata(const uint2& v) {
   asm volatile("" :: "r"(v.x), "r"(v.y));
 }
 
-// ---- consumers ----
+// ---- consumers: the main loop of a warpgroup ----
 
-struct Held { int x, w; };  // slots that products in flight read; -1 for none
+struct InFlight { int x, w; };  // stages that the wgmma in flight read; -1 for none
 
-// A warpgroup's word that it is done with a box, to every CTA that sends a part of it; each warp's
-// that it is done with a tile.
-__device__ __forceinline__ void release(const XRing& x, const WRing& w, Held held) {
+// Release both stages. The empty barrier of X counts one arrival of each warpgroup of each CTA that
+// receives the box. The empty barrier of W counts one of each warp.
+__device__ __forceinline__ void consumer_release(const XPipeline& x, const WPipeline& w,
+                                                 InFlight done) {
   const int thread = threadIdx.x % 128;
-  if (held.x >= 0) {
-    if (CLUSTER == 1 && thread == 0) arrive(x.freed(held.x));
-    if (CLUSTER > 1 && thread < CLUSTER) arrive_in(x.freed(held.x), thread);
+  if (done.x >= 0) {
+    if (CLUSTER == 1 && thread == 0) arrive(x.empty_barrier(done.x));
+    if (CLUSTER > 1 && thread < CLUSTER) arrive_in(x.empty_barrier(done.x), thread);
   }
-  if (held.w >= 0 && thread % 32 == 0) arrive(w.freed(held.w));
+  if (done.w >= 0 && thread % 32 == 0) arrive(w.empty_barrier(done.w));
 }
 
-// The first half's words are replaced while those of the second are in use, and the other way round.
-__device__ __forceinline__ void add_sparse(Sums& d, XRing& x, WRing& w, int tiles) {
-  Held held{-1, -1};
-  uint2 words[2]{};
+// The wgmma of one half run while the metadata of the other half is loaded.
+__device__ __forceinline__ void mainloop_sparse(Accumulators& d, XPipeline& x, WPipeline& w,
+                                                int tiles) {
+  InFlight in_flight{-1, -1};
+  uint2 metadata[2]{};
   for (int i = 0; i < tiles; i++) {
-    w.wait_filled();
+    w.consumer_wait();
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-      words[half] = words_of(w.at(), half);
-      x.wait_filled();
-      multiply_sparse(d, descriptor(w.at()) + half * BYTES_64, descriptor(x.at()), words[half]);
+      metadata[half] = load_metadata(w.buffer(), half);
+      x.consumer_wait();
+      mma_sparse(d, descriptor(w.buffer()) + half * DESC_64_BYTES, descriptor(x.buffer()),
+                 metadata[half]);
       products_left<1>();
-      keep(words[1 - half]);
-      release(x, w, held);
-      held = Held{x.slot, half ? w.slot : -1};
+      fence_metadata(metadata[1 - half]);
+      consumer_release(x, w, in_flight);
+      in_flight = InFlight{x.stage, half ? w.stage : -1};
       x.advance();
     }
     w.advance();
   }
   products_left<0>();
-  keep(words[1]);
-  release(x, w, held);
+  fence_metadata(metadata[1]);
+  consumer_release(x, w, in_flight);
 }
 
-__device__ __forceinline__ void add_dense(Sums& d, XRing& x, WRing& w, int halves) {
-  Held held{-1, -1};
+__device__ __forceinline__ void mainloop_dense(Accumulators& d, XPipeline& x, WPipeline& w,
+                                               int halves) {
+  InFlight in_flight{-1, -1};
   for (int i = 0; i < halves; i++) {
-    w.wait_filled();
-    x.wait_filled();
-    multiply_dense(d, descriptor(w.at()), descriptor(x.at()));
+    w.consumer_wait();
+    x.consumer_wait();
+    mma_dense(d, descriptor(w.buffer()), descriptor(x.buffer()));
     products_left<1>();
-    release(x, w, held);
-    held = Held{x.slot, w.slot};
+    consumer_release(x, w, in_flight);
+    in_flight = InFlight{x.stage, w.stage};
     x.advance();
     w.advance();
   }
   products_left<0>();
-  release(x, w, held);
+  consumer_release(x, w, in_flight);
 }
 
-// ---- scales ----
+// ---- epilogue: scales ----
 
-// Sums of 64 features from `feature` on, and of 8 tokens a PIECE from `token` on.
-template <int PIECES>
-__device__ __forceinline__ void scale(float* d, const Scales& by, int feature, int token) {
+// Scale the accumulators of 64 features, from `feature` on, and of 8 FRAGMENTS tokens from `token`.
+template <int FRAGMENTS>
+__device__ __forceinline__ void apply_scales(float* d, const Scales& scales, int feature,
+                                             int token) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int low = feature + 16 * warp + lane / 4, even = token + lane % 4 * 2;
-  if (by.features) {
-    const float of_low = low < by.n ? by.features[low] : 0.f;
-    const float of_high = low + 8 < by.n ? by.features[low + 8] : 0.f;
+  if (scales.features) {
+    const float of_low = low < scales.n ? scales.features[low] : 0.f;
+    const float of_high = low + 8 < scales.n ? scales.features[low + 8] : 0.f;
     #pragma unroll
-    for (int i = 0; i < 4 * PIECES; i += 4)
+    for (int i = 0; i < 4 * FRAGMENTS; i += 4)
       d[i] *= of_low, d[i + 1] *= of_low, d[i + 2] *= of_high, d[i + 3] *= of_high;
   }
-  if (by.tokens) {
+  if (scales.tokens) {
     #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    for (int i = 0; i < FRAGMENTS; i++) {
       const int at = even + 8 * i;
-      const float of_even = at < by.m ? by.tokens[at] : 0.f;
-      const float of_odd = at + 1 < by.m ? by.tokens[at + 1] : 0.f;
+      const float of_even = at < scales.m ? scales.tokens[at] : 0.f;
+      const float of_odd = at + 1 < scales.m ? scales.tokens[at + 1] : 0.f;
       d[4 * i] *= of_even, d[4 * i + 1] *= of_odd, d[4 * i + 2] *= of_even, d[4 * i + 3] *= of_odd;
     }
   }
 }
 
-// ---- hidden units ----
+// ---- epilogue: hidden units ----
 //
-//   A warp's 16 rows of W are 8 units of gate and the same of up. Lane 4 u + q has, of 8 tokens,
+//   A warp's 16 rows of W are 8 units of gate and the same 8 of up. Lane 4 u + q has, of 8 tokens,
 //
 //      gate's unit u, tokens 2 q, 2 q + 1:   s[0] s[1]       H[2 q][u]     = act(s[0]) * s[2]
 //      up's                                  s[2] s[3]       H[2 q + 1][u] = act(s[1]) * s[3]
 //
-//   A warpgroup writes 32 units of 16 tokens, in rows of 64 bytes (16 bits) or 32 (e4m3) that TMA
-//   reads in their swizzle: stmatrix.trans gives a warp's 8 units to a row; bytes go one by one.
+//   A warpgroup writes 32 units of 16 tokens, in rows of 64 bytes (16 bits) or 32 bytes (e4m3), in
+//   the swizzle that TMA reads. At 16 bits stmatrix.trans puts a warp's 8 units into a row; e4m3 is
+//   stored byte by byte.
 
-__device__ __forceinline__ float act(float g) {
+__device__ __forceinline__ float activate(float g) {
   if (ACTIVATION == 1) return __fdividef(g, 1 + __expf(-g));  // 0 below -87, where it is -1e-36
   if (ACTIVATION == 4) {  // (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
     const float z = 1.5957691216057308f * (g + 0.044715f * g * g * g);  // 2 sqrt(2 / pi)
     return __fdividef(g, 1 + __expf(-z));
   }
-  const float on = g <= 0 ? 0.f : g;  // NaN stays
-  return ACTIVATION == 3 ? on * on : on;
+  const float relu = g <= 0 ? 0.f : g;  // NaN stays
+  return ACTIVATION == 3 ? relu * relu : relu;
 }
-__device__ __forceinline__ void store_byte(u32 at, u32 value) {
+__device__ __forceinline__ void st_shared_u8(u32 at, u32 value) {
   asm volatile("st.shared.u8 [%0], %1;" :: "r"(at), "r"(value) : "memory");
 }
-__device__ __forceinline__ u32 e4m3_pair_of(float low, float high) {
+__device__ __forceinline__ u32 cvt_e4m3x2(float low, float high) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Two pieces of 8 x 8, to the rows whose addresses lanes 0 to 15 give.
-__device__ __forceinline__ void store_transposed(u32 row, u32 first, u32 second) {
+// Two matrices of 8 x 8, to the rows whose addresses lanes 0 to 15 give.
+__device__ __forceinline__ void stmatrix_x2_trans(u32 row, u32 first, u32 second) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                :: "r"(row), "r"(first), "r"(second) : "memory");
 }
 
-__device__ __forceinline__ u32 place_of_hidden(u32 tile) {
+__device__ __forceinline__ u32 hidden_address(u32 tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   if (FP8) {
     const int unit = 8 * warp + lane / 4, row = lane % 4 * 2;
-    return tile + row * OUT_BYTES + (unit ^ (row / 4 % 2) << 4);
+    return tile + row * EPI_ROW_BYTES + (unit ^ (row / 4 % 2) << 4);
   }
   const int row = lane % 16;
-  return tile + row * OUT_BYTES + ((warp ^ row / 2 % 4) << 4);
+  return tile + row * EPI_ROW_BYTES + ((warp ^ row / 2 % 4) << 4);
 }
-__device__ __forceinline__ void put_hidden(u32 place, const float* s) {  // sums of 16 tokens
-  const float a = act(s[0]) * s[2], b = act(s[1]) * s[3];
-  const float c = act(s[4]) * s[6], d = act(s[5]) * s[7];
+__device__ __forceinline__ void copy_hidden_r2s(u32 address, const float* s) {  // 16 tokens
+  const float a = activate(s[0]) * s[2], b = activate(s[1]) * s[3];
+  const float c = activate(s[4]) * s[6], d = activate(s[5]) * s[7];
   if (FP8) {
-    const u32 first = e4m3_pair_of(a, b), second = e4m3_pair_of(c, d);
-    store_byte(place, first), store_byte(place + OUT_BYTES, first >> 8);
-    store_byte(place + 8 * OUT_BYTES, second), store_byte(place + 9 * OUT_BYTES, second >> 8);
+    const u32 first = cvt_e4m3x2(a, b), second = cvt_e4m3x2(c, d);
+    st_shared_u8(address, first), st_shared_u8(address + EPI_ROW_BYTES, first >> 8);
+    st_shared_u8(address + 8 * EPI_ROW_BYTES, second);
+    st_shared_u8(address + 9 * EPI_ROW_BYTES, second >> 8);
   } else {
-    store_transposed(place, pair_of(a, b), pair_of(c, d));
+    stmatrix_x2_trans(address, pair_of(a, b), pair_of(c, d));
   }
 }
 
-// ---- sums, 16 tokens at a time, to what is stored ----
+// ---- epilogue: accumulators to shared memory, STORE_TOKENS at a time; from there by TMA ----
 
-constexpr int GRANULE = 16, GRANULES = TOKENS / GRANULE, GRANULE_BYTES = GRANULE * OUT_BYTES;
-
-__device__ __forceinline__ u32 place_in(u32 tile) {
-  return GATED ? place_of_hidden(tile) : place_of_lane(tile);
+__device__ __forceinline__ u32 epilogue_address(u32 tile) {
+  return GATED ? hidden_address(tile) : place_of_lane(tile);
 }
-__device__ __forceinline__ void put(u32 place, const float* sums) {
-  if (GATED) put_hidden(place, sums);
-  else put_transposed(place, sums);
+__device__ __forceinline__ void copy_r2s(u32 address, const float* d) {
+  if (GATED) copy_hidden_r2s(address, d);
+  else put_transposed(address, d);
 }
 #if !PACKED
-__device__ __forceinline__ void store_granule(const Out* out, u32 from, int feature, int token) {
-  store(out, from, feature / (ROW_BYTES / OUT_BYTES), token);  // the map counts in 16 bits
+__device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token) {
+  store(out, from, feature / (ROW_BYTES / EPI_ROW_BYTES), token);  // the map counts in 16 bits
 }
 #endif
 
-// ---- who is on ----
+// ---- epilogue: packed gate ----
 //
-//   A unit of a token is on unless its gate, once rounded, is <= 0: NaN is on.
+//   A unit is active for a token unless its gate, once rounded, is <= 0: NaN is active.
 //
 //      bits    [m / 8, n] bytes    of a unit and eight tokens: bit t is token t's
-//      values  [m, n]              32 bytes of a token, 16 units, are written if one of them is on,
-//                                  and else left as they are: nothing but what is on may be read
+//      values  [m, n]              32 bytes of a token, 16 units, are written if one of them is
+//                                  active, and else left as they are: readers may read the values
+//                                  of active units only
 //
-//   Any number of them is right, and each has one place. Sums go through shared memory as Y's do,
-//   16 tokens x 64 units to a granule, of which a thread reads eight units of a token:
+//   Any number of active units has room, and each has one place. Accumulators go through shared
+//   memory as Y's do, 16 tokens x 64 units for each store. A thread reads eight units of a token:
 //
 //      warp 0    tokens 0 to 7, lane % 8; units 0 to 31, 8 of lane / 8       warp 1    32 to 63
 //      warp 2    tokens 8 to 15                                              warp 3
 //
-//   Eight lanes have 8 x 8 bits, which they transpose; those of four granules are one word.
+//   Eight lanes have 8 x 8 bits, which they transpose. The bits of four stores are one word.
 
 #if PACKED
-__device__ __forceinline__ uint4 read(u32 at) {
+__device__ __forceinline__ uint4 ld_shared_v4(u32 at) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 }
 // Of one byte in each of eight lanes, bit i of lane j becomes bit j of lane i; four bytes at once.
-__device__ __forceinline__ u32 transposed(u32 bits) {
+__device__ __forceinline__ u32 transpose_bits_8x8(u32 bits) {
   #pragma unroll
-  for (int by = 1; by < 8; by *= 2) {  // down from 4 it would not be unrolled
+  for (int by = 1; by < 8; by *= 2) {  // a loop from 4 down to 1 is not unrolled
     const u32 low = by == 4 ? 0x0f0f0f0f : by == 2 ? 0x33333333 : 0x55555555;
     const u32 got = __shfl_xor_sync(~0u, bits, by);
     bits = threadIdx.x & by ? bits & ~low | got >> by & low : bits & low | (got & low) << by;
   }
   return bits;
 }
-// Of `count` granules, at most GROUP, of units from `feature` on and tokens from `token` on.
-template <int GROUP>
-__device__ __forceinline__ void put_on(const Out& to, u32 tile, int feature, int token, int count) {
+// Write `count` stores (at most COUNT), of units from `feature` on and tokens from `token` on.
+template <int COUNT>
+__device__ __forceinline__ void store_packed(const Out& to, u32 tile, int feature, int token,
+                                             int count) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, n = to.n;
   const int row = warp / 2 * 8 + lane % 8, piece = warp % 2 * 4 + lane / 8;
   const int unit = feature + 8 * piece, left = to.m - token - row;
-  const int there = max(min(count, left + GRANULE - 1 >> 4), 0);
-  uint4 v[GROUP];
-  u32 halves[2] = {};  // even units in the low ones, odd ones in the high: a byte of each granule
+  const int inside = max(min(count, left + STORE_TOKENS - 1 >> 4), 0);
+  uint4 v[COUNT];
+  u32 halves[2] = {};  // even units in the low halves, odd ones in the high: a byte of each store
   #pragma unroll
-  for (int i = 0; i < GROUP; i++) {
-    v[i] = read(tile + i * GRANULE_BYTES + row * OUT_BYTES + ((piece ^ row % 8) << 4));
+  for (int i = 0; i < COUNT; i++) {
+    v[i] = ld_shared_v4(tile + i * STORE_BYTES + row * EPI_ROW_BYTES + ((piece ^ row % 8) << 4));
     const int by = 8 * (i % 2);
     halves[i / 2] |= on(v[i].x) & 0x20001u << by | on(v[i].y) & 0x80004u << by |
                      on(v[i].z) & 0x200010u << by | on(v[i].w) & 0x800040u << by;
   }
   u32 bits = __byte_perm(halves[0], halves[1], 0x5410) | __byte_perm(halves[0], halves[1], 0x7632);
-  if (there < 4) bits &= (1u << 8 * there) - 1;  // no token is beyond m
+  if (inside < 4) bits &= (1u << 8 * inside) - 1;  // no bit for a token beyond m
   const u32 either = bits | __shfl_xor_sync(~0u, bits, 8);  // of 16 units
-  bits = transposed(bits);
+  bits = transpose_bits_8x8(bits);
   if (unit >= n) return;
   unsigned short* at = to.values + ((u64)(token + row) * n + unit);
   unsigned char* eight = to.bits + ((u64)((u32)token / 8 + warp / 2) * n + unit + lane % 8);
   #pragma unroll
-  for (int i = 0; i < GROUP; i++, at += (u64)GRANULE * n, eight += 2 * (u64)n) {
+  for (int i = 0; i < COUNT; i++, at += (u64)STORE_TOKENS * n, eight += 2 * (u64)n) {
     if (either >> 8 * i & 0xff) *(uint4*)at = v[i];
-    if (i < count && left + lane % 8 > i * GRANULE) *eight = bits >> 8 * i;
+    if (i < count && left + lane % 8 > i * STORE_TOKENS) *eight = bits >> 8 * i;
   }
 }
 #endif
 
-// ---- sums of parts of an item ----
+// ---- stream-K: partial sums and their reduction ----
 
-constexpr int OF_A_PART = SHARES * GRANULES * 2 * 128;  // four sums
+constexpr int PARTIAL_FLOAT4S = TILE_ROWS * STORES * 2 * 128;  // of a part, all its warpgroups
 
-// Where thread 0 of a share's warpgroup has its first four sums of the item's first part.
-__device__ __forceinline__ float4* sums_of(float4* partial, const Join& join, int share) {
-  return partial + (u64)join.place * OF_A_PART + share * GRANULES * 2 * 128 + threadIdx.x % 128;
+// Thread 0 of a warpgroup has its first four partial sums of the item's first part here.
+__device__ __forceinline__ float4* partial_sums(float4* workspace, const Fixup& fixup,
+                                                int consumer) {
+  return workspace + (u64)fixup.slot * PARTIAL_FLOAT4S + consumer * STORES * 2 * 128 +
+         threadIdx.x % 128;
 }
 
-// What the warpgroup wrote is seen by those that have seen the count.
-__device__ __forceinline__ void count_one(int* counter) {
+// Whoever reads the new count with ld_acquire also sees what the warpgroup wrote.
+__device__ __forceinline__ void red_release_add_1(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 }
 
-// Write the sums of a part, and say that they are there.
-__device__ __forceinline__ void put_part(const Sums& d, const Join& join, float4* partial,
-                                         int* counters, int share, int half) {
-  float4* to = sums_of(partial, join, share) + (u64)join.part * OF_A_PART;
+// Write the partial sums of a part, and count it as arrived.
+__device__ __forceinline__ void store_partial(const Accumulators& d, const Fixup& fixup,
+                                              float4* workspace, int* counters, int consumer,
+                                              int warpgroup) {
+  float4* to = partial_sums(workspace, fixup, consumer) + (u64)fixup.part * PARTIAL_FLOAT4S;
   #pragma unroll
   for (int i = 0; i < TOKENS / 8; i++)
     to[i * 128] = float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-  warpgroup_in_step(half + 1);
-  if (threadIdx.x % 128 == 0) count_one(counters + join.counter * SHARES + share);
+  warpgroup_in_step(warpgroup + 1);
+  if (threadIdx.x % 128 == 0) red_release_add_1(counters + fixup.counter * TILE_ROWS + consumer);
 }
 
-__device__ __forceinline__ int seen(const int* counter) {
+__device__ __forceinline__ int ld_acquire(const int* counter) {
   int count;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
-__device__ __forceinline__ void wait_for(const int* counter, int parts) {
-  for (int tries = 0; seen(counter) < parts; tries++) {
+__device__ __forceinline__ void wait_for_parts(const int* counter, int parts) {
+  for (int tries = 0; ld_acquire(counter) < parts; tries++) {
 #ifdef WATCHDOG
-    if (tries == 1 << 18) __assertfail("all parts", __FILE__, __LINE__, "wait_for", 1);
+    if (tries == 1 << 18) __assertfail("all parts", __FILE__, __LINE__, "wait_for_parts", 1);
 #endif
   }
 }
 
-// Granules from `granule` to `end`, GROUP at a time: add up all parts and store what they give. Of
-// UNROLL parts sums are read at a time: 20 parts of few items take 0.5 to 0.9 us less than by six.
-template <int GROUP, int UNROLL>
-__device__ __forceinline__ void add_parts(const float4* from, int parts, int granule, int end,
-                                          const Scales& scales, const Out* to, u32 out,
-                                          int feature, int token, int half) {
+// Reduce all parts of stores `index` to `end`, COUNT at a time, and write the result. The partial
+// sums of UNROLL parts are read at a time: with ten, 20 parts of few tokens take 0.5 to 0.9 us less
+// than with six.
+template <int COUNT, int UNROLL>
+__device__ __forceinline__ void reduce_parts(const float4* from, int parts, int index, int end,
+                                             const Scales& scales, const Out* to, u32 out,
+                                             int feature, int token, int warpgroup) {
   const bool leader = threadIdx.x % 128 == 0;
-  const u32 at = place_in(out);
-  for (; granule < end; granule += GROUP) {
-    float d[8 * GROUP] = {};
+  const u32 address = epilogue_address(out);
+  for (; index < end; index += COUNT) {
+    float d[8 * COUNT] = {};
     #pragma unroll UNROLL
     for (int i = 0; i < parts; i++) {
-      const float4* v = from + (u64)i * OF_A_PART + granule * 2 * 128;
+      const float4* v = from + (u64)i * PARTIAL_FLOAT4S + index * 2 * 128;
       #pragma unroll
-      for (int j = 0; j < 2 * GROUP; j++)
-        if (granule + j / 2 < end) {
+      for (int j = 0; j < 2 * COUNT; j++)
+        if (index + j / 2 < end) {
           const float4 four = __ldcg(v + j * 128);
-          d[4 * j] += four.x, d[4 * j + 1] += four.y, d[4 * j + 2] += four.z, d[4 * j + 3] += four.w;
+          float* sum = d + 4 * j;
+          sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
         }
     }
-    if (FP8) scale<2 * GROUP>(d, scales, feature, token + granule * GRANULE);
+    if (FP8) apply_scales<2 * COUNT>(d, scales, feature, token + index * STORE_TOKENS);
     if (!PACKED && leader) stores_have_read<0>();
-    warpgroup_in_step(half + 1);
+    warpgroup_in_step(warpgroup + 1);
     #pragma unroll
-    for (int j = 0; j < GROUP; j++) put(at + j * GRANULE_BYTES, d + 8 * j);
+    for (int j = 0; j < COUNT; j++) copy_r2s(address + j * STORE_BYTES, d + 8 * j);
 #if PACKED
-    warpgroup_in_step(half + 1);
-    put_on<GROUP>(*to, out, feature, token + granule * GRANULE, end - granule);
+    warpgroup_in_step(warpgroup + 1);
+    store_packed<COUNT>(*to, out, feature, token + index * STORE_TOKENS, end - index);
 #else
     show_to_copies();
-    warpgroup_in_step(half + 1);
+    warpgroup_in_step(warpgroup + 1);
     if (leader) {
-      for (int j = 0; j < GROUP && granule + j < end; j++)
-        store_granule(to, out + j * GRANULE_BYTES, feature, token + (granule + j) * GRANULE);
+      for (int j = 0; j < COUNT && index + j < end; j++)
+        copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS);
       end_of_stores();
     }
 #endif
   }
 }
 
-// Each part adds up its share of the granules of all parts. The counter is then as it was.
-__device__ __forceinline__ void join_parts(const Item& item, const float4* from, int* counter,
+// Wait for all parts, and reduce this part's share of the stores. The last part sets the counter
+// back to 0, for the next launch.
+__device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* from, int* counter,
                                            const Scales& scales, const Out* to, u32 out,
-                                           int feature, int half) {
-  const int part = item.join.part, parts = item.join.parts, token = item.work.token;
-  const int each = (GRANULES + parts - 1) / parts, adding = (GRANULES + each - 1) / each;
-  if (part >= adding) return;
+                                           int feature, int warpgroup) {
+  const int part = item.fixup.part, parts = item.fixup.parts, token = item.tile.token;
+  const int each = (STORES + parts - 1) / parts, reducers = (STORES + each - 1) / each;
+  if (part >= reducers) return;
   const bool leader = threadIdx.x % 128 == 0;
-  if (leader) wait_for(counter, parts);
-  warpgroup_in_step(half + 1);
-  const int granule = part * each, end = min(granule + each, GRANULES);
-  if (each == 1) add_parts<1, 10>(from, parts, granule, end, scales, to, out, feature, token, half);
+  if (leader) wait_for_parts(counter, parts);
+  warpgroup_in_step(warpgroup + 1);
+  const int index = part * each, end = min(index + each, STORES);
+  if (each == 1)
+    reduce_parts<1, 10>(from, parts, index, end, scales, to, out, feature, token, warpgroup);
   else
-    add_parts<CHUNK / GRANULE, 3>(from, parts, granule, end, scales, to, out, feature, token, half);
-  if (leader && atomicAdd(counter, 1) == parts + adding - 1) *counter = 0;
+    reduce_parts<EPI_TOKENS / STORE_TOKENS, 3>(from, parts, index, end, scales, to, out, feature,
+                                               token, warpgroup);
+  if (leader && atomicAdd(counter, 1) == parts + reducers - 1) *counter = 0;
 }
 
-__device__ __forceinline__ void put_out(const Sums& d, const Out* to, u32 out, int feature,
-                                        int token, int half) {
+// Write the result of a work item that is not cut.
+__device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u32 out, int feature,
+                                         int token, int warpgroup) {
   const bool leader = threadIdx.x % 128 == 0;
-  const u32 at = place_in(out);
+  const u32 address = epilogue_address(out);
   #pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int buffer = c % BUFFERS * CHUNK_BYTES;
-    if (!PACKED && leader) stores_have_read<BUFFERS - 1>();
-    // Threads that read one buffer are in step, below, before the other is read: two need no more.
-    if (!PACKED || BUFFERS == 1) warpgroup_in_step(half + 1);
+  for (int c = 0; c < EPI_TILES; c++) {
+    const int stage = c % EPI_STAGES * EPI_BYTES;
+    if (!PACKED && leader) stores_have_read<EPI_STAGES - 1>();
+    // With two stages, a barrier below lies between the reads of one and the next writes to it.
+    if (!PACKED || EPI_STAGES == 1) warpgroup_in_step(warpgroup + 1);
     #pragma unroll
-    for (int i = 0; i < CHUNK / 16; i++)
-      put(at + buffer + i * GRANULE_BYTES, d + 8 * (c * (CHUNK / 16) + i));
+    for (int i = 0; i < EPI_TOKENS / 16; i++)
+      copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / 16) + i));
 #if PACKED
-    warpgroup_in_step(half + 1);
-    put_on<CHUNK / GRANULE>(*to, out + buffer, feature, token + c * CHUNK, CHUNK / GRANULE);
+    warpgroup_in_step(warpgroup + 1);
+    store_packed<EPI_TOKENS / STORE_TOKENS>(*to, out + stage, feature, token + c * EPI_TOKENS,
+                                            EPI_TOKENS / STORE_TOKENS);
 #else
     show_to_copies();
-    warpgroup_in_step(half + 1);
+    warpgroup_in_step(warpgroup + 1);
     if (leader) {
       #pragma unroll
-      for (int i = 0; i < CHUNK / GRANULE; i++)
-        store_granule(to, out + buffer + i * GRANULE_BYTES, feature,
-                      token + c * CHUNK + i * GRANULE);
+      for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)
+        copy_s2g(to, out + stage + i * STORE_BYTES, feature,
+                 token + c * EPI_TOKENS + i * STORE_TOKENS);
       end_of_stores();
     }
 #endif
   }
 }
 
-// ---- the kernel: as many workers as the GPU has room for, each with its own list of items ----
+// ---- the kernel: one worker (a CTA or a cluster) for each that the GPU runs at a time ----
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weights w,
                const __grid_constant__ First first, const __grid_constant__ Scales scales,
-               const Item* items, float4* partial, int* counters) {
+               const WorkItem* items, float4* workspace, int* counters) {
   extern __shared__ char shared[];
-  const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
+  const u32 stages = (address_of(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
   if (threadIdx.x == 0) {
-    XRing{tiles}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
-    for (int half = 0; half < 2; half++)
-      WRing{tiles + XRing::END + half * WRing::END}.init_barriers(4);  // a warpgroup's warps
+    XPipeline{stages}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
+    for (int warpgroup = 0; warpgroup < 2; warpgroup++)
+      WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(4);  // warps
     asm volatile("fence.mbarrier_init.release.cluster;");  // by all threads it takes 2 us
   }
   if (CLUSTER > 1) cluster_in_step();
   else __syncthreads();
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER;
   const int begin = first.starts[worker], end = first.starts[worker + 1];
-  const int half = group == 2 ? warp == 2 : group;  // whose tiles of W it brings or multiplies
-  const int share = 2 * rank + half;
-  // Producers start a parity ahead: slots are free before the first round.
-  XRing x{tiles, group == 2, 0};
-  WRing w_ring{tiles + XRing::END + half * WRing::END, group == 2, 0};
-  if (group == 2) {
+  const int warpgroup = role == 2 ? warp == 2 : role;  // whose tiles of W it loads or multiplies
+  const int consumer = 2 * rank + warpgroup;
+  // Producers start one phase ahead: in the first round all stages are empty.
+  XPipeline x{stages, role == 2, 0};
+  WPipeline w_pipeline{stages + XPipeline::END + warpgroup * WPipeline::END, role == 2, 0};
+  if (role == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) produce_x(maps.x, first.items[worker], items, begin, end, x, rank);
-      else if (warp < 3) produce_w(w, first.items[worker], items, begin, end, w_ring, share);
+      else if (warp < 3)
+        produce_w(w, first.items[worker], items, begin, end, w_pipeline, consumer);
     }
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    const u32 out = tiles + XRing::END + 2 * WRing::END + half * BUFFERS * CHUNK_BYTES;
-    Sums d;
+    const u32 out =
+        stages + XPipeline::END + 2 * WPipeline::END + warpgroup * EPI_STAGES * EPI_BYTES;
+    Accumulators d;
     for (int i = begin; i < end; i++) {
-      const Item& item = items[i];  // read where it is used: registers are sums
-      const int row = row_of(w, item.work, share);
-      // What products depend on is the same in a warp, and ptxas is to know: else it waits for each.
-      const int sparse = __shfl_sync(~0u, sparse_steps(w, item.work, row), 0);
-      const int dense = __shfl_sync(~0u, item.work.count, 0) - sparse;
+      const WorkItem& item = items[i];  // read where it is used: accumulators fill the registers
+      const int row = tile_row_of(w, item.tile, consumer);
+      // The shuffles show ptxas that these counts are equal in a warp; else it serialises wgmma.
+      const int sparse = __shfl_sync(~0u, sparse_k_tiles(w, item.tile, row), 0);
+      const int dense = __shfl_sync(~0u, item.tile.k_tiles, 0) - sparse;
       #pragma unroll
       for (int j = 0; j < TOKENS / 2; j++) d[j] = 0.f;
-      add_sparse(d, x, w_ring, sparse);
-      add_dense(d, x, w_ring, 2 * dense);
-      if (item.join.parts > 1) {
-        put_part(d, item.join, partial, counters, share, half);
+      mainloop_sparse(d, x, w_pipeline, sparse);
+      mainloop_dense(d, x, w_pipeline, 2 * dense);
+      if (item.fixup.parts > 1) {
+        store_partial(d, item.fixup, workspace, counters, consumer, warpgroup);
       } else {
-        if (FP8) scale<TOKENS / 8>(d, scales, row * ROWS, item.work.token);
-        put_out(d, &maps.out, out, row * ROWS, item.work.token, half);
+        if (FP8) apply_scales<TOKENS / 8>(d, scales, row * ROWS, item.tile.token);
+        epilogue(d, &maps.out, out, row * ROWS, item.tile.token, warpgroup);
       }
     }
     for (int i = begin; i < end; i++) {
-      const Item& item = items[i];
-      if (item.join.parts > 1)
-        join_parts(item, sums_of(partial, item.join, share),
-                   counters + item.join.counter * SHARES + share, scales, &maps.out, out,
-                   row_of(w, item.work, share) * ROWS, half);
+      const WorkItem& item = items[i];
+      if (item.fixup.parts > 1)
+        fixup_part(item, partial_sums(workspace, item.fixup, consumer),
+                   counters + item.fixup.counter * TILE_ROWS + consumer, scales, &maps.out, out,
+                   tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
     }
     if (threadIdx.x % 128 == 0) stores_are_done();
   }
-  if (CLUSTER > 1) cluster_in_step();  // the other CTA may still send boxes and words to this one
+  if (CLUSTER > 1) cluster_in_step();  // the other CTA may still send boxes and arrivals here
 }

@@ -16,14 +16,14 @@ H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype: f
 where it is larger. n is a multiple of 16 then, of 32 in fp8: rows of H, too, have 16 bytes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import DTYPES, ROWS, Spense
+from sparsebench.formats.spense import DTYPES, ROW_BYTES, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.cuda import (
     TMA_ALIGNMENT,
     BoundKernel,
@@ -34,7 +34,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
@@ -42,11 +42,11 @@ from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 from sparsebench.results.record import Problem
 
 TOKENS = 16, 32, 64, 128, 256
-BOX = 64  # elements of 16 bits: rows of 128 bytes
+BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 THREADS = 384
-SHARED_BYTES = 226 * 1024  # rings, chunks of Y, aligning to 1024
-STORED = 16  # tokens of Y at a time
-# Maps of x and y; Weights; First; Scales; items, sums of pieces, counters.
+SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
+STORE_TOKENS = 16  # tokens of Y that one TMA store writes
+# Maps of x and y; Weights; First; Scales; work items, workspace, counters.
 ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 LARGEST = 2**31 - 1  # of what the kernel counts in an int32
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
@@ -188,7 +188,7 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKe
     kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
     y = x.new_empty(plan.y, dtype=kind)
     written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
-    return program(plan, x, w, y, _map_of(y, (STORED, written)), scales)
+    return program(plan, x, w, y, _map_of(y, (STORE_TOKENS, written)), scales)
 
 
 def program(
@@ -232,6 +232,13 @@ def constants_of(
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("PACKED", int(packed)),
+        ("WORKERS", WORKERS),
+        ("THREADS", THREADS),
+        ("SHARED_BYTES", SHARED_BYTES),
+        ("ROWS", ROWS),
+        ("ROW_BYTES", ROW_BYTES),
+        ("VALUE_BYTES", VALUE_BYTES),
+        ("STORE_TOKENS", STORE_TOKENS),
     )
 
 
@@ -278,8 +285,7 @@ def prepare(
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
-    best = fastest(candidates, x.device)
-    return Launch(candidates[best], asdict(configs[best]) | by, candidates[best].code)
+    return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

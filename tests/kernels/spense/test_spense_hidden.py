@@ -41,8 +41,8 @@ static void warpgroup_in_step(int barrier) { meet(groups[now->cta][barrier], 128
 #define __expf expf
 static float __fdividef(float a, float b) { return a / b; }
 static float4 __ldcg(const float4* p) { return *p; }
-static int seen(const int* counter) { others_first(); return *counter; }
-static void count_one(int* counter) { ++*counter; }
+static int ld_acquire(const int* counter) { others_first(); return *counter; }
+static void red_release_add_1(int* counter) { ++*counter; }
 
 // The columns of 8 x 8 pieces, as rows: lane 8 j + r has the address of row r of piece j.
 static void stmatrix_trans(u32 place, const u32* words, int pieces) {
@@ -57,7 +57,7 @@ static void stmatrix_trans(u32 place, const u32* words, int pieces) {
     }
   warp_in_step();
 }
-static void store_transposed(u32 place, u32 a, u32 b) {
+static void stmatrix_x2_trans(u32 place, u32 a, u32 b) {
   const u32 words[] = {a, b};
   stmatrix_trans(place, words, 2);
 }
@@ -66,7 +66,7 @@ static void put_transposed(u32 place, const float* s) {
                        pair_of(s[6], s[7])};
   stmatrix_trans(place, words, 4);
 }
-static void store_byte(u32 at, u32 value) { dynamic_shared()[at] = value; }
+static void st_shared_u8(u32 at, u32 value) { dynamic_shared()[at] = value; }
 static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
   const u32 sign = std::signbit(f) ? 0x80 : 0;
   const float a = min(std::fabs(f), 448.f), least = 1 / 64.f;
@@ -74,7 +74,7 @@ static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
   const int e = a < least ? -6 : std::ilogb(a);
   return sign | ((e + 6 << 3) + (int)std::nearbyint(std::ldexp(a, 3 - e)));
 }
-static u32 e4m3_pair_of(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
+static u32 cvt_e4m3x2(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
 
 struct Store { const TensorMap* map; u32 from; int column, row; };
 static std::vector<std::vector<Store>> pending[64][2];  // groups of stores, the last one open
@@ -92,55 +92,55 @@ template <int LEFT> static void stores_have_read() {
   auto& groups = mine_pending();
   for (; (int)groups.size() > LEFT + 1; groups.erase(groups.begin()))
     for (const Store& s : groups[0])
-      for (int r = 0; r < GRANULE; r++)
-        for (int b = 0; b < OUT_BYTES; b++) {
-          const u32 at = s.from + r * OUT_BYTES + b;
+      for (int r = 0; r < STORE_TOKENS; r++)
+        for (int b = 0; b < EPI_ROW_BYTES; b++) {
+          const u32 at = s.from + r * EPI_ROW_BYTES + b;
           const long row = s.row + r, byte = 2l * s.column + b;
           if (row < s.map->rows && byte < s.map->bytes)
             s.map->to[row * s.map->bytes + byte] =
-                dynamic_shared()[at ^ (at >> 7 & (OUT_BYTES / 16 - 1)) << 4];
+                dynamic_shared()[at ^ (at >> 7 & (EPI_ROW_BYTES / 16 - 1)) << 4];
         }
 }
-static struct { const float* given; const Item* items; const int* starts; float4* partial;
+static struct { const float* given; const WorkItem* items; const int* starts; float4* workspace;
                 int* counters; const float *features, *tokens; char* out; } p;
 static struct { int rows, sparse_rows, n, m, bytes; } q;
 static void run() {
   const TensorMap map{p.out, q.bytes, q.m};
   const Scales scales{p.features, p.tokens, q.n, q.m};
   const Weights w{nullptr, nullptr, q.rows, q.sparse_rows, 0, 0, 0, 0};
-  const int worker = cta_number() / CLUSTER, half = threadIdx.x / 128;
-  const int share = cta_number() % CLUSTER * 2 + half, thread = threadIdx.x % 128;
-  const u32 out = half * BUFFERS * CHUNK_BYTES;
+  const int worker = cta_number() / CLUSTER, warpgroup = threadIdx.x / 128;
+  const int consumer = cta_number() % CLUSTER * 2 + warpgroup, thread = threadIdx.x % 128;
+  const u32 out = warpgroup * EPI_STAGES * EPI_BYTES;
   mine_pending().resize(1);
   const int begin = p.starts[worker], end = p.starts[worker + 1];
   for (int i = begin; i < end; i++) {
     float d[TOKENS / 2];
-    const float* of = p.given + (size_t)(i * SHARES + share) * 64 * TOKENS;
+    const float* of = p.given + (size_t)(i * TILE_ROWS + consumer) * 64 * TOKENS;
     for (int j = 0; j < TOKENS / 2; j++)
       d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
                 j / 4 * 8 + thread % 4 * 2 + j % 2];
-    const Item& item = p.items[i];
-    const int feature = row_of(w, item.work, share) * ROWS;
-    if (item.join.parts > 1) {
-      put_part(d, item.join, p.partial, p.counters, share, half);
+    const WorkItem& item = p.items[i];
+    const int feature = tile_row_of(w, item.tile, consumer) * ROWS;
+    if (item.fixup.parts > 1) {
+      store_partial(d, item.fixup, p.workspace, p.counters, consumer, warpgroup);
     } else {
-      if (FP8) scale<TOKENS / 8>(d, scales, feature, item.work.token);
-      put_out(d, &map, out, feature, item.work.token, half);
+      if (FP8) apply_scales<TOKENS / 8>(d, scales, feature, item.tile.token);
+      epilogue(d, &map, out, feature, item.tile.token, warpgroup);
     }
   }
   for (int i = begin; i < end; i++) {
-    const Item& item = p.items[i];
-    if (item.join.parts > 1)
-      join_parts(item, sums_of(p.partial, item.join, share),
-                 p.counters + item.join.counter * SHARES + share, scales, &map, out,
-                 row_of(w, item.work, share) * ROWS, half);
+    const WorkItem& item = p.items[i];
+    if (item.fixup.parts > 1)
+      fixup_part(item, partial_sums(p.workspace, item.fixup, consumer),
+                 p.counters + item.fixup.counter * TILE_ROWS + consumer, scales, &map, out,
+                 tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
   }
   if (thread == 0) stores_have_read<0>();
 }
 extern "C" void call(void** pointers, int* sizes, int grid) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
   for (auto& cta : pending) for (auto& half : cta) half.clear();
-  launch(grid, 256, grid, 2 * BUFFERS * CHUNK_BYTES, run);
+  launch(grid, 256, grid, 2 * EPI_STAGES * EPI_BYTES, run);
 }
 """
 
@@ -153,10 +153,10 @@ def section(source: str, start: str, end: str) -> str:
 def on_cpu(own: str, constants: Any, folder: Path) -> Any:
     """Build what follows the products, and `own`; PTX is IN_CPP's and cuda_on_cpu.h's."""
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
-    parts = section(kernel, "constexpr int ROWS", "// ---- a ring of slots")
-    parts += "using Sums = float[TOKENS / 2];\n"
+    parts = section(kernel, "constexpr int SPARSE_BYTES", "// ---- a pipeline of stages")
+    parts += "using Accumulators = float[TOKENS / 2];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 place_of_lane") :]
-    parts += section(kernel, "// ---- scales ----", "// ---- the kernel")
+    parts += section(kernel, "// ---- epilogue: scales ----", "// ---- the kernel")
     function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
     parts = re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", parts)
     assert "asm" not in parts

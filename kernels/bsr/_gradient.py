@@ -1,0 +1,32 @@
+"""The launch of bsr_wgrad and bsr_triton_wgrad: a kernel writes blocks, the output is a matrix."""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from sparsebench.formats.bsr import Bsr
+
+if TYPE_CHECKING:
+    from sparsebench.kernels._common import cuda, triton
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A kernel that computes the blocks of dW: call it for dW, packed like `pattern`."""
+
+    kernel: "cuda.BoundKernel | triton.BoundKernel"
+    pattern: Bsr
+    matrix: Bsr = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the matrix once: the kernel writes into the same blocks in every launch."""
+        object.__setattr__(self, "matrix", replace(self.pattern, values=self.kernel.out))
+
+    def __call__(self) -> Bsr:
+        """Enqueue the kernel on the current stream."""
+        self.kernel()
+        return self.matrix
+
+    @property
+    def code(self) -> str | None:
+        """Return the digest of the machine code."""
+        return self.kernel.code
