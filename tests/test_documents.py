@@ -27,7 +27,7 @@ SKIPPED = {
     "shared",
     "node_modules",
 }  # folders that hold no document of ours
-FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn", "suites"]
+FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn", "suites", "tests"]
 PLAIN = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"{f}/README.md" for f in FOLDERS)]
 TOP = "formats|harness|kernels|reports|results|suites|tests"
 
