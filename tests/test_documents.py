@@ -16,6 +16,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
+from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.reports.terminal import answer
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
@@ -125,6 +126,24 @@ def test_the_example_of_a_suite_is_one() -> None:
         r"^```yaml\n(.*?)^```", text("suites/README.md"), re.DOTALL | re.MULTILINE
     )
     assert yaml.safe_load(example)["schema"] == "sparsebench/suite@1"
+
+
+@pytest.mark.parametrize("folder", ["formats", "kernels/nn"])
+def test_the_example_of_a_page_runs_and_prints_what_it_says(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```", text(f"{folder}/README.md"), re.DOTALL | re.MULTILINE
+    )
+    exec(example, {})
+    (said,) = re.findall(r"print\(.*\)  # (.*)", example)
+    assert said.partition(":")[0] == capsys.readouterr().out.strip()
+
+
+def test_layers_have_the_methods_that_their_page_names() -> None:
+    methods = re.findall(r"`mlp\.(\w+)\(", text("kernels/nn/README.md"))
+    assert methods
+    assert not [name for name in methods if not hasattr(SparseGatedMLP, name)]
 
 
 def test_formats_take_the_bytes_that_their_page_says() -> None:
