@@ -29,8 +29,8 @@ static uint4 __ldcg(const uint4* p) { return *p; }
 // ---- copies that barriers count ----
 
 static void inits_are_done() {}
-static void show_to_copies() {}
-static void bring(u32 to, const void* from, int bytes, u32 barrier) {
+static void fence_proxy_async() {}
+static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
   if ((u64)from % 16) std::abort();
   counted_copy(mine(), to, from, bytes, barrier);
 }
@@ -56,7 +56,7 @@ static int counted(const int* counter) {
 }
 
 // In four neighbouring lanes, word t of lane q goes to word q of lane t.
-static void exchange(u32 (&words)[4]) {
+static void quad_transpose(u32 (&words)[4]) {
   std::memcpy(warp()[lane()], words, sizeof words);
   warp_in_step();
   for (int t = 0; t < 4; t++) words[t] = warp()[lane() / 4 * 4 + t][lane() % 4];
@@ -64,12 +64,13 @@ static void exchange(u32 (&words)[4]) {
 }
 
 static std::map<Fiber*, int> rounds;  // of a thread's cluster, when it came
-static void come_to_cluster(bool) {
+static void cluster_arrive() {
   Meeting& m = clusters[cluster_number()];
   rounds[now] = m.round;
   if (++m.arrived == cluster_size * threads) m.arrived = 0, m.round++;
 }
-static void wait_for_cluster() {
+static void cluster_arrive_relaxed() { cluster_arrive(); }
+static void cluster_wait() {
   while (clusters[cluster_number()].round == rounds[now]) others_first();
 }
 static void adders_in_step() { in_step(1, 64); }

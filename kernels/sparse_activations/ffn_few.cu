@@ -120,10 +120,10 @@ struct Barriers {
   __device__ __forceinline__ u32 parts(int i) const { return added(4 + i); }
   __device__ __forceinline__ u32 pushed() const { return parts(DEPTH); }  // sums of Y
   __device__ __forceinline__ void init_all() const {
-    init(pushed(), 1);
-    for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), WARPS);
-    for (int i = 0; i < 2; i++) init(summed(i), WARPS), init(added(i), ADDERS);
-    for (int i = 0; i < DEPTH; i++) init(parts(i), 1);
+    mbarrier_init(pushed(), 1);
+    for (int i = 0; i < SLOTS; i++) mbarrier_init(full(i), 1), mbarrier_init(empty(i), WARPS);
+    for (int i = 0; i < 2; i++) mbarrier_init(summed(i), WARPS), mbarrier_init(added(i), ADDERS);
+    for (int i = 0; i < DEPTH; i++) mbarrier_init(parts(i), 1);
   }
 };
 
@@ -212,7 +212,7 @@ struct Work {
 
 // A bit for each unit of a tile that is on, once all ranks have told. For a whole warp.
 __device__ __forceinline__ u32 who_is_on(int tile) {
-  const u32 at = address_of(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
+  const u32 at = smem_address(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
   u32 flags;
   do flags = told(at);
   while (~flags & EVERY_RANK);
@@ -238,18 +238,18 @@ struct Producer {
     return 2 * ((u64)(work.first + unit) * K + work.rank * PART);
   }
   __device__ __forceinline__ void wait_free(int step) const {
-    wait(bars.empty(step % SLOTS), step / SLOTS & 1 ^ 1, "a free slot");
+    mbarrier_wait(bars.empty(step % SLOTS), step / SLOTS & 1 ^ 1, "a free slot");
   }
   __device__ __forceinline__ void bring_row(int step, int row, const char* from) const {
     const int slot = step % SLOTS, bytes = work.bytes();
-    if (bytes) bring(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
+    if (bytes) bulk_load(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
   }
   __device__ __forceinline__ void bring_gates(int tile, int end, const char* wg) const {
     const int lane = threadIdx.x % 32;
     for (; tile < end; tile++) {
       const int rows = work.rows(tile);
       wait_free(tile);
-      if (lane == 0) arrive_expecting(bars.full(tile % SLOTS), rows * work.bytes());
+      if (lane == 0) mbarrier_arrive_expect_tx(bars.full(tile % SLOTS), rows * work.bytes());
       __syncwarp();
       if (lane < rows) bring_row(tile, lane, wg + own(ROWS * tile + lane));
     }
@@ -257,7 +257,7 @@ struct Producer {
   // On their way from memory before there is room for them, or X is there, but not before the first
   // slot is: behind all of Wg, 5.4 us of memory's time, X came last.
   __device__ __forceinline__ void send_gates_to_l2(int tile, const char* wg) const {
-    if (tile < work.tiles) wait(bars.full(0), 0, "the first gates");
+    if (tile < work.tiles) mbarrier_wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
     for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
       if (work.bytes()) send_to_l2(wg + own(unit), work.bytes());
@@ -288,12 +288,12 @@ struct Producer {
         if (lane == 0) expect(full, (min(found, up * ROWS + ROWS) - first) * work.bytes());
         __syncwarp();
         if (is_on && row / ROWS == up) bring_row(step, row % ROWS, wu + own(unit));
-        if (lane == 0 && found >= up * ROWS + ROWS) arrive(full);
+        if (lane == 0 && found >= up * ROWS + ROWS) mbarrier_arrive(full);
       }
       before = found;
     }
     if (GATED && before % ROWS && lane == 0)
-      arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
+      mbarrier_arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
     __syncwarp();  // Wd comes last: Wu is waited for first
     #pragma unroll 1
     for (int i = lane; i < before; i += 32)
@@ -331,11 +331,11 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
   #pragma unroll
   for (int i = 0; i < COLUMNS / 16; i++) {
     u32 a[4];
-    matrices(a, own + 32 * i);
+    ldmatrix_x4(a, own + 32 * i);
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
       const u32* b = x[i / 2][j] + i % 2 * 2;
-      multiply(d[i % CHAINS][j], a, b[0], b[1]);
+      mma_m16n8k16(d[i % CHAINS][j], a, b[0], b[1]);
     }
   }
   const int token = warp / K_WARPS * WIDE * 8 + lane % 4 * 2;
@@ -354,16 +354,19 @@ __device__ __forceinline__ void multiply_tile(const X& x, u32 slot, float* parti
 __device__ __forceinline__ void multiply_tiles(X& x, const Work& work, Barriers bars) {
   int steps = work.tiles;
   #pragma unroll
-  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
+  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) quad_transpose(x[i / WIDE][i % WIDE]);
   listers_in_step();  // X is there
   for (int step = 0; step < steps; step++) {
-    wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
-    wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
-    multiply_tile(x, address_of(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
+    mbarrier_wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
+    mbarrier_wait(bars.added(step % 2), step / 2 & 1 ^ 1, "room for sums");
+    multiply_tile(x, smem_address(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
                   (float*)shared + step % 2 * PARTIAL);
     asm volatile("" : "+r"(step));  // addresses are computed again: kept, they would be spilled
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(bars.empty(step % SLOTS)), arrive(bars.summed(step % 2));
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive(bars.empty(step % SLOTS));
+      mbarrier_arrive(bars.summed(step % 2));
+    }
     if (GATED && step == work.tiles - 1) steps += (count_on(work.tiles) + ROWS - 1) / ROWS;
   }
 }
@@ -396,12 +399,12 @@ struct Adder {
   }
   __device__ __forceinline__ void have_added(int buffer) const {
     __syncwarp();
-    if (thread % 32 == 0) arrive(bars.added(buffer));
+    if (thread % 32 == 0) mbarrier_arrive(bars.added(buffer));
   }
   __device__ __forceinline__ void send() {
     const int buffer = sent % 2, place = sent % DEPTH;
-    wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
-    const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
+    mbarrier_wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
+    const u32 to = smem_address(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
     constexpr int ALL = ROWS * QUADS, TURNS = (ALL + 32 * ADDERS - 1) / (32 * ADDERS);
     float4 sums[TURNS];  // all are read before the first is sent
     #pragma unroll
@@ -413,7 +416,8 @@ struct Adder {
       const int row = quad(i) / QUADS, of_row = quad(i) % QUADS;
       const int cta = work.place_of(of_row / OWN_QUADS);
       const u32 own = to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS);
-      if (quad(i) < ALL) push(of_cta(own, cta), sums[i], of_cta(bars.parts(place), cta));
+      if (quad(i) < ALL)
+        st_async(map_shared_rank(own, cta), sums[i], map_shared_rank(bars.parts(place), cta));
     }
     sent++;
   }
@@ -421,10 +425,10 @@ struct Adder {
   __device__ __forceinline__ void take(float4 (&sums)[EACH]) {
     const int place = taken % DEPTH;
     if (CTAS == 1) {
-      wait(bars.summed(taken % 2), taken / 2 & 1, "sums of warps");
+      mbarrier_wait(bars.summed(taken % 2), taken / 2 & 1, "sums of warps");
     } else {
-      if (thread == 0) arrive_expecting(bars.parts(place), 16 * ROWS * QUADS);
-      wait(bars.parts(place), taken / DEPTH & 1, "sums of ranks");
+      if (thread == 0) mbarrier_arrive_expect_tx(bars.parts(place), 16 * ROWS * QUADS);
+      mbarrier_wait(bars.parts(place), taken / DEPTH & 1, "sums of ranks");
     }
     #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -447,8 +451,8 @@ struct Adder {
     return (uint2*)(shared + AT_GATES) + unit * OWN_QUADS + thread % OWN_QUADS;
   }
   __device__ __forceinline__ static u32 hidden(u32 gates, float u0, float u1) {  // of two tokens
-    const float a = wide(gates & 0xffff), b = wide(gates >> 16);
-    return pair_of(gates & 0xffff ? (SQUARED ? a * a : a) * u0 : 0.f,
+    const float a = to_float(gates & 0xffff), b = to_float(gates >> 16);
+    return pack_pair(gates & 0xffff ? (SQUARED ? a * a : a) * u0 : 0.f,
                    gates >> 16 ? (SQUARED ? b * b : b) * u1 : 0.f);
   }
   __device__ __forceinline__ void put(int unit, uint2 gates, float4 u) const {
@@ -459,7 +463,8 @@ struct Adder {
   __device__ __forceinline__ void find(int tile, int row, float4 g) const {
     const int unit = ROWS * tile + row;
     const bool there = thread < SHARE && row < work.rows(tile);
-    const uint2 v{pair_of(g.x, g.y), pair_of(g.z, g.w)}, masks{on(v.x), on(v.y)};
+    const uint2 v{pack_pair(g.x, g.y), pack_pair(g.z, g.w)};
+    const uint2 masks{positive_mask(v.x), positive_mask(v.y)};
     const uint2 own{v.x & masks.x, v.y & masks.y};
     if (GATED && there) *gates(unit) = own;
     if (!GATED && there) put(unit, own, float4{1, 1, 1, 1});
@@ -467,7 +472,7 @@ struct Adder {
     const u32 lanes = (1u << OWN_QUADS) - 1 << (thread % 32 / OWN_QUADS * OWN_QUADS);
     if (thread < SHARE && thread % OWN_QUADS == 0)
       for (int rank = 0; rank < CTAS; rank++)
-        tell(address_of(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF,
+        tell(smem_address(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF,
              work.place_of(rank));
   }
   __device__ __forceinline__ void finish(int row, float4 u) const {
@@ -630,7 +635,7 @@ struct Share {
     list = ::list() + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
     skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
-    stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
+    stages = smem_address(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
   }
   __device__ __forceinline__ u32 stage(int step) const {
     return stages + step % STAGES * STAGE_BYTES;
@@ -656,13 +661,13 @@ struct Share {
       u32 b[(TOKENS + 15) / 16][4], a[4];
       #pragma unroll
       for (int j = 0; j < (TOKENS + 15) / 16; j++)
-        matrices_by_columns(b[j], h + i * H_STRIDE + 32 * j);
+        ldmatrix_x4_trans(b[j], h + i * H_STRIDE + 32 * j);
       #pragma unroll
       for (int t = 0; t < TALL; t++) {
-        matrices_by_columns(a, w + i * W_STRIDE + 32 * t);
+        ldmatrix_x4_trans(a, w + i * W_STRIDE + 32 * t);
         #pragma unroll
         for (int j = 0; j < TOKENS / 8; j++)
-          multiply(d[t][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+          mma_m16n8k16(d[t][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
   }
@@ -675,12 +680,12 @@ struct Share {
     #pragma unroll 1
     for (int step = 1 - STAGES; step < steps; step++) {
       if (step >= 0) {
-        copies_left<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncwarp();
         bring_wd(step + STAGES - 1);
       }
       bring_h(step + STAGES - 1);
-      end_of_copies();
+      cp_async_commit();
       if (step >= 0) add(d, stage(step));
     }
   }
@@ -688,7 +693,7 @@ struct Share {
 
 __device__ __forceinline__ void write(u16* y, int token, int column, float4 v) {
   if (column < K)
-    *(uint2*)(y + (u64)token * K + column) = uint2{pair_of(v.x, v.y), pair_of(v.z, v.w)};
+    *(uint2*)(y + (u64)token * K + column) = uint2{pack_pair(v.x, v.y), pack_pair(v.z, v.w)};
 }
 
 // Add up the warps' sums, rows of tokens, and then the CTAs': each writes an equal part of the
@@ -723,12 +728,13 @@ __device__ __forceinline__ void put_out(const Sums& d, u16* y, int cta, int colu
     } else {
       const int place = cta * quads + token * QUADS_OF_TOKEN + at % PART_OF_CTA / 4;
       const int to = at / PART_OF_CTA;
-      push(of_cta(address_of(pushed + 4 * place), to), sum, of_cta(bars.pushed(), to));
+      st_async(map_shared_rank(smem_address(pushed + 4 * place), to), sum,
+               map_shared_rank(bars.pushed(), to));
     }
   }
   if (SPLIT == 1) return;
-  if (threadIdx.x == 0) arrive_expecting(bars.pushed(), 16 * SPLIT * quads);
-  wait(bars.pushed(), 0, "sums of CTAs");
+  if (threadIdx.x == 0) mbarrier_arrive_expect_tx(bars.pushed(), 16 * SPLIT * quads);
+  mbarrier_wait(bars.pushed(), 0, "sums of CTAs");
   #pragma unroll 1
   for (int i = threadIdx.x; i < quads; i += THREADS) {
     const int at = i % QUADS_OF_TOKEN * 4;
@@ -759,24 +765,24 @@ __cluster_dims__(SPLIT)
 multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16* y, u16* h,
              u64* words, int* counts, int m) {
   const Work work;
-  const Barriers bars{address_of(shared) + AT_BARRIERS};
+  const Barriers bars{smem_address(shared) + AT_BARRIERS};
   const int warp = threadIdx.x / 32;
-  const Producer producer{work, bars, address_of(shared) + AT_RING};
+  const Producer producer{work, bars, smem_address(shared) + AT_RING};
   X own;
   if (warp < WARPS) {
-    if (CTAS > 1) come_to_cluster(false);  // before X, which takes up to 5 us
+    if (CTAS > 1) cluster_arrive_relaxed();  // before X, which takes up to 5 us
     ask_for_x(own, (const uint4*)x, work.rank, m);
   } else {
     if (warp == PRODUCER) {  // at once: nobody else writes what is copied
-      if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), show_to_copies();
+      if (threadIdx.x % 32 == 0) bars.init_all(), inits_are_done(), fence_proxy_async();
       __syncwarp();
       producer.bring_gates(0, min(FIRST, work.tiles), wg);
     }
     zero_what_is_not_copied(work);
-    if (CTAS > 1) come_to_cluster(true);
+    if (CTAS > 1) cluster_arrive();
     if (warp == PRODUCER) producer.send_gates_to_l2(FIRST, wg);
   }
-  if (CTAS > 1) wait_for_cluster();
+  if (CTAS > 1) cluster_wait();
   else __syncthreads();
   const int cta = blockIdx.x % SPLIT, column = blockIdx.x / SPLIT * WIDTH;
   Sums sums = {};

@@ -202,10 +202,10 @@ struct Who {
       for (int i = 0; i < PIECES; i++)
         #pragma unroll
         for (int j = 0; j < READ; j++) {
-          pairs[i][0] |= on(v[i][j].x) & 0x10001u << (first + j);
-          pairs[i][1] |= on(v[i][j].y) & 0x10001u << (first + j);
-          pairs[i][2] |= on(v[i][j].z) & 0x10001u << (first + j);
-          pairs[i][3] |= on(v[i][j].w) & 0x10001u << (first + j);
+          pairs[i][0] |= positive_mask(v[i][j].x) & 0x10001u << (first + j);
+          pairs[i][1] |= positive_mask(v[i][j].y) & 0x10001u << (first + j);
+          pairs[i][2] |= positive_mask(v[i][j].z) & 0x10001u << (first + j);
+          pairs[i][3] |= positive_mask(v[i][j].w) & 0x10001u << (first + j);
         }
     }
     const u32 there = (0xffu >> (GROUP - tokens)) * 0x1010101u;
@@ -287,10 +287,11 @@ __device__ __forceinline__ void list_groups(const Layer& layer, Place place, con
                                             Shared& s) {
   for (int i = 0;; i++) {
     if (i) {
-      if (i >= LISTS) wait(address_of(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
+      if (i >= LISTS)
+        mbarrier_wait(smem_address(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
       list_next(s.lists[i % LISTS], layer, place, team, s);
     }
-    if (team.thread == 0) arrive(address_of(&s.listed[i % LISTS]));
+    if (team.thread == 0) mbarrier_arrive(smem_address(&s.listed[i % LISTS]));
     if (s.lists[i % LISTS].group == END) return;
   }
 }
@@ -311,11 +312,15 @@ struct Ring {
   int slot;
   u32 parity;
   __device__ __forceinline__ Ring(Shared& s, u32 parity)
-      : stages(address_of(shared) + GROUP * X_PITCH), full(address_of(s.full)),
-        empty(address_of(s.empty)), slot(0), parity(parity) {}
+      : stages(smem_address(shared) + GROUP * X_PITCH), full(smem_address(s.full)),
+        empty(smem_address(s.empty)), slot(0), parity(parity) {}
   __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
-  __device__ __forceinline__ void wait_filled() const { wait(full + 8 * slot, parity, "a stage"); }
-  __device__ __forceinline__ void wait_freed() const { wait(empty + 8 * slot, parity, "a place"); }
+  __device__ __forceinline__ void wait_filled() const {
+    mbarrier_wait(full + 8 * slot, parity, "a stage");
+  }
+  __device__ __forceinline__ void wait_freed() const {
+    mbarrier_wait(empty + 8 * slot, parity, "a place");
+  }
   __device__ __forceinline__ void advance() {
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
@@ -358,7 +363,7 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
   for (int i = 0; i < GROUP / (LOADERS / 32); i++) {
     const int token = loader / 32 + i * (LOADERS / 32);
     const char* from = (const char*)(layer.x + (u64)(group * GROUP + token) * K) + 16 * lane;
-    const u32 to = address_of(shared) + place_of(token, lane, X_PITCH);
+    const u32 to = smem_address(shared) + place_of(token, lane, X_PITCH);
     #pragma unroll
     for (int j = 0; j < HALVES * WARPS; j++)
       copy_16(to + 512 * j, from + 512 * j,
@@ -370,11 +375,11 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
 __device__ __forceinline__ void load_next_x(const Layer& layer, int number, int loader,
                                             Shared& s) {
   const List& list = s.lists[number % LISTS];
-  wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+  mbarrier_wait(smem_address(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
   if (!GATED || list.group == END) return;
-  wait(address_of(&s.x_empty), 1 - number % 2, "a place for X");
+  mbarrier_wait(smem_address(&s.x_empty), 1 - number % 2, "a place for X");
   load_x(layer, list.group, loader);
-  arrive_after_copies(address_of(&s.x_full));
+  arrive_after_copies(smem_address(&s.x_full));
 }
 
 // The order is up(0), up(1), down(0), ..., up(last), down(last - 1), down(last), a list after the
@@ -394,7 +399,7 @@ __device__ __forceinline__ void load_groups(const Layer& layer, Place place, int
     }
     if (steps.first == steps.end) load_next_x(layer, i + 1, loader, s);  // it had none
     __syncwarp();
-    if (loader % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
+    if (loader % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
   }
 }
 
@@ -410,17 +415,17 @@ using Tokens = u32[HALVES][32];
 
 __device__ __forceinline__ void read_x(Tokens& x, int number, Shared& s) {
   const int lane = threadIdx.x % 32;
-  wait(address_of(&s.x_full), number % 2, "X");
+  mbarrier_wait(smem_address(&s.x_full), number % 2, "X");
   #pragma unroll
   for (int i = 0; i < 8 * HALVES; i++) {
     const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane / 8;
     u32 four[4];
-    matrices(four, address_of(shared) + place_of(lane % 8, piece, X_PITCH));
+    ldmatrix_x4(four, smem_address(shared) + place_of(lane % 8, piece, X_PITCH));
     #pragma unroll
     for (int j = 0; j < 4; j++) x[i / 8][i % 8 * 4 + j] = four[j];
   }
   __syncwarp();
-  if (lane == 0) arrive(address_of(&s.x_empty));
+  if (lane == 0) mbarrier_arrive(smem_address(&s.x_empty));
 }
 
 // Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
@@ -436,9 +441,9 @@ __device__ __forceinline__ uint4 eight_columns(const float (*d)[4]) {
   #pragma unroll
   for (int j = 0; j < 4; j++) {
     const float* pair = &d[j / 2][j % 2 * 2];
-    words[j] = transposed(pair_of(pair[0], pair[1]));
+    words[j] = movmatrix_trans(pack_pair(pair[0], pair[1]));
   }
-  exchange(words);
+  quad_transpose(words);
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
@@ -473,8 +478,8 @@ struct Warp {
   __device__ __forceinline__ void free_rows() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      arrive(ring.empty + 8 * (ring.slot ? ring.slot - 1 : STAGES - 1));
-      arrive(ring.empty + 8 * ring.slot);
+      mbarrier_arrive(ring.empty + 8 * (ring.slot ? ring.slot - 1 : STAGES - 1));
+      mbarrier_arrive(ring.empty + 8 * ring.slot);
     }
     ring.advance();
   }
@@ -488,8 +493,8 @@ struct Warp {
       #pragma unroll
       for (int i = 0; i < 16; i++) {
         u32 a[4];
-        matrices(a, tile + place_of(row % 8, i % 4 * 2 + lane / 16) + i / 4 * 128);
-        multiply(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
+        ldmatrix_x4(a, tile + place_of(row % 8, i % 4 * 2 + lane / 16) + i / 4 * 128);
+        mma_m16n8k16(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
       }
       free_rows();
     }
@@ -512,11 +517,11 @@ struct Warp {
         }
       }
       const u32 gates = *(const u32*)&s.gates[turn % 2][token][unit + 8 * i];
-      h[i] = pair_of(hidden(gates & 0xffff, u.x), hidden(gates >> 16, u.y));
+      h[i] = pack_pair(hidden(gates & 0xffff, u.x), hidden(gates >> 16, u.y));
     }
   }
   __device__ __forceinline__ static float hidden(u16 gate, float u) {
-    const float z = wide(gate);
+    const float z = to_float(gate);
     return gate ? (SQUARED ? z * z : z) * u : 0.f;
   }
   __device__ __forceinline__ void add_down() {
@@ -527,8 +532,8 @@ struct Warp {
       #pragma unroll
       for (int i = 0; i < 16; i++) {
         u32 a[4];
-        matrices_by_columns(a, tile + place_of(row % 8, i % 4 * 2 + lane / 8 % 2) + i / 4 * 128);
-        multiply(y[half][i], a, h[0], h[1]);
+        ldmatrix_x4_trans(a, tile + place_of(row % 8, i % 4 * 2 + lane / 8 % 2) + i / 4 * 128);
+        mma_m16n8k16(y[half][i], a, h[0], h[1]);
       }
       free_rows();
     }
@@ -537,7 +542,7 @@ struct Warp {
   __device__ __forceinline__ void read_first_gate(const Layer& layer, int number, Place place,
                                                   Shared& s) {
     const List& list = s.lists[number % LISTS];
-    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+    mbarrier_wait(smem_address(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
     if (list.group == END) return;
     const Steps steps(list, place);
     if (steps.first < steps.end) read_gate(layer, list, steps.first);
@@ -589,18 +594,18 @@ __device__ __forceinline__ u32 place_of_sums(int from, int piece) {
 }
 __device__ __forceinline__ void expect_sums(int rank, Shared& s) {
   const int pieces = first_piece(rank + 1) - first_piece(rank);
-  arrive_expecting(address_of(&s.summed), SPLIT * WARPS * pieces * PIECE_BYTES);
+  mbarrier_arrive_expect_tx(smem_address(&s.summed), SPLIT * WARPS * pieces * PIECE_BYTES);
 }
 // Once all CTAs have read their last stage.
 __device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
-  const u32 own = address_of(shared) + place_of_sums(rank, 0), summed = address_of(&s.summed);
+  const u32 own = smem_address(shared) + place_of_sums(rank, 0), summed = smem_address(&s.summed);
   #pragma unroll
   for (int owner = 0; owner < SPLIT; owner++) {
-    const u32 to = of_cta(own, owner), barrier = of_cta(summed, owner);
+    const u32 to = map_shared_rank(own, owner), barrier = map_shared_rank(summed, owner);
     #pragma unroll
     for (int i = 2 * first_piece(owner); i < 2 * first_piece(owner + 1); i++) {
       const float (&d)[4] = y[i / 16][i % 16];
-      push(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
+      st_async(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
     }
   }
 }
@@ -631,10 +636,10 @@ __device__ __forceinline__ void multiply_groups(const Layer& layer, Place place,
     const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
     warp.walk(layer, i, place, s);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
     if (SPLIT > 1) {
       __syncwarp();
-      cluster_has_read();
+      cluster_sync_relaxed();
       return push_sums(warp.y, place.cta % SPLIT, s);
     }
     warp.put_out(layer.out_of(group), tokens);
@@ -649,16 +654,16 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
   const Place place{(int)blockIdx.x, (int)gridDim.x};
   if (threadIdx.x == 0) {
     for (int i = 0; i < LISTS; i++) {
-      init(address_of(&s.listed[i]), 1);
-      init(address_of(&s.used[i]), WARPS + LOADERS / 32);
+      mbarrier_init(smem_address(&s.listed[i]), 1);
+      mbarrier_init(smem_address(&s.used[i]), WARPS + LOADERS / 32);
     }
     for (int i = 0; i < STAGES; i++) {
-      init(address_of(&s.full[i]), LOADERS);
-      init(address_of(&s.empty[i]), WARPS);
+      mbarrier_init(smem_address(&s.full[i]), LOADERS);
+      mbarrier_init(smem_address(&s.empty[i]), WARPS);
     }
-    init(address_of(&s.x_full), LOADERS);
-    init(address_of(&s.x_empty), WARPS);
-    init(address_of(&s.summed), 1);
+    mbarrier_init(smem_address(&s.x_full), LOADERS);
+    mbarrier_init(smem_address(&s.x_empty), WARPS);
+    mbarrier_init(smem_address(&s.summed), 1);
     if (SPLIT > 1) expect_sums(place.cta % SPLIT, s);
   }
   const Team all{(int)threadIdx.x, THREADS, 0};
@@ -666,8 +671,8 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     s.next = place.cta / SPLIT;
     s.after = SPLIT == 1 ? place.ctas + place.cta : layer.groups();
   }
-  let_next_start();
-  wait_for_stream();
+  launch_dependent_grids();
+  wait_on_dependent_grids();
   prefetch_x(layer, place.cta / SPLIT, all);
   __syncthreads();
   list_next(s.lists[0], layer, place, all, s);
@@ -686,9 +691,9 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
   // Instructions come from memory the first time, 1 us for every few dozen of them: listers, which
   // are through early, go over these once in vain.
   const bool dry = other >= 0;
-  if (!dry) wait(address_of(&s.summed), 0, "sums of the cluster");
+  if (!dry) mbarrier_wait(smem_address(&s.summed), 0, "sums of the cluster");
   if (other < LISTERS)
     add_up(layer.out_of(group), layer.tokens(group), place.cta % SPLIT, dry);
   __syncwarp();
-  if (dry) cluster_has_read();
+  if (dry) cluster_sync_relaxed();
 }

@@ -283,27 +283,27 @@ def test_the_count_is_no_part_of_the_state_and_keeps_its_dtype():
     ("active", "slots", "sparse"),
     [(0, 88, True), (59, 88, True), (60, 88, False), (20, 20, True), (21, 20, False)],
 )
-def test_a_layer_settles_on_what_is_faster(active, slots, sparse):
+def test_a_layer_adapts_to_what_is_faster(active, slots, sparse):
     mlp = SparseGatedMLP(8, 5632, slots=slots)
     for before in (True, False):
         mlp.sparse = before
         mlp.active.fill_(active)
-        assert mlp.settle() == mlp.sparse == sparse
+        assert mlp.adapt() == mlp.sparse == sparse
     assert f"slots={slots} of 5632, sparse={sparse}" in repr(mlp)
 
 
 @compiled
-def test_a_layer_settles_anew_as_units_go_off():
+def test_a_layer_adapts_again_as_units_become_inactive():
     mlp, x = drawn(30, 512, 16, 8, rarity=0.5)
     mlp(x)
-    assert not mlp.settle()
+    assert not mlp.adapt()
     few = x.clone()
     few[:, 0] = 8  # the bias, eight times
     expected = dense_step(mlp, few)
     for sparse in (False, True):
         assert_near(step(mlp, few), expected, 1e-5)
         assert mlp.sparse == sparse
-        assert mlp.settle()
+        assert mlp.adapt()
 
 
 def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -638,12 +638,12 @@ def test_a_gpu_gives_what_dense_layers_give_in_fp64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_a_gpu_settles_and_is_right_either_way(dtype, activation) -> None:
+def test_a_layer_adapts_on_a_gpu_and_is_right_either_way(dtype, activation) -> None:
     for rarity in (2.57, 1.0):
         mlp, x = on_gpu(300, 1024, 512, 16, rarity, dtype, activation=activation)
         found = assert_right(mlp, x)
         assert int(mlp.active) == units_on(mlp, x)
-        assert mlp.settle() == (units_on(mlp, x) * module.EVEN <= 1024)
+        assert mlp.adapt() == (units_on(mlp, x) * module.EVEN <= 1024)
         mlp.sparse = False
         mlp.active.zero_()
         assert_near(assert_right(mlp, x), found, 2e-2)

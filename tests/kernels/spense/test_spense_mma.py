@@ -20,7 +20,7 @@ from cuda_on_cpu import built
 from on_hopper import CLEAN, known_by_nvcc
 from places import KERNELS, cuda_source
 from sample import sampled
-from test_spense_wgmma import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
+from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
