@@ -421,9 +421,10 @@ def test_what_is_kept_is_a_small_part_of_what_dense_layers_keep():
 
 @compiled
 @has_interpreter
-def test_the_kernels_are_right_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("which", sampled(["not exhaustive", "exhaustive"]))
+def test_the_kernels_are_right_in_tritons_interpreter(which: str) -> None:
     # Triton 3.6's interpreter makes scalars in a way that numpy 2.3 warns of.
-    assert_passes(__file__, "-W", "default", "-k", "interpreted_")
+    assert_passes(__file__, "-W", "default", "-k", "interpreted_", "-m", which)
 
 
 @pytest.fixture
@@ -438,9 +439,12 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("m", "n", "k", "slots", "rarity", "dtype", "activation"),
-    [(*case, "float16", "relu") for case in CASES[::2]]
-    + [(*case, "float16", "relu2") for case in CASES[1::2]]
-    + [(*case, "float32", "relu2") for case in CASES[1:4]],
+    sampled(
+        [(*case, "float16", "relu") for case in CASES[::2]]
+        + [(*case, "float16", "relu2") for case in CASES[1::2]]
+        + [(*case, "float32", "relu2") for case in CASES[1:4]],
+        *(0, 1, -1),
+    ),
 )
 def test_interpreted_kernels_are_right(m, n, k, slots, rarity, dtype, activation):
     kind = getattr(torch, dtype)
