@@ -19,12 +19,11 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
+from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name, flat
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import Noise, noise
+from sparsebench.results.noise import Noise
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summary
 
 # Kernels of kernels/bsr, spense and sparse_activations, by what their names begin with.
 OURS = ("bsr_", "spense_", "ffn_sparse", "ffn_few", "ffn_step_sparse", "mlp_sparse")
@@ -81,12 +80,11 @@ def published(root: Path) -> dict[str, Published]:
 
 def _read(root: Path, path: Path) -> Published:
     run = store.read(path)
-    rows = frame(run.rows)
-    floor = noise(run, rows)
+    found = analyse(run)
     home = path.relative_to(root)
     report = Path("reports/site") / path.parent.name / f"{path.name}.html"
-    cases = _with_names(summary(rows, floor), path.name)
-    return Published(run, home.as_posix(), report.as_posix(), cases, floor)
+    cases = _with_names(found.cases, path.name)
+    return Published(run, home.as_posix(), report.as_posix(), cases, found.noise)
 
 
 def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
