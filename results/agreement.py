@@ -89,10 +89,10 @@ def agreement(first: Run, second: Run) -> Agreement:
     """Hold two runs against each other; ResultError where no cell is in both."""
     found = compare(first, second)
     cases = found.cases.copy()
-    judged = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
+    have_outcomes = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
     floor = np.log1p(cases[["floor_a", "floor_b"]].max(axis=1))
     close = np.log(cases.speedup_b_over_a).abs() <= floor
-    cases["agree"] = cases.agree.mask(cases.agree.notna() & ~judged & close, True)
+    cases["agree"] = cases.agree.mask(cases.agree.notna() & ~have_outcomes & close, True)
     cells = int(cases.agree.notna().sum())
     if not cells:
         expected = "a case with a speed-up in either and supported in both"
@@ -106,7 +106,7 @@ def agreement(first: Run, second: Run) -> Agreement:
         replace(found, cases=cases),
         cells,
         int(cases.agree.sum()),
-        int((cases.agree.notna() & ~judged).sum()),
+        int((cases.agree.notna() & ~have_outcomes).sum()),
         int(one_sided.sum()),
         _same_code(first, second),
     )

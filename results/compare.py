@@ -42,15 +42,15 @@ class Comparison:
 
 def compare(a: Run, b: Run) -> Comparison:
     """Join two runs; a ResultError where they share no case, or a case with other operands."""
-    ours, theirs = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
-    shared = ours[KEYS].merge(theirs[KEYS])
+    in_a, in_b = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
+    shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
-        found = f"{len(ours)} and {len(theirs)} with none in common"
+        found = f"{len(in_a)} and {len(in_b)} with none in common"
         raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {found}")
     _require_equal_operands(a, b)
-    named = ["op", *fields(ours), "level", "format", "kernel", "label", "baseline", "twin"]
-    cases = ours[[*KEYS, *named, *SIDES]].merge(
-        theirs[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
+    named = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
+    cases = in_a[[*KEYS, *named, *SIDES]].merge(
+        in_b[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
     )
     cases["time_b_over_a"] = cases.median_us_b / cases.median_us_a
     cases["speedup_b_over_a"] = cases.speedup_b / cases.speedup_a
@@ -58,7 +58,7 @@ def compare(a: Run, b: Run) -> Comparison:
     cases.loc[other, "speedup_b_over_a"] = float("nan")
     cases["agree"] = _agree(cases)
     names = device_name(a.environment), device_name(b.environment)
-    return Comparison(*names, cases, _without(ours, shared), _without(theirs, shared))
+    return Comparison(*names, cases, _without(in_a, shared), _without(in_b, shared))
 
 
 def _agree(cases: pd.DataFrame) -> pd.Series:
@@ -67,10 +67,10 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
     That is a baseline itself, a twin, a line without a speed-up in either run, over different
     baselines, or unsupported in one. A line with a speed-up in one run only is no agreement.
     """
-    judged = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
+    have_outcomes = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
     low = cases[["speedup_low_a", "speedup_low_b"]].max(axis=1, skipna=False)
     high = cases[["speedup_high_a", "speedup_high_b"]].min(axis=1, skipna=False)
-    agree = (low <= high).mask(judged, cases.outcome_a == cases.outcome_b).astype("boolean")
+    agree = (low <= high).mask(have_outcomes, cases.outcome_a == cases.outcome_b).astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
     there = compared(cases.assign(baseline_label=base))
     there &= base == cases.baseline_label_b.fillna(base)

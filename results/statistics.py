@@ -76,13 +76,13 @@ def by_block(samples: Sequence[float], size: int) -> Floats:
     return np.reshape(samples[:whole], (-1, size))
 
 
-def block_logs(theirs: Floats, ours: Floats) -> Floats:
-    """Return log(theirs / ours) by block, for samples of shape (..., blocks, samples a block).
+def block_logs(base: Floats, other: Floats) -> Floats:
+    """Return log(base / other) by block, for samples of shape (..., blocks, samples per block).
 
-    Blocks of one index were taken within moments of each other. The one with fewer blocks is
-    paired with the first of the other.
+    Blocks of one index were taken within moments of each other. If one has fewer blocks, they are
+    paired with the first blocks of the other.
     """
-    over, under = np.median(theirs, axis=-1), np.median(ours, axis=-1)
+    over, under = np.median(base, axis=-1), np.median(other, axis=-1)
     pairs = min(over.shape[-1], under.shape[-1])
     logs: Floats = np.log(over[..., :pairs] / under[..., :pairs])
     return logs

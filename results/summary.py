@@ -16,7 +16,7 @@ from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields
 from sparsebench.results.noise import Noise
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, hodges_lehmann, student
-from sparsebench.results.verdict import judged
+from sparsebench.results.verdict import with_verdicts
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
@@ -55,7 +55,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}
     summed = pd.DataFrame(lines, columns=[*kept, *SUMMED])
-    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
+    return with_verdicts(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
 
 
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
@@ -76,7 +76,7 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     lead = (second.median_us / best.median_us).to_numpy(copy=True)
     tied = (second.low_us <= best.high_us).to_numpy(copy=True)
     for i, pair in enumerate(zip(best.speedups, second.speedups, strict=True)):
-        if _judged_together(*pair):
+        if _comparable(*pair):
             ratio = hodges_lehmann(np.subtract(*np.log(pair)))
             lead[i], tied[i] = np.exp(ratio.estimate), not ratio.low > 0
     return best.assign(runner_up=second.label, lead=lead, tied=tied)
@@ -101,7 +101,7 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
 
 
-def _judged_together(first: Any, second: Any) -> bool:
+def _comparable(first: Any, second: Any) -> bool:
     """Say whether two speed-ups by process are over one baseline in the same FEWEST processes."""
     known = isinstance(first, tuple) and isinstance(second, tuple)
     return known and len(first) == len(second) >= FEWEST and not np.isnan([first, second]).any()

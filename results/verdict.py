@@ -26,7 +26,7 @@ NO_FLOOR = "no_noise_floor"
 DIFFERENT = (Outcome.FASTER, Outcome.SLOWER)
 
 
-def judged(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
+def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     """Return a summary with its verdicts; `outcome` is "" where there is none."""
     floor = noise.floor(cases) if noise else pd.Series(np.nan, cases.index)
     floor = floor.where(cases.median_us.notna())
@@ -74,8 +74,8 @@ def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:
     place = ["problem_id", "scope", "cache"]
     medians = cases.set_index([*place, "label"]).median_us
     bases = pd.MultiIndex.from_frame(cases[[*place, "baseline_label"]])
-    ours = cases.median_us.to_numpy(dtype=float) - launch_us
-    theirs = medians.reindex(bases).to_numpy(dtype=float) - launch_us
-    known = (ours > 0) & (theirs > 0)
-    ratio = np.divide(theirs, ours, out=np.full(len(cases), np.nan), where=known)
+    case_us = cases.median_us.to_numpy(dtype=float) - launch_us
+    base_us = medians.reindex(bases).to_numpy(dtype=float) - launch_us
+    known = (case_us > 0) & (base_us > 0)
+    ratio = np.divide(base_us, case_us, out=np.full(len(cases), np.nan), where=known)
     return pd.Series(ratio, cases.index)

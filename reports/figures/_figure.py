@@ -62,8 +62,8 @@ class Frames:
     @cached_property
     def series(self) -> dict[str, int]:
         """Number all contenders that ran but the baseline: their colours and markers."""
-        ours = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
-        return {label: number for number, label in enumerate(ours.label.unique())}
+        others = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
+        return {label: number for number, label in enumerate(others.label.unique())}
 
 
 def swept(cases: pd.DataFrame) -> str:
@@ -101,7 +101,7 @@ def panels(
     if not differ:
         return same, [("", cases)]
     groups = [group for _, group in cases.groupby(differ, sort=False, dropna=False)]
-    groups.sort(key=lambda group: [_order(group[name].iloc[0]) for name in differ])
+    groups.sort(key=lambda group: [_sort_key(group[name].iloc[0]) for name in differ])
     return same, [(named(group.iloc[0], differ), group) for group in groups]
 
 
@@ -112,7 +112,7 @@ def named(line: "pd.Series[Any]", names: Sequence[str]) -> str:
 
 def ordered(values: "pd.Series[Any]") -> list[Any]:
     """Return the distinct values: numbers by size, blocks by area, other text by name."""
-    return sorted(values.unique(), key=_order)
+    return sorted(values.unique(), key=_sort_key)
 
 
 def _word(name: str, value: Any) -> str:
@@ -127,8 +127,8 @@ def _empty(value: Any) -> bool:
     return bool(pd.isna(value)) or value == ""
 
 
-def _order(value: Any) -> tuple[float, str]:
-    """Order numbers by size, blocks by area, other text by name; what is missing comes first."""
+def _sort_key(value: Any) -> tuple[float, str]:
+    """Sort numbers by size, blocks by area, other text by name; what is missing comes first."""
     if _empty(value):
         return -1, ""
     if not isinstance(value, str):

@@ -60,7 +60,7 @@ def table(
     ).format(classes, top, lines)
 
 
-def known(
+def without_dashes(
     heads: Sequence[str], rows: Sequence[Sequence[str | Markup]]
 ) -> tuple[list[str], list[list[str | Markup]]]:
     """Leave out the columns of a table that are a dash in every row."""

@@ -18,14 +18,14 @@ from sparsebench.results.statistics import FALSE_DISCOVERIES, MOST, IntervalKind
 UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 
 
-def judged(cases: pd.DataFrame) -> bool:
+def any_verdict(cases: pd.DataFrame) -> bool:
     """Say whether any case has a verdict."""
     return bool(cases.outcome.isin(list(Outcome)).any())
 
 
 def clear(cases: pd.DataFrame) -> pd.Series:
     """Say which cases are clearly faster: by verdict, and in a look by the whole interval."""
-    if judged(cases):
+    if any_verdict(cases):
         return cases.outcome == Outcome.FASTER
     return cases.speedup_low > 1
 
@@ -38,7 +38,7 @@ def undecided(cases: pd.DataFrame) -> pd.Series:
 
 def meaning(cases: pd.DataFrame) -> tuple[str, str]:
     """Say what `clear` and `undecided` mean among these cases."""
-    if not judged(cases):
+    if not any_verdict(cases):
         return "the whole interval is above 1", "the interval holds 1"
     faster = f"the whole interval is beyond the noise floor, and q ≤ {100 * FALSE_DISCOVERIES:g} %"
     return faster, "no difference, or inconclusive"

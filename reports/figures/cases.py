@@ -9,13 +9,13 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames
 from sparsebench.reports.figures._html import (
-    known,
     note,
     percent,
     plain,
     significant,
     table,
     times,
+    without_dashes,
 )
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.results.frame import fields
@@ -43,7 +43,7 @@ def draw(frames: Frames) -> Markup:
     columns += [said[name].map(write) for _, name, write in COLUMNS]
     lines = [list(line) for line in zip(*columns, strict=True)]
     tool = Markup('<input type="search" placeholder="filter, e.g. bsr 4096 ok" data-filter>')
-    return _download(cases) + tool + table(*known(heads, lines), "sortable")
+    return _download(cases) + tool + table(*without_dashes(heads, lines), "sortable")
 
 
 def _text(value: Any) -> str:

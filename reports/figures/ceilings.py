@@ -13,7 +13,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import known, note, significant, table
+from sparsebench.reports.figures._html import note, significant, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.results.noise import LAUNCH_US, classes
 
@@ -45,7 +45,7 @@ def draw(frames: Frames) -> Markup:
         heads += [f">{name}", ">median, %", ">best, %"]
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
     words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
-    return words + _drawn(frames, first, labels) + table(*known(heads, lines))
+    return words + _drawn(frames, first, labels) + table(*without_dashes(heads, lines))
 
 
 def _ceilings(found: Mapping[str, Any]) -> str:

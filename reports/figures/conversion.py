@@ -11,7 +11,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
-from sparsebench.reports.figures._html import folded, known, note, significant, table
+from sparsebench.reports.figures._html import folded, note, significant, table, without_dashes
 from sparsebench.results.record import Status
 
 TITLE = "Conversion"
@@ -34,14 +34,14 @@ def draw(frames: Frames) -> Markup:
     raced = raced[raced.label.isin(frames.series) & raced.convert_us.notna()]
     if raced.empty:
         return NOTHING
-    ours = _prepared(frames, measures(raced)[0])
-    same, groups = panels(ours, "level", ["m", "dtype", "pattern"])
+    drawn = _prepared(frames, measures(raced)[0])
+    same, groups = panels(drawn, "level", ["m", "dtype", "pattern"])
     lines = [
         _line(title or same, str(label), cases)
         for title, group in groups
         for label, cases in group.groupby("label", sort=False)
     ]
-    body = table(*known(HEADS, lines))
+    body = table(*without_dashes(HEADS, lines))
     shown = body if len(lines) <= OPEN else folded(f"All {len(lines)} lines", body)
     return note(f"{same}. {READ}") + shown
 

@@ -27,11 +27,11 @@ def draw(frames: Frames) -> Markup:
 
 
 def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
-    ours = raced[raced.label.isin(frames.series)]
-    if ours.empty:
+    drawn = raced[raced.label.isin(frames.series)]
+    if drawn.empty:
         return NOTHING
-    axis = sweep(ours, swept(ours))
-    same, groups = panels(ours, axis.name)
+    axis = sweep(drawn, swept(drawn))
+    same, groups = panels(drawn, axis.name)
 
     def dress(axes: Axes, group: pd.DataFrame) -> Markup:
         if axis.name != "level":
@@ -44,7 +44,7 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
         words += " Dotted: 1 / (1 − sparsity), where time follows the non-zeros. ○ break-even."
     return (
         note(words)
-        + legend(frames.series_of(ours), "baseline", f"hollow: {meaning(frames.raced)[1]}")
+        + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}")
         + draw_panels(frames, groups, axis, SPEEDUP, dress)
     )
 

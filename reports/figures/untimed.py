@@ -1,4 +1,4 @@
-"""What did not run: every case that was refused, wrong, failed or timed out, and why."""
+"""Every case that is not ok, and so has no time: its status and the reason."""
 
 import re
 
@@ -10,12 +10,12 @@ from sparsebench.reports.figures._html import folded, note, table
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
 
-TITLE = "What did not run"
+TITLE = "Cases without a time"
 ORDER = 80
 
 
 def draw(frames: Frames) -> Markup:
-    """Group cases by status and reason, numbers in it aside; each group opens to its cases."""
+    """Group cases by status and reason, whatever the numbers in it; a group opens to its cases."""
     cases = frames.cases
     if cases.empty:
         return note("The run has no cases.")
