@@ -1,9 +1,9 @@
-"""Two runs side by side, case by case: joined on the id of a case, which names the same bits.
+"""Two runs side by side, joined on the id of a case: equal ids have equal operands.
 
-time_b_over_a      how the machines differ
-speedup_b_over_a   how the contenders differ, each against the baseline of its own machine
-agree              the same outcome in both; where one has none (too few processes, or no noise
-                   floor), that the intervals of the speed-ups overlap
+time_b_over_a      median time in b over that in a
+speedup_b_over_a   speed-up in b over that in a, each over the baseline of its own run
+agree              both runs have the same outcome; if one has none (too few processes, or no
+                   noise floor), the intervals of the speed-ups overlap
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
 class Comparison:
     """Two runs compared.
 
-    cases   a line for each case in both; columns end in _a and _b
-    only_a  the lines of a's summary that b does not have, and only_b likewise
+    cases   one line per case, scope and cache state of both; columns end in _a and _b
+    only_a  lines of a's summary that b lacks; only_b likewise
     """
 
     name_a: str
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Join two runs; a ResultError where they share no case, or a case with other operands."""
+    """Join two runs; ResultError if they share no case, or if operands of one problem differ."""
     in_a, in_b = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
     shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
@@ -62,10 +62,10 @@ def compare(a: Run, b: Run) -> Comparison:
 
 
 def _agree(cases: pd.DataFrame) -> pd.Series:
-    """Say of each line whether the runs agree; NA where there is nothing to agree on.
+    """Say for each line whether the runs agree; NA where there is nothing to compare.
 
-    That is a baseline itself, a twin, a line without a speed-up in either run, over different
-    baselines, or unsupported in one. A line with a speed-up in one run only is no agreement.
+    NA is a baseline, a twin, and a line that has a speed-up in neither run, other baselines in
+    each, or no support in one. A speed-up in one run only is a disagreement.
     """
     have_outcomes = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
     low = cases[["speedup_low_a", "speedup_low_b"]].max(axis=1, skipna=False)
@@ -80,7 +80,7 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
 
 
 def _require_equal_operands(a: Run, b: Run) -> None:
-    """Refuse problems of one id whose operands have unequal digests: their times say nothing."""
+    """Refuse problems of one id with different digests: their times cannot be compared."""
     digests = {row.case.problem.id: row.digest for row in a.rows if row.digest}
     for row in b.rows:
         expected = digests.get(row.case.problem.id)

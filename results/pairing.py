@@ -1,4 +1,4 @@
-"""Who is compared with whom: rows of one contest, block by block.
+"""Which rows are compared: those of one contest, block by block.
 
     A  baseline      speed-up of B = exp(median over blocks of log(A_i / B_i))
     B  contender

@@ -25,7 +25,7 @@ def draw(frames: Frames) -> Markup:
     counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
     head = note(f"{len(cases)} cases: {', '.join(counts)}.")
     if len(alone):
-        head += note(f"{len(alone)} ok cases have no speed-up: their contest had no ok baseline.")
+        head += note(f"{len(alone)} ok cases have no speed-up: their contest has no ok baseline.")
     reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
     groups.sort(key=lambda group: group.status.iloc[0] == Status.UNSUPPORTED)

@@ -190,7 +190,7 @@ def test_cases_not_told_apart_from_the_baseline_are_hollow() -> None:
 def test_in_a_look_hollow_means_that_the_interval_holds_one() -> None:
     cases = frames(run(processes=5)).raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided[["fast", "equal"]].to_list() == [False, True]
-    assert "hollow: the interval holds 1" in section("speedup", page(processes=5))
+    assert "hollow: the interval contains 1" in section("speedup", page(processes=5))
 
 
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:

@@ -90,7 +90,7 @@ def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     assert found.floors.keys() == {"launch", "memory"}
     other = frame(contest((A, 100.0), bound_by="compute"))
     assert set(found.floor(other)) == {found.floors["launch"]}
-    assert "launch 4.1 %, memory 0.5 %; any other op takes the largest" in found.sentence
+    assert "launch 4.1 %, memory 0.5 %; every other class takes the largest" in found.sentence
 
 
 def test_a_run_without_a_pair_has_no_floor_and_its_outcomes_say_so() -> None:
