@@ -1,9 +1,9 @@
 """The README's figure, from a published run: python -m sparsebench.reports.picture RUN FILE.svg
 
-    a panel for each block size        speed-up over the baseline, logarithmic
-                                       against the sparsity; the dotted line is 1 / (1 - s)
+    one panel per block size    speed-up over the baseline (logarithmic) against the sparsity s
+                                dotted: 1 / (1 - s)
 
-Of our kernels the fastest at each level is drawn; bands are the interval that the run has.
+Our line is the fastest of our kernels at each level. Bands are the intervals of the run.
 """
 
 import sys
@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 
-OURS = "sparsebench, the faster"
+OURS = "sparsebench, the fastest kernel"
 SERIES = {
     "torch_bsr": "PyTorch BSR, tuned",
     "stk": "STK",
