@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import contest
-from sparsebench.harness.device import pick
-from sparsebench.harness.entry import Fatal, Order
-from sparsebench.harness.selection import only
-from sparsebench.harness.suite import Contest, read
-from sparsebench.harness.timing import Measure, possible
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.entry import Fatal, Order
+from sparsebench.harness.bench.timing import Measure, possible
+from sparsebench.harness.machine.device import pick
+from sparsebench.harness.plan.selection import only
+from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.results.record import Case, Problem, Row, Status, Value
 
 WORK = ["sparsity", "nnz", "digest", "flops", "dense_flops", "fewest_bytes"]

@@ -9,8 +9,8 @@ tf32 problem each call tells torch so, and takes it back.
 
 fp8 is torch._scaled_mm, that is cuBLASLt, with scales of 1: all sums in the tensor cores' own 13
 bits (fast accumulation, what inference asks for), or moved into fp32 every few products. Both are
-right here (harness/check.py), both are timed, and the choice says which was kept. In ffn, X and h
-are clamped and cast by torch, each step a kernel of its own, and cuBLASLt scales its sums.
+right here (harness/bench/check.py), both are timed, and the choice says which was kept. In ffn, X
+and h are clamped and cast by torch, each step a kernel of its own, and cuBLASLt scales its sums.
 """
 
 import warnings

@@ -3,7 +3,7 @@
     bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
     of bound = bound / median time
 
-Bandwidth and rates are measured on the device itself in the run (harness/ceilings.py).
+Bandwidth and rates are measured on the device itself in the run (harness/bench/ceilings.py).
 """
 
 from collections.abc import Mapping

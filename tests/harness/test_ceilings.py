@@ -1,13 +1,13 @@
-"""harness/ceilings.py: what a device can do at most, and what is faster than that."""
+"""harness/bench/ceilings.py: what a device can do at most, and what is faster than that."""
 
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from sparsebench.harness import contest
-from sparsebench.harness.ceilings import Ceilings, measure
-from sparsebench.harness.entry import Order
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.ceilings import Ceilings, measure
+from sparsebench.harness.bench.entry import Order
 from sparsebench.results.record import Contender, Problem, Status
 
 CEILINGS = Ceilings(

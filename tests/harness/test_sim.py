@@ -13,13 +13,13 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.ceilings import Ceilings
-from sparsebench.harness.entry import Order
-from sparsebench.harness.measure import Flags, measure
-from sparsebench.harness.sim_clock import Spec, call_us, read, samples
-from sparsebench.harness.sim_contest import _work
-from sparsebench.harness.sim_contest import run as run_contest
-from sparsebench.harness.suite import read as read_suite
+from sparsebench.harness.bench.ceilings import Ceilings
+from sparsebench.harness.bench.entry import Order
+from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.sim.clock import Spec, call_us, read, samples
+from sparsebench.harness.sim.contest import _work
+from sparsebench.harness.sim.contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from places import PUBLISHED, ROOT
 
-from sparsebench.harness import operands
+from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.picture import picture
 from sparsebench.results import bundle, store

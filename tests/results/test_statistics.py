@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sparsebench.harness.sim_clock import Spec, samples
+from sparsebench.harness.sim.clock import Spec, samples
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import (
