@@ -59,7 +59,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "bench": {"inputs", "machine", "patterns", "ops", "catalog"},
     "plan": {"inputs", "patterns", "ops", "catalog", "bench"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
-    "run": {"machine", "catalog", "bench", "plan", "sim"},
+    "run": {"machine", "patterns", "catalog", "bench", "plan", "sim"},
     "doctor": {"machine", "bench", "plan"},
     "pruning": {"inputs"},
     "train_lm": set(),

@@ -28,10 +28,10 @@ from sparsebench.harness.bench.check import Expected, check, roundings
 from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.entry import (
     Announce,
-    Contest,
+    ContestOptions,
     Entry,
     Fatal,
-    Order,
+    RunningContest,
     bound,
     one_line,
     synchronize,
@@ -50,22 +50,24 @@ def run(
     contenders: list[Contender],
     device: torch.device,
     data: Path | None,
-    order: Order | None = None,
+    options: ContestOptions | None = None,
     announce: Announce = lambda case, stage: None,
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
-    order = order or Order()
-    measures = possible(order.measures, device.type)
-    entries = [Entry(Row(Case(problem, c), Status.OK, **_asked(order, device))) for c in contenders]
+    options = options or ContestOptions()
+    measures = possible(options.measures, device.type)
+    entries = [
+        Entry(Row(Case(problem, c), Status.OK, **_asked(options, device))) for c in contenders
+    ]
     try:
-        contest = start(problem, entries, device, data, order, announce)
+        contest = start(problem, entries, device, data, options, announce)
     except (torch.OutOfMemoryError, MemoryError) as error:
         for entry in entries:
             entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
         return [row for entry in entries for row in entry.rows(measures)], {}
     for measure in measures:
         _time(contest, *measure)
-    if order.energy:
+    if options.energy:
         _energy(contest)
     _check_all(contest, draw=2)
     return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
@@ -76,9 +78,9 @@ def start(
     entries: list[Entry],
     device: torch.device,
     data: Path | None,
-    order: Order,
+    options: ContestOptions,
     announce: Announce,
-) -> Contest:
+) -> RunningContest:
     """Build the operands, and prepare, check and capture every contender: ready to be timed."""
     began = time.perf_counter()
     op = load_op(problem.op)
@@ -87,10 +89,10 @@ def start(
     facts = _facts(problem, op, dense)
     for entry in entries:
         entry.row = replace(entry.row, **facts)
-    contest = Contest(problem, op, device, order, dense, entries, announce)
+    contest = RunningContest(problem, op, device, options, dense, entries, announce)
     synchronize(device)
     contest.spent_s["operands"] = time.perf_counter() - began
-    seed = f"{problem.id} {order.replicate} {order.attempt} prepare"
+    seed = f"{problem.id} {options.replicate} {options.attempt} prepare"
     shuffled = random.Random(seed).sample(entries, len(entries))
     for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
         prepare(contest, entry)
@@ -104,9 +106,9 @@ def start(
     return contest
 
 
-def _asked(order: Order, device: torch.device) -> dict[str, Any]:
+def _asked(options: ContestOptions, device: torch.device) -> dict[str, Any]:
     """Return what all rows of a contest share before anything is built."""
-    same = {name: getattr(order, name) for name in ("replicate", "attempt", "reference")}
+    same = {name: getattr(options, name) for name in ("replicate", "attempt", "reference")}
     return same | {"device": identity(device)}
 
 
@@ -125,7 +127,7 @@ def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str,
     }
 
 
-def _check_all(contest: Contest, draw: int) -> None:
+def _check_all(contest: RunningContest, draw: int) -> None:
     """Redraw the activations, then run every contender on poisoned output and judge it."""
     running = [entry for entry in contest.entries if entry.running]
     if not running:
@@ -151,7 +153,7 @@ def _check_all(contest: Contest, draw: int) -> None:
                 entry.end(Status.WRONG, f"{when}: {verdict.reason}")
 
 
-def _expected(contest: Contest) -> Expected:
+def _expected(contest: RunningContest) -> Expected:
     dense = {**contest.dense.weights, **contest.dense.activations}
     arguments = {name: dense[name].double() for name in contest.op.arguments}
     depth = contest.op.depth(**arguments)
@@ -177,7 +179,7 @@ def _run_poisoned(call: Callable[[], Output]) -> Output:
     return call()
 
 
-def _time(contest: Contest, scope: str, cache: str) -> None:
+def _time(contest: RunningContest, scope: str, cache: str) -> None:
     """Time the correct contenders together; each gets a row for this scope and cache state."""
     timed = [(entry, entry.timed) for entry in contest.entries if entry.timed]
     if not timed:
@@ -185,9 +187,9 @@ def _time(contest: Contest, scope: str, cache: str) -> None:
     clocks = [_as_called(entry, ready) if scope == "op" else ready for entry, ready in timed]
     cases = [entry.row.case.id for entry, _ in timed]
     contest.announce("", "timing")
-    careful = contest.order.careful
+    careful = contest.options.careful
     announce = (lambda i: contest.announce(cases[i], "timing")) if careful else None
-    seed = f"{contest.problem.id} {contest.order.replicate} {contest.order.attempt}"
+    seed = f"{contest.problem.id} {contest.options.replicate} {contest.options.attempt}"
     with contest.stage("timing"):
         try:
             samples = time_together(
@@ -206,12 +208,12 @@ def _as_called(entry: Entry, timed: Timed) -> Timed:
     return timed if timed.clock == "host" else Timed(entry.launch, "events")
 
 
-def _held_to_light(contest: Contest, row: Row, taken: Samples) -> Row:
+def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
     """Put the samples into the row, unless they are faster than the device's ceilings allow.
 
     On a CPU the ceilings are told but no judge: its cores are shared with everything else.
     """
-    ceilings = contest.order.ceilings
+    ceilings = contest.options.ceilings
     if ceilings is not None:
         dtype, size = contest.problem["dtype"], contest.output_bytes
         flops, fewest_bytes = row.flops or 0.0, row.fewest_bytes or 0
@@ -223,7 +225,7 @@ def _held_to_light(contest: Contest, row: Row, taken: Samples) -> Row:
     return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)
 
 
-def _energy(contest: Contest) -> None:
+def _energy(contest: RunningContest) -> None:
     """Measure the energy of a call of each correct contender, one after the other."""
     for entry in contest.entries:
         if entry.timed:

@@ -1,8 +1,8 @@
-"""What goes through a contest: the order that it is run by, its contenders, and the contest itself.
+"""What a contest is made of while it runs.
 
-    Order     how to run it, as a runner asks
-    Entry     a contender on its way: launch, clock, rows
-    Contest   the problem with its operands; turns what a contender raises into its row
+    ContestOptions    how to run it, as a runner asks
+    Entry             a contender on its way: launch, clock, rows
+    RunningContest    the problem with its operands; turns what a contender raises into its row
 
 After a CUDA error nothing more can be trusted: Fatal.
 """
@@ -42,13 +42,16 @@ class Fatal(Exception):
 
 
 @dataclass(frozen=True)
-class Order:
+class ContestOptions:
     """How a contest is to be run.
 
-    measures  what is timed, each giving a row
-    pinned   by case id, what an earlier process's kernel chose: no second search
-    ceilings  of the device, where they are known
-    energy    also measure the energy of a call, which takes seconds
+    replicate  number of this process in the run, from 0
+    attempt    number of this try; above 0, an earlier one lost its worker
+    reference  whether the contest is one of references.py
+    measures   what is timed, each giving a row
+    pinned     by case id, what an earlier process's kernel chose: no second search
+    ceilings   of the device, where they are known
+    energy     also measure the energy of a call, which takes 2 to 3 s
     """
 
     replicate: int = 0
@@ -100,13 +103,13 @@ class Entry:
 
 
 @dataclass
-class Contest:
+class RunningContest:
     """A problem being measured. `spent_s` is where the time went, by stage."""
 
     problem: Problem
     op: Op
     device: torch.device
-    order: Order
+    options: ContestOptions
     dense: DenseOperands
     entries: list[Entry]
     announce: Announce

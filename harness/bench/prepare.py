@@ -16,13 +16,13 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.entry import Contest, Entry, bound, synchronize
+from sparsebench.harness.bench.entry import Entry, RunningContest, bound, synchronize
 from sparsebench.harness.catalog import load_format, load_kernel
 from sparsebench.kernels._kernel import Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem
 
 
-def prepare(contest: Contest, entry: Entry) -> None:
+def prepare(contest: RunningContest, entry: Entry) -> None:
     """Convert, then let the kernel pack, compile and tune."""
     contender = entry.row.case.contender
     with contest.at(entry, "convert"):
@@ -53,7 +53,7 @@ def prepare(contest: Contest, entry: Entry) -> None:
 
 
 def _split(
-    contest: Contest, contender: Contender, packed: Mapping[str, Format]
+    contest: RunningContest, contender: Contender, packed: Mapping[str, Format]
 ) -> tuple[dict[str, Format], Format | None]:
     """Return the weights, and apart from them what a sparse output is to be packed like."""
     weights = {name: w for name, w in packed.items() if name != contest.op.pattern}
@@ -61,12 +61,12 @@ def _split(
     return weights, None if contender.format == "dense" else pattern
 
 
-def _pinned(contest: Contest, entry: Entry) -> Mapping[str, Any] | None:
+def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
     """Return what an earlier process chose; a twin does what its original does."""
     case = entry.row.case
     originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
     original = Case(case.problem, replace(case.contender, twin=False)).id
-    known = contest.order.pinned.get(case.id)
+    known = contest.options.pinned.get(case.id)
     return known or (originals.get(original) if case.contender.twin else None)
 
 
@@ -92,7 +92,7 @@ def _memory(device: torch.device) -> Iterator[Memory]:
     found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
 
 
-def _refuse(contest: Contest, contender: Contender) -> None:
+def _refuse(contest: RunningContest, contender: Contender) -> None:
     """Raise Unsupported where the kernel says, before anything is built, that it cannot run."""
     reason = unsupported(contest.problem, contender, contest.device)
     if reason:
@@ -109,7 +109,7 @@ def unsupported(problem: Problem, contender: Contender, device: torch.device) ->
     return kernel.unsupported(problem, device)
 
 
-def _convert(contest: Contest, contender: Contender) -> tuple[dict[str, Format], float]:
+def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:
     """Return the weights in the contender's format and the µs it took; shared by equal formats."""
     key = f"{contender.format} {sorted(contender.params.items())}"
     if key not in contest.packed:

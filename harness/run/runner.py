@@ -112,11 +112,11 @@ class Worker:
         return found
 
     def measure(
-        self, contest: Contest, order: Mapping[str, Any], timeout_s: float
+        self, contest: Contest, options: Mapping[str, Any], timeout_s: float
     ) -> Measured | Lost:
         """Return the contest's rows, or how the worker was lost over it; then it is dead."""
         contenders = [asdict(contender) for contender in contest.contenders]
-        asked = {"problem": asdict(contest.problem), "contenders": contenders, **order}
+        asked = {"problem": asdict(contest.problem), "contenders": contenders, **options}
         if lost := self._ask(asked):
             return lost
         case = ""
@@ -201,7 +201,7 @@ def _reader(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of every contest of a run; contest.py's Order says what each means."""
+    """What is asked of every contest of a run; ContestOptions (entry.py) says what each means."""
 
     measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)
     ceilings: Mapping[str, Any] | None = None
@@ -267,13 +267,13 @@ class Runner:
         while left:
             self._worker = self._worker or self._start()
             part = Contest(contest.problem, tuple(left))
-            order = asdict(wanted) | {
+            options = asdict(wanted) | {
                 "replicate": replicate,
                 "attempt": attempt,
                 "reference": contest.reference,
                 "pinned": self._pinned(part),
             }
-            answer = self._worker.measure(part, order, self._timeout_s)
+            answer = self._worker.measure(part, options, self._timeout_s)
             if isinstance(answer, Measured):
                 return Measured(_in_order(contest, lost_rows + answer.rows), answer.spent_s)
             self._worker = None

@@ -23,11 +23,12 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import ceilings, contest
-from sparsebench.harness.bench.entry import Entry, Order
-from sparsebench.harness.catalog import did_you_mean, keywords, load_format, load_kernel, load_op
-from sparsebench.harness.patterns import derived
+from sparsebench.harness.bench.entry import ContestOptions, Entry
+from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
+from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.frame import frame
@@ -60,8 +61,8 @@ def try_kernel(
     Raises SuiteError where a word cannot be used, Unsupported where the kernel cannot run it here.
     """
     planned = plan(name, words, device, data)
-    order = Order(ceilings=ceilings.measure(device))
-    rows, _ = contest.run(planned.problem, [*planned.contenders], device, data, order)
+    options = ContestOptions(ceilings=ceilings.measure(device))
+    rows, _ = contest.run(planned.problem, [*planned.contenders], device, data, options)
     rows = sorted(rows, key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:
@@ -81,7 +82,9 @@ def repeat(
     planned = plan(name, words, device, data)
     contender = next(c for c in planned.contenders if c.kernel == name)
     entry = Entry(Row(Case(planned.problem, contender), Status.OK))
-    contest.start(planned.problem, [entry], device, data, Order(), lambda case, stage: None)
+    contest.start(
+        planned.problem, [entry], device, data, ContestOptions(), lambda case, stage: None
+    )
     if entry.launch is None:
         error = Unsupported if entry.row.status is Status.UNSUPPORTED else SuiteError
         raise error(f"{name}: {entry.row.status}: {entry.row.detail}")

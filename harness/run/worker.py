@@ -2,7 +2,7 @@
 
     > {"ceilings": true}
     < {"ceilings": {...}}              what the device can do at most
-    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}   (entry.Order)
+    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}  (ContestOptions)
     < {"at": [case id, stage]}         before anything of a case runs
     < {"rows": [...], "spent_s": {}}   or {"fatal": [case id, reason]}, and the process ends
 
@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from sparsebench.harness.bench import ceilings, contest
-from sparsebench.harness.bench.entry import Fatal, Order
+from sparsebench.harness.bench.entry import ContestOptions, Fatal
 from sparsebench.harness.machine.device import environment, identity, slug
 from sparsebench.results.record import Contender, Problem
 
@@ -55,7 +55,7 @@ def _measure(
         [Contender(**contender) for contender in asked.pop("contenders")],
         device,
         data,
-        Order.from_json(asked),
+        ContestOptions.from_json(asked),
         announce=lambda case, stage: _say(answers, {"at": [case, stage]}),
     )
     if device.type == "cuda":

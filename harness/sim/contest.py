@@ -20,7 +20,7 @@ from statistics import median
 import numpy as np
 
 from sparsebench.harness.bench.ceilings import LIGHT
-from sparsebench.harness.bench.entry import Order
+from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.patterns._mask import level
@@ -68,12 +68,12 @@ def run(
     spec: Spec,
     problem: Problem,
     contenders: Sequence[Contender],
-    order: Order,
+    options: ContestOptions,
     announce: Callable[[str, str], None],
 ) -> list[Row]:
     """Return the rows of every contender, unless a planned crash or hang comes before."""
     work = _work(problem)
-    rows = [_row(spec, Case(problem, contender), work, order) for contender in contenders]
+    rows = [_row(spec, Case(problem, contender), work, options) for contender in contenders]
     for number, row in enumerate(rows):
         announce(row.case.id, "prepare")
         faults = _faults(spec, row)
@@ -85,7 +85,7 @@ def run(
         for fault in sorted(faults & ENDS.keys()):
             rows[number] = replace(row, status=ENDS[fault], detail=f"planned: {fault}")
     announce("", "timing")
-    timed = [_time(spec, rows, work, order, *measure) for measure in order.measures]
+    timed = [_time(spec, rows, work, options, *measure) for measure in options.measures]
     return [row for measured in timed for row in measured]
 
 
@@ -109,19 +109,19 @@ def _work(problem: Problem) -> Work:
     )
 
 
-def _row(spec: Spec, case: Case, work: Work, order: Order) -> Row:
+def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     """Return a case's row as far as it is known before anything is timed."""
     known = asdict(work)
     held = known.pop("output_bytes") + _stored(case, work)
     return Row(
         case,
         Status.OK,
-        order.replicate,
-        order.attempt,
-        order.reference,
+        options.replicate,
+        options.attempt,
+        options.reference,
         device=spec.identity,
         clock="sim",
-        choice=order.pinned.get(case.id, {"simulated": True}),
+        choice=options.pinned.get(case.id, {"simulated": True}),
         error=0.0,
         error_of_bound=0.0,
         digest=f"simulated {case.problem.id}",
@@ -147,14 +147,14 @@ def _faults(spec: Spec, row: Row) -> set[str]:
 
 
 def _time(
-    spec: Spec, rows: Sequence[Row], work: Work, order: Order, scope: str, cache: str
+    spec: Spec, rows: Sequence[Row], work: Work, options: ContestOptions, scope: str, cache: str
 ) -> list[Row]:
     """Return the rows for one scope and cache state; those that are still running have samples."""
     rows = [replace(row, scope=scope, cache=cache) for row in rows]
     running = [row for row in rows if row.status is Status.OK]
     if not running:
         return rows
-    seed = f"{spec.seed} {order.replicate} {rows[0].case.problem.id} {scope} {cache}"
+    seed = f"{spec.seed} {options.replicate} {rows[0].case.problem.id} {scope} {cache}"
     draw = np.random.default_rng(list(hashlib.sha256(seed.encode()).digest()))
     times = [_call_us(spec, row, work) for row in running]
     (taken,) = samples(spec, times, draw)
@@ -166,7 +166,7 @@ def _time(
     for row, own in zip(running, taken, strict=True):
         if "slow_start" in _faults(spec, row):
             own[0] *= SLOW_START
-        done[row.case.id] = replace(_measured(row, own, work, order), telemetry=telemetry)
+        done[row.case.id] = replace(_measured(row, own, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 
 
@@ -179,16 +179,16 @@ def _call_us(spec: Spec, row: Row, work: Work) -> float:
     return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)
 
 
-def _measured(row: Row, taken: Array, work: Work, order: Order) -> Row:
+def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row:
     """Put samples, bound and energy into a row; what is faster than the bound has no samples."""
     times_us = tuple(round(float(us), 3) for us in taken.flat)
     typical_us = median(times_us)
-    if order.energy:
+    if options.energy:
         joule = COOL["power_w"] * typical_us / 1e6
         row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S)
-    if order.ceilings:
+    if options.ceilings:
         dtype = row.case.problem["dtype"]
-        bound_us, by = order.ceilings.bound(
+        bound_us, by = options.ceilings.bound(
             dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache
         )
         row = replace(row, bound_us=bound_us, bound_by=by)

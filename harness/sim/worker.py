@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sparsebench.harness.bench.ceilings import Ceilings
-from sparsebench.harness.bench.entry import Order
+from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.machine.device import environment
 from sparsebench.harness.sim import contest as sim_contest
 from sparsebench.harness.sim.clock import Spec, read
@@ -35,7 +35,9 @@ def main() -> None:
         if "problem" in asked:
             problem = Problem.from_json(asked.pop("problem"))
             contenders = [Contender(**contender) for contender in asked.pop("contenders")]
-            rows = sim_contest.run(spec, problem, contenders, Order.from_json(asked), _announce)
+            rows = sim_contest.run(
+                spec, problem, contenders, ContestOptions.from_json(asked), _announce
+            )
             _say({"rows": [asdict(row) for row in rows], "spent_s": {}})
         else:
             _say({"ceilings": asdict(_ceilings(spec))})
