@@ -1,1 +1,16 @@
-"""Runs contests: operands, contenders, correctness, timing, workers."""
+"""The harness: it plans a suite, runs it in fresh processes and writes what came back.
+
+    cli.py, pytest_plugin.py    the two ways in
+    ────────────────────────────────────────────────────────────────────────────────────────
+    run/       doctor/          a whole run, its workers, tuning  |  is the machine fit?
+    sim/                        a GPU that is not there: a worker, a clock
+    plan/                       a suite file to the contests of a run
+    bench/                      one contest in one process: operands, check, timing, ceilings
+    catalog.py                  names to ops, formats, kernels and suites
+    ops/       patterns/        what is computed  |  which weights are kept: one file each
+    inputs/    machine/         bits, grids of blocks, files  |  the device, NVML, telemetry
+    ────────────────────────────────────────────────────────────────────────────────────────
+    pruning/   train_lm/        apart from contests: pruned models  |  recorded activations
+
+A folder imports from those below it, never from those above (tests/test_architecture.py).
+"""

@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import contest
-from sparsebench.harness.device import pick
-from sparsebench.harness.entry import Fatal, Order
-from sparsebench.harness.selection import only
-from sparsebench.harness.suite import Contest, read
-from sparsebench.harness.timing import Measure, possible
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.entry import ContestOptions, Fatal
+from sparsebench.harness.bench.timing import Measure, possible
+from sparsebench.harness.machine.device import pick
+from sparsebench.harness.plan.selection import only
+from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.results.record import Case, Problem, Row, Status, Value
 
 WORK = ["sparsity", "nnz", "digest", "flops", "dense_flops", "fewest_bytes"]
@@ -94,8 +94,8 @@ class ContestNode(pytest.Collector):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
-            order = Order(measures=measures)
-            rows, _ = contest.run(problem, contenders, self.device, data, order)
+            options = ContestOptions(measures=measures)
+            rows, _ = contest.run(problem, contenders, self.device, data, options)
         except Fatal as end:
             blamed = next((i.name for i in items if i.case.id == end.case), "one of the contest")
             self.session.shouldstop = "after a CUDA error nothing more can be trusted"

@@ -92,9 +92,9 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Say how many cases, how long, and what is unsupported here and why; run nothing."""
-    from sparsebench.harness.device import pick
-    from sparsebench.harness.plan import plan
-    from sparsebench.harness.suite import read
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.plan.plan import plan
+    from sparsebench.harness.plan.suite import read
 
     planned = plan(read(suite, data), pick(device), only, replicates)
     if as_json:
@@ -124,10 +124,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.device import named
-    from sparsebench.harness.measure import Flags, measure
-    from sparsebench.harness.suite import read
-    from sparsebench.harness.validate import own_suite
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.suite import read
+    from sparsebench.harness.run.measure import Flags, measure
+    from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import answer, answer_json, counted
     from sparsebench.results import store
@@ -174,8 +174,8 @@ def try_(
     profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
 ) -> None:
     """Check one kernel against fp64 and time it beside its baseline, at once."""
-    from sparsebench.harness import try_kernel as tried
-    from sparsebench.harness.device import pick
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.run import try_kernel as tried
 
     given, on = words or [], pick(device)
     if profile:
@@ -234,7 +234,7 @@ def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
 @app.command()
 def validate(path: RunPath, data: Data = None) -> None:
     """Check a run: its files by their hashes, its rows, and that its suite's plan is complete."""
-    from sparsebench.harness.validate import validate as validated
+    from sparsebench.harness.run.validate import validate as validated
 
     for line in validated(path, data):
         out.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -245,8 +245,8 @@ def reproduce(
     path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
 ) -> None:
     """Run a run's own suite again here, and say case by case whether it agreed."""
-    from sparsebench.harness.device import named
-    from sparsebench.harness.reproduce import reproduce as reproduced
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
@@ -278,9 +278,9 @@ def confirm(
     as_json: Json = False,
 ) -> None:
     """Measure a run's largest speed-ups again, alone, and print the headline of the new run."""
-    from sparsebench.harness.confirm import confirm as confirmed
-    from sparsebench.harness.confirm import headlines
-    from sparsebench.harness.device import named
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.confirm import confirm as confirmed
+    from sparsebench.harness.run.confirm import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
 
@@ -303,9 +303,9 @@ def confirm(
 @app.command()
 def doctor(device: Device = None, as_json: Json = False) -> None:
     """Say whether this machine is fit to measure, and what to do where not; changes nothing."""
-    from sparsebench.harness.device import pick
-    from sparsebench.harness.doctor import examine, table
-    from sparsebench.harness.findings import unfit
+    from sparsebench.harness.doctor.doctor import examine, table
+    from sparsebench.harness.doctor.findings import unfit
+    from sparsebench.harness.machine.device import pick
 
     found = examine(pick(device))
     if as_json:
@@ -328,9 +328,9 @@ def tune(
     data: Data = None,
 ) -> None:
     """Search the best configurations for this GPU into a table that runs then take them from."""
-    from sparsebench.harness.device import named
-    from sparsebench.harness.suite import read
-    from sparsebench.harness.tune import tune as tuned
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.suite import read
+    from sparsebench.harness.run.tune import tune as tuned
 
     with _measuring("tune") as show:
         found = tuned(read(suite, data), named(device), minutes, only, to, data, show)
@@ -363,7 +363,7 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Prune weights to 2:4 beside a dense region; "a,b" for method, dense or region tries both."""
-    from sparsebench.harness.device import pick
+    from sparsebench.harness.machine.device import pick
     from sparsebench.harness.pruning.command import parse_recipes, prune_file, table
 
     found = prune_file(
@@ -404,10 +404,10 @@ def train_lm(
 
     With and without an L1 term on hidden units: what sparsity it brings, and what it costs in loss.
     """
-    from sparsebench.harness.device import pick
-    from sparsebench.harness.sparsity.command import parse_coefficients, table, train_all
-    from sparsebench.harness.sparsity.model import Sizes
-    from sparsebench.harness.sparsity.train import Settings
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.train_lm.command import parse_coefficients, table, train_all
+    from sparsebench.harness.train_lm.model import Sizes
+    from sparsebench.harness.train_lm.train import Settings
 
     sizes = Sizes(layers, width, hidden, heads, context)
     settings = Settings(sizes, steps, batch, seed)

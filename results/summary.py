@@ -106,6 +106,11 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
 
 
+def chose_dense(cases: pd.DataFrame) -> pd.Series:
+    """Say in which cases a portfolio chose a dense kernel: no win of any other format."""
+    return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
+
+
 def _comparable(first: Any, second: Any) -> bool:
     """Say whether both have a speed-up in each of the same FEWEST or more processes."""
     known = isinstance(first, tuple) and isinstance(second, tuple)

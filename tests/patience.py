@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from sparsebench.harness import runner
+from sparsebench.harness.run import runner
 
 
 class Answers(SimpleQueue[str]):

@@ -50,6 +50,39 @@ def test_families_of_kernels_stand_apart(path: Path) -> None:
     assert others <= FAMILY_MAY_IMPORT[family]
 
 
+GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no cycles
+    "inputs": set(),
+    "machine": set(),
+    "patterns": {"inputs"},
+    "ops": {"inputs"},
+    "catalog": {"ops"},
+    "bench": {"inputs", "machine", "patterns", "ops", "catalog"},
+    "plan": {"inputs", "patterns", "ops", "catalog", "bench"},
+    "sim": {"machine", "patterns", "catalog", "bench", "plan"},
+    "run": {"machine", "patterns", "catalog", "bench", "plan", "sim"},
+    "doctor": {"machine", "bench", "plan"},
+    "pruning": {"inputs"},
+    "train_lm": set(),
+}
+WAYS_IN = {"cli", "pytest_plugin", "_pytest_nodes", "answer"}  # these may import every group
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "harness").rglob("*.py")), ids=str)
+def test_groups_of_the_harness_stand_apart(path: Path) -> None:
+    group = path.relative_to(ROOT / "harness").with_suffix("").parts[0]
+    if group in WAYS_IN | {"_root", "__init__"}:
+        return
+    ours = [name.split(".") for name in imported(path) if name.startswith("sparsebench.harness.")]
+    assert {parts[2] for parts in ours} - {group} <= GROUP_MAY_IMPORT[group]
+
+
+def test_groups_of_the_harness_form_no_cycle() -> None:
+    above: set[str] = set()
+    for group, may_import in GROUP_MAY_IMPORT.items():
+        assert may_import <= above
+        above.add(group)
+
+
 def folder_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 

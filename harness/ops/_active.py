@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsebench.harness.bits import fill, scores
+from sparsebench.harness.inputs.bits import fill, scores
 from sparsebench.harness.ops._op import Fields
 from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem

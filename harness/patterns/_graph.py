@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.grid import Grid, Score
+from sparsebench.harness.inputs.grid import Grid, Score
 from sparsebench.harness.patterns._pattern import Rule
 
 Dice = NDArray[np.integer]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparsebench._discovery import did_you_mean, load, modules
 from sparsebench.errors import SuiteError
-from sparsebench.harness.grid import Score, best
+from sparsebench.harness.inputs.grid import Score, best
+from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
-from sparsebench.harness.sources import FILE
 
 TOLERANCE = 0.05
 """How far, relatively, the density may be from the one asked for."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebench.harness.grid import Grid, Score
+from sparsebench.harness.inputs.grid import Grid, Score
 
 
 @dataclass(frozen=True)

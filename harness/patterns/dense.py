@@ -1,6 +1,6 @@
 """Everything is kept; the block says nothing."""
 
-from sparsebench.harness.grid import Grid
+from sparsebench.harness.inputs.grid import Grid
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import sources
+from sparsebench.harness.inputs import sources
 from sparsebench.harness.pruning import gguf_file
 from sparsebench.harness.pruning.layer import (
     Recipe,

@@ -8,8 +8,8 @@ at its best. Accumulation is in fp32 (the default of torch and of cuBLAS).
     tf32    each call switches TF32 on, and back afterwards
     fp8     torch._scaled_mm, which is cuBLASLt. Accumulators keep the 13 bits of the tensor cores
             (fast accumulation, as in inference), or are added to fp32 every few instructions. Both
-            are timed; both pass the check (harness/check.py); the choice names the one that was
-            kept. In ffn, torch clamps and casts X and h by kernels of their own, and cuBLASLt
+            are timed; both pass the check (harness/bench/check.py); the choice names the one that
+            was kept. In ffn, torch clamps and casts X and h by kernels of their own, and cuBLASLt
             scales.
 """
 

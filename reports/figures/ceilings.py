@@ -3,7 +3,7 @@
     bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
     share of the bound = bound / median time
 
-Bandwidth and matrix rates are measured in the run (harness/ceilings.py).
+Bandwidth and matrix rates are measured in the run (harness/bench/ceilings.py).
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,13 @@
-"""harness/ceilings.py: what a device can do at most, and what is faster than that."""
+"""harness/bench/ceilings.py: what a device can do at most, and what is faster than that."""
 
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from sparsebench.harness import contest
-from sparsebench.harness.ceilings import Ceilings, measure
-from sparsebench.harness.entry import Order
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.ceilings import Ceilings, measure
+from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.results.record import Contender, Problem, Status
 
 CEILINGS = Ceilings(
@@ -47,9 +47,9 @@ def test_a_row_has_its_bound_and_a_cpu_is_not_judged_by_it() -> None:
     fields = {"m": 8, "n": 64, "k": 64, "dtype": "fp32", "pattern": "dense", "block": 1}
     problem = Problem("linear", {**fields, "sparsity": 0.0})
     slow = replace(CEILINGS, read_gb_per_s=1e-6, copy_gb_per_s=1e-6, l2_bytes=0)
-    order = Order(ceilings=slow)
+    options = ContestOptions(ceilings=slow)
     dense = Contender("dense", "torch_dense", baseline=True)
-    (row,), _ = contest.run(problem, [dense], torch.device("cpu"), None, order)
+    (row,), _ = contest.run(problem, [dense], torch.device("cpu"), None, options)
     assert row.status is Status.OK
     assert row.bound_by == "memory"
     assert row.bound_us is not None
@@ -60,9 +60,9 @@ def test_a_row_has_its_bound_and_a_cpu_is_not_judged_by_it() -> None:
 def test_a_time_below_the_bound_is_no_record() -> None:
     fields = {"m": 8, "n": 4096, "k": 4096, "dtype": "bf16", "pattern": "dense", "block": 1}
     problem = Problem("linear", {**fields, "sparsity": 0.0})
-    order = Order(ceilings=replace(CEILINGS, read_gb_per_s=1.0, copy_gb_per_s=1.0))
+    options = ContestOptions(ceilings=replace(CEILINGS, read_gb_per_s=1.0, copy_gb_per_s=1.0))
     dense = Contender("dense", "cublas", baseline=True)
-    (row,), _ = contest.run(problem, [dense], torch.device("cuda:0"), None, order)
+    (row,), _ = contest.run(problem, [dense], torch.device("cuda:0"), None, options)
     assert row.status is Status.FASTER_THAN_LIGHT
     assert "memory allows" in row.detail
     assert not row.samples_us

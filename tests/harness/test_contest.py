@@ -5,8 +5,8 @@ import pytest
 import torch
 import wrong
 
-from sparsebench.harness import contest
-from sparsebench.harness.timing import (
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.timing import (
     BLOCKS,
     MIN_SAMPLES,
     SAMPLES_PER_BLOCK,

@@ -12,9 +12,9 @@ import torch
 from command import sparsebench
 from fake_nvml import pynvml
 
-from sparsebench.harness import crosscheck, doctor, findings, host
-from sparsebench.harness._nvml import board
-from sparsebench.harness.findings import Finding, Level, unfit
+from sparsebench.harness.doctor import crosscheck, doctor, findings, host
+from sparsebench.harness.doctor.findings import Finding, Level, unfit
+from sparsebench.harness.machine._nvml import board
 
 OK, NOTE, WARNING = Level.OK, Level.NOTE, Level.WARNING
 LOAD = {"seconds": 1.0, "sm_mhz": 1980.0, "temperature_c": 60.0}

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from sparsebench.harness import energy as module
-from sparsebench.harness.energy import NoMeter, counted, energy
+from sparsebench.harness.bench import energy as module
+from sparsebench.harness.bench.energy import NoMeter, counted, energy
 
 WATT = 200.0
 TICK_S = 0.1  # the meter moves that often

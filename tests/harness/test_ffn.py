@@ -10,11 +10,11 @@ from torch import Tensor
 from sparsebench.errors import SuiteError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
-from sparsebench.harness import contest
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.operands import DenseOperands, operands, redraw
 from sparsebench.harness.ops._active import SEQUENCE, probabilities, share_of_any
-from sparsebench.harness.suite import read
+from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Problem, Status, Value
 
 CPU = torch.device("cpu")

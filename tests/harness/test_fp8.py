@@ -10,13 +10,14 @@ from safetensors.torch import save_file
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
 from sparsebench.formats.dense import Dense
-from sparsebench.harness import contest, sources
-from sparsebench.harness.bits import UNIT, fill
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.ceilings import Ceilings
+from sparsebench.harness.bench.check import FP8, Expected, check
+from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.ceilings import Ceilings
-from sparsebench.harness.check import FP8, Expected, check
-from sparsebench.harness.operands import DenseOperands, operands, redraw
-from sparsebench.harness.suite import read
+from sparsebench.harness.inputs import sources
+from sparsebench.harness.inputs.bits import UNIT, fill
+from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
 from sparsebench.results.record import Contender, Problem, Source, Status, Value

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import bits, sources
-from sparsebench.harness.bits import UNIT, digest, fill, scores
+from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.operands import DenseOperands, operands, redraw
+from sparsebench.harness.inputs import bits, sources
+from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
 from sparsebench.results.record import Problem, Source, Value
 
 CPU = torch.device("cpu")

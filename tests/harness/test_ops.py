@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.harness.bits import fill
 from sparsebench.harness.catalog import keywords, load_op, names
+from sparsebench.harness.inputs.bits import fill
 from sparsebench.results.record import Problem
 
 OPS = names("harness.ops")

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sparsebench._discovery import modules
 from sparsebench.errors import SuiteError
-from sparsebench.harness import bits
-from sparsebench.harness.bits import scores
-from sparsebench.harness.grid import Grid, magnitudes
+from sparsebench.harness.inputs import bits
+from sparsebench.harness.inputs.bits import scores
+from sparsebench.harness.inputs.grid import Grid, magnitudes
 from sparsebench.harness.patterns._mask import level, mask
 
 CPU = torch.device("cpu")

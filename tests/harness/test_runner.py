@@ -10,10 +10,10 @@ import patience
 import pytest
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import runner as runners
-from sparsebench.harness.measure import Flags, measure
-from sparsebench.harness.runner import Runner, WorkerError
-from sparsebench.harness.suite import Contest, Suite, read
+from sparsebench.harness.plan.suite import Contest, Suite, read
+from sparsebench.harness.run import runner as runners
+from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.run.runner import Runner, WorkerError
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 

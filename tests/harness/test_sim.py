@@ -12,13 +12,13 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.ceilings import Ceilings
-from sparsebench.harness.entry import Order
-from sparsebench.harness.measure import Flags, measure
-from sparsebench.harness.sim_clock import Spec, call_us, read, samples
-from sparsebench.harness.sim_contest import _work
-from sparsebench.harness.sim_contest import run as run_contest
-from sparsebench.harness.suite import read as read_suite
+from sparsebench.harness.bench.ceilings import Ceilings
+from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.sim.clock import Spec, call_us, read, samples
+from sparsebench.harness.sim.contest import _work
+from sparsebench.harness.sim.contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
@@ -272,9 +272,9 @@ def test_the_work_of_a_case_is_counted_by_hand() -> None:
     problem = Problem("linear", {**fields, "sparsity": 0.9})
     efficiency = {"dense/cublas": 1.0, "bsr/bsr_triton": 0.5}
     gpu = STILL.model_copy(update={"launch_us": 0.1, "efficiency": efficiency})
-    order = Order(ceilings=Ceilings(1000.0, 1000.0, {"bf16": 800.0}, 0.1, 10**6))
+    options = ContestOptions(ceilings=Ceilings(1000.0, 1000.0, {"bf16": 800.0}, 0.1, 10**6))
     contenders = [Contender("dense", "cublas", baseline=True), BSR]
-    dense, sparse = run_contest(gpu, problem, contenders, order, lambda case, stage: None)
+    dense, sparse = run_contest(gpu, problem, contenders, options, lambda case, stage: None)
     kept, tokens = 410 * 64 * 64, 16 * 4096
     assert sparse.nnz == dense.nnz == kept
     assert sparse.flops == 2 * 16 * kept

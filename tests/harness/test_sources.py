@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import sources
+from sparsebench.harness.inputs import sources
 
 MASK = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]], dtype=bool)
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import contest
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.operands import operands, redraw
 from sparsebench.harness.ops._active import share_of_any
-from sparsebench.harness.sparsity.model import Decoder, Sizes
-from sparsebench.harness.sparsity.text import Text, contexts, evenly, standard_library
-from sparsebench.harness.sparsity.train import FIRST, Settings, count, mlp_inputs, train
-from sparsebench.harness.suite import read
+from sparsebench.harness.plan.suite import read
+from sparsebench.harness.train_lm.model import Decoder, Sizes
+from sparsebench.harness.train_lm.text import Text, contexts, evenly, standard_library
+from sparsebench.harness.train_lm.train import FIRST, Settings, count, mlp_inputs, train
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebench.harness.suite import Suite, read
-from sparsebench.harness.timing import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.reports.build import build
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse

@@ -5,8 +5,8 @@ import pytest
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel, suites
 from sparsebench.harness.patterns._mask import level
-from sparsebench.harness.selection import only
-from sparsebench.harness.suite import Suite, read
+from sparsebench.harness.plan.selection import only
+from sparsebench.harness.plan.suite import Suite, read
 
 HEAD = "schema: sparsebench/suite@1\ntitle: t\n"
 PROBLEM = "{op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}"

@@ -11,9 +11,9 @@ import torch
 from fake_nvml import pynvml
 from places import TESTS
 
-from sparsebench.harness._nvml import BEFORE, SINCE, NoNvml, board
-from sparsebench.harness.device import identity
-from sparsebench.harness.telemetry import COMMAND, Telemetry, summary, telemetry
+from sparsebench.harness.machine._nvml import BEFORE, SINCE, NoNvml, board
+from sparsebench.harness.machine.device import identity
+from sparsebench.harness.machine.telemetry import COMMAND, Telemetry, summary, telemetry
 
 FAKE = TESTS / "fake_nvml"
 COUNTERS = {"power_capped_us", "thermal_us", "hardware_us", "sync_boost_us", "energy_j"}
@@ -151,7 +151,7 @@ def test_the_child_ends_with_its_parent(start: Start) -> None:
 
 
 def test_there_is_no_torch_in_the_child() -> None:
-    code = "import sys, sparsebench.harness.telemetry; sys.exit('torch' in sys.modules)"
+    code = "import sys, sparsebench.harness.machine.telemetry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 

@@ -7,8 +7,8 @@ import torch
 from command import sparsebench
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness import try_kernel
-from sparsebench.harness.try_kernel import plan, repeat
+from sparsebench.harness.run import try_kernel
+from sparsebench.harness.run.try_kernel import plan, repeat
 
 CPU = torch.device("cpu")
 SMALL = "m=8", "n=64", "k=64", "--device", "cpu"

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.harness import contest
+from sparsebench.harness.bench import contest
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import cublas, reference

@@ -14,11 +14,11 @@ from command import sparsebench
 from sparsebench.errors import SuiteError, TableError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
-from sparsebench.harness import tune as tuning
-from sparsebench.harness.device import environment
+from sparsebench.harness.machine.device import environment
 from sparsebench.harness.ops.linear import definition
-from sparsebench.harness.runner import Measured
-from sparsebench.harness.suite import Contest, Suite, read
+from sparsebench.harness.plan.suite import Contest, Suite, read
+from sparsebench.harness.run import tune as tuning
+from sparsebench.harness.run.runner import Measured
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table, blocked
 from sparsebench.kernels._kernel import Operands

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.suite import read
-from sparsebench.harness.validate import validate
+from sparsebench.harness.plan.suite import read
+from sparsebench.harness.run.validate import validate
 from sparsebench.results import bundle, store
 from sparsebench.results.record import Case, Row, Status
 

@@ -11,10 +11,10 @@ from on_hopper import hopper
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.check import Expected, check
-from sparsebench.harness.entry import bound
-from sparsebench.harness.operands import DenseOperands, operands, redraw
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value

@@ -19,12 +19,12 @@ from triton.compiler import ASTSource
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.harness import contest
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.check import Expected, check
-from sparsebench.harness.operands import operands, redraw
+from sparsebench.harness.plan.suite import read
 from sparsebench.harness.pruning.mlp import GatedMLP
-from sparsebench.harness.suite import read
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear

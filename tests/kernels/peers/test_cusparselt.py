@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bits import scores
-from sparsebench.harness.check import FP8, FP32, Expected, check
+from sparsebench.harness.bench.check import FP8, FP32, Expected, check
+from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands

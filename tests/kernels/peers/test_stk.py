@@ -139,7 +139,7 @@ def test_other_blocks_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
 def test_stk_itself_is_right(op: str) -> None:
-    from sparsebench.harness import contest
+    from sparsebench.harness.bench import contest
     from sparsebench.results.record import Contender, Status
 
     name = {"linear": "stk", "linear_dgrad": "stk_dgrad", "linear_wgrad": "stk_wgrad"}[op]

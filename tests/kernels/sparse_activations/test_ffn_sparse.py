@@ -23,9 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_kernel, load_op, names
-from sparsebench.harness.check import Expected, check
-from sparsebench.harness.operands import operands, redraw
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Portfolio

@@ -10,11 +10,11 @@ from torch.nn.functional import linear, relu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.check import Expected, Verdict, check
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.check import Expected, Verdict, check
-from sparsebench.harness.entry import bound
-from sparsebench.harness.operands import DenseOperands, operands
-from sparsebench.harness.suite import read
+from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.results.record import Problem, Value
 

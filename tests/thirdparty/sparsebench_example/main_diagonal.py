@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsebench.harness.grid import Grid, Score
+from sparsebench.harness.inputs.grid import Grid, Score
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 

@@ -1,0 +1,1 @@
+"""One contest in one process: operands, contenders, check, timing, ceilings, energy."""

@@ -1,0 +1,167 @@
+"""What a contest is made of while it runs.
+
+    ContestOptions    how to run it, as a runner asks
+    Entry             a contender on its way: launch, clock, rows
+    RunningContest    the problem with its operands; turns what a contender raises into its row
+
+After a CUDA error nothing more can be trusted: Fatal.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import Format
+from sparsebench.harness.bench.ceilings import Ceilings
+from sparsebench.harness.bench.operands import DenseOperands
+from sparsebench.harness.bench.timing import Measure, Timed
+from sparsebench.harness.catalog import keywords
+from sparsebench.harness.ops._op import Op
+from sparsebench.kernels._kernel import Launch
+from sparsebench.results.record import Problem, Row, Status
+
+Announce = Callable[[str, str], None]
+"""Called with a case id and a stage before anything of that case runs: if the process dies or
+hangs, its parent knows whose fault it was."""
+
+
+class Fatal(Exception):
+    """The device no longer answers; the process must end. Carries the case and the reason."""
+
+    def __init__(self, case: str, detail: str) -> None:
+        """Blame a case id, or nobody ("")."""
+        super().__init__(detail)
+        self.case, self.detail = case, detail
+
+
+@dataclass(frozen=True)
+class ContestOptions:
+    """How a contest is to be run.
+
+    replicate  number of this process in the run, from 0
+    attempt    number of this try; above 0, an earlier one lost its worker
+    reference  whether the contest is one of references.py
+    measures   what is timed, each giving a row
+    pinned     by case id, what an earlier process's kernel chose: no second search
+    ceilings   of the device, where they are known
+    energy     also measure the energy of a call, which takes 2 to 3 s
+    """
+
+    replicate: int = 0
+    attempt: int = 0
+    reference: bool = False
+    measures: tuple[Measure, ...] = (("kernel", "cold"),)
+    pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    energy: bool = False
+
+    @property
+    def careful(self) -> bool:
+        """Wait for and announce every sample: an attempt before this one was lost."""
+        return self.attempt > 0
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what a runner sends."""
+        ceilings = data["ceilings"] and Ceilings.from_json(data["ceilings"])
+        measures = tuple((scope, cache) for scope, cache in data["measures"])
+        return cls(**{**data, "ceilings": ceilings, "measures": measures})
+
+
+@dataclass
+class Entry:
+    """A contender on its way through the contest; `row` ends up on disk, once a measure."""
+
+    row: Row
+    pattern: Format | None = None  # what the output is to be packed like, where it is not dense
+    launch: Launch | None = None
+    timed: Timed | None = None
+    measured: dict[Measure, Row] = field(default_factory=dict)
+
+    @property
+    def running(self) -> bool:
+        """Say whether nothing has gone wrong yet."""
+        return self.row.status is Status.OK
+
+    def end(self, status: Status, detail: str) -> None:
+        """Record how the contender ended, and let go of what it holds."""
+        self.row = replace(self.row, status=status, detail=detail)
+        self.launch = self.timed = None
+        self.measured.clear()
+
+    def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
+        """Return a row for each measure; what was not measured says so by its status."""
+        blank = {(s, c): replace(self.row, scope=s, cache=c) for s, c in measures}
+        return [self.measured.get(measure, row) for measure, row in blank.items()]
+
+
+@dataclass
+class RunningContest:
+    """A problem being measured. `spent_s` is where the time went, by stage."""
+
+    problem: Problem
+    op: Op
+    device: torch.device
+    options: ContestOptions
+    dense: DenseOperands
+    entries: list[Entry]
+    announce: Announce
+    output_bytes: int = 0
+    spent_s: dict[str, float] = field(default_factory=dict)
+    packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + elapsed
+
+    @contextmanager
+    def at(self, entry: Entry, stage: str) -> Iterator[None]:
+        """Announce the contender, and turn whatever it raises into its row."""
+        case = entry.row.case.id
+        self.announce(case, stage)
+        try:
+            with self.stage(stage):
+                yield
+                synchronize(self.device)
+        except (FormatError, Unsupported) as refusal:
+            entry.end(Status.UNSUPPORTED, str(refusal))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            entry.end(Status.OUT_OF_MEMORY, one_line(error))
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        except Exception as error:
+            try:
+                synchronize(self.device)
+            except Exception as dead:
+                raise Fatal(case, f"{stage}: {one_line(dead)}") from error
+            entry.end(Status.FAILED, f"{stage}: {one_line(error)}")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that an error surfaces where it was made."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., Tensor]:
+    """Set the arguments of an op's function that are fields of the problem."""
+    return partial(function, **{name: problem[name] for name in keywords(function)})
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:400]}"

@@ -1,0 +1,203 @@
+"""The operands of a problem: weights drawn or read, pruned to the pattern, and activations.
+
+    source         pattern           weight
+    none           any but file      numbers from the seed, kept where a hash is highest
+    pattern file   file              numbers from the seed, kept where the file has an entry
+    safetensors    any but file      the file's, cast to the dtype, kept where largest in magnitude
+
+Of an op that takes recorded operands (_op.py) a file's are all that it has: the tensors
+`group.wg`, ..., `group.x`. Its X [tokens, k] is a recording: each draw is m rows of it on end, from
+another place, the first after the last.
+
+Weights have a standard deviation of about 1 / sqrt(k), activations of about 1: so have outputs.
+In fp8 drawn weights have one of about 1, too, as if a power of two had scaled them (and an op of
+several products multiplies by it): at 1 / sqrt(k) e4m3, whose smallest number is 2^-9, would make a
+ninth of them zero where k is 25600.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import SuiteError
+from sparsebench.formats._format import BITS, is_stored
+from sparsebench.harness.inputs import sources
+from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
+from sparsebench.harness.inputs.grid import Grid, Score, magnitudes
+from sparsebench.harness.ops._op import Op
+from sparsebench.harness.patterns._mask import level, mask
+from sparsebench.kernels._kernel import unit_scale
+from sparsebench.results.record import Problem, Source
+
+GOLDEN = (5**0.5 - 1) / 2  # of the tokens between two draws: apart from all before (Knuth, 6.4)
+NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class DenseOperands:
+    """A problem's operands, dense, before any format sees them.
+
+    recorded  activations out of a file, from which each draw takes its rows; else none
+    nnz       elements of each weight whose bits are not all zero
+    sparsity  the part of all weights' elements that is zero
+    digest    of weights and first activations; the same on every machine
+    """
+
+    weights: dict[str, Tensor]
+    activations: dict[str, Tensor]
+    recorded: dict[str, Tensor]
+    nnz: dict[str, int]
+    sparsity: float
+    digest: str
+
+
+def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
+    """Build the operands on the device; sources lie below `data`. Raises SuiteError."""
+    weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
+    for name, weight in weights.items():
+        op.adjust(problem, name, weight, 0)
+    activations = {
+        name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem, op, name), device=device)
+        for name in op.activations
+    }
+    recorded = {}
+    if op.recorded and problem.source:
+        recorded = {name: _recording(problem, op, name, device, data) for name in op.activations}
+    redraw(problem, op, activations, 0, recorded)
+    nnz = {name: int(is_stored(w).sum()) for name, w in weights.items()}
+    size = sum(w.numel() for w in weights.values())
+    sparsity = (size - sum(nnz.values())) / size
+    return DenseOperands(
+        weights, activations, recorded, nnz, sparsity, digest({**weights, **activations})
+    )
+
+
+def redraw(
+    problem: Problem,
+    op: Op,
+    activations: Mapping[str, Tensor],
+    draw: int,
+    recorded: Mapping[str, Tensor] = NONE,
+) -> None:
+    """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave."""
+    for name in op.activations:
+        if op.recorded and problem.source:
+            _play(recorded[name], activations[name], draw)
+        else:
+            fill(activations[name], problem.seed, name, draw)
+            op.adjust(problem, name, activations[name], draw)
+
+
+def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
+    """Return a weight in which everything that the pattern leaves out is +0.0."""
+    source = problem.source
+    sources.agree(problem["pattern"], source)
+    if source is None:
+        weight = _drawn(problem, op, name, device)
+        return _pruned(problem, op, name, weight, partial(_hashed, problem.seed, name, device))
+    path = _verified(source, data)
+    if source.tensor is None:
+        keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
+        return _kept(_drawn(problem, op, name, device), keep)
+    if problem["dtype"] == "fp8":
+        expected = "expected a dtype of 16 or 32 bits for weights from a file"
+        raise SuiteError(f"{path}: {expected}, found fp8: it holds them scaled alone")
+    tensor = sources.member(source, name) if op.recorded else source.tensor
+    stored = _fitting(problem, op, name, path, sources.load_weights(path, tensor))
+    weight = stored.to(device, _dtype(problem, op, name), copy=True)
+    weight = _finite(problem, path, weight)
+    return _pruned(problem, op, name, weight, partial(magnitudes, weight))
+
+
+def _recording(
+    problem: Problem, op: Op, name: str, device: torch.device, data: Path | None
+) -> Tensor:
+    """Return a file's activations [tokens, k]; at least as many tokens as the problem has."""
+    assert problem.source
+    path = _verified(problem.source, data)
+    stored = sources.load_weights(path, sources.member(problem.source, name))
+    tokens, (m, k) = len(stored), _shape(problem, op, name)
+    if tokens < m or stored.shape[1] != k:
+        expected = f"at least {m} tokens of {k} features"
+        raise SuiteError(f"{path}: expected {expected}, found {list(stored.shape)}")
+    return _finite(problem, path, stored.to(device, _dtype(problem, op, name)))
+
+
+def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
+    """Overwrite X [m, k] with m rows on end, the first after the last, from the draw's place."""
+    tokens = len(recorded)
+    start = int((draw + 1) * GOLDEN * tokens) % tokens
+    rows = torch.arange(start, start + len(x), device=x.device) % tokens
+    torch.index_select(recorded, 0, rows, out=x)
+
+
+def _finite(problem: Problem, path: Path, values: Tensor) -> Tensor:
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        raise SuiteError(
+            f"{path}: expected values finite in {problem['dtype']}, found {bad} others"
+        )
+    return values
+
+
+def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
+    return scores(seed, name, grid.cells, device)
+
+
+def _first_column_first(score: Score, grid: Grid) -> Tensor:
+    """Score the cells of the first column above all others."""
+    found = score(grid).long()  # room for one more than 31 bits hold
+    found.view(grid.rows, grid.columns)[:, 0] = found.max() + 1
+    return found
+
+
+def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
+    shape = _shape(problem, op, name)
+    weight = torch.empty(shape, dtype=_dtype(problem, op, name), device=device)
+    scale = 1.0 if problem["dtype"] == "fp8" else unit_scale(shape[1])
+    fill(weight, problem.seed, name, scale=UNIT * scale)
+    return weight
+
+
+def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
+    shape = op.operands[name].shape
+    if level(problem.fields, shape) == 0:
+        return weight
+    score = partial(_first_column_first, score) if op.keeps_first(problem, name) else score
+    return _kept(weight, mask(problem.fields, shape, score, weight.device))
+
+
+def _kept(weight: Tensor, keep: Tensor) -> Tensor:
+    """Set everything else to +0.0, in its bits: torch fills no fp8."""
+    weight.view(BITS[weight.element_size()]).masked_fill_(~keep, 0)
+    return weight
+
+
+def _verified(source: Source, data: Path | None) -> Path:
+    """Return where the source is, if it still is what the problem was planned with."""
+    path = sources.located(source, data)
+    found = sources.sha256(path)
+    if found != source.sha256:
+        raise SuiteError(f"{path}: expected SHA-256 {source.sha256}, found {found}: it has changed")
+    return path
+
+
+def _fitting(problem: Problem, op: Op, name: str, path: Path, found: Tensor) -> Tensor:
+    expected = _shape(problem, op, name)
+    if tuple(found.shape) != expected:
+        raise SuiteError(f"{path}: expected {list(expected)}, found {list(found.shape)}")
+    return found
+
+
+def _shape(problem: Problem, op: Op, name: str) -> tuple[int, int]:
+    rows, columns = op.operands[name].shape
+    return problem[rows], problem[columns]
+
+
+def _dtype(problem: Problem, op: Op, name: str) -> torch.dtype:
+    return op.operands[name].dtypes[problem["dtype"]]

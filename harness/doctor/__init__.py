@@ -1,0 +1,1 @@
+"""Is this machine fit to measure?"""

@@ -1,0 +1,1 @@
+"""What operands are made of: hashed bits, grids of blocks, files."""

@@ -1,0 +1,88 @@
+"""A weight as a grid of blocks: what its cells score, and which of them score best.
+
+   c   c   c
+r ## . . ##      cells row by row: 0 1 2 3 ...; those of the last row and column may be cut
+r . . ## . .
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.harness.inputs.bits import CHUNK
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A matrix [n, k] in blocks of r x c; those of the last row and column may be cut."""
+
+    n: int
+    k: int
+    r: int = 1
+    c: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Count the block rows."""
+        return -(-self.n // self.r)
+
+    @property
+    def columns(self) -> int:
+        """Count the block columns."""
+        return -(-self.k // self.c)
+
+    @property
+    def cells(self) -> int:
+        """Count the blocks."""
+        return self.rows * self.columns
+
+
+Score = Callable[[Grid], Tensor]
+"""A grid to a non-negative integer for each cell, row by row."""
+
+
+def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
+    """Return the L1 norm of each block of a finite weight, as integers.
+
+    Elements are rounded to 2^-40 of the largest before they are summed: a sum of integers is the
+    same in any order and so on any device.
+    """
+    size = weight.abs().float()
+    if grid.r == grid.c == 1:
+        return size.view(torch.int32).flatten()  # the bits of positive floats keep their order
+    bits = min(40, 62 - (grid.r * grid.c).bit_length())  # so that no sum leaves an int64
+    _, exponent = size.max().frexp()
+    whole = (size.double() * 2.0 ** (bits - int(exponent))).round().long()
+    edge = (0, grid.columns * grid.c - grid.k, 0, grid.rows * grid.r - grid.n)
+    return pad(whole, edge).view(grid.rows, grid.r, grid.columns, grid.c).sum((1, 3)).flatten()
+
+
+def best(scores: Tensor, group: int, kept: int) -> Tensor:
+    """Return where the `kept` highest of every `group` scores are; of equals, the first."""
+    if group == len(scores):
+        return _best_of_all(scores, kept)
+    chosen = torch.zeros(len(scores) // group, group, dtype=torch.bool, device=scores.device)
+    rows = max(1, CHUNK[scores.device.type] // group)
+    parts = torch.split(scores.view(-1, group), rows)
+    for part, out in zip(parts, torch.split(chosen, rows), strict=True):
+        order = part.argsort(dim=1, descending=True, stable=True)
+        out.scatter_(1, order[:, :kept], True)
+    return chosen.flatten()
+
+
+def _best_of_all(scores: Tensor, kept: int) -> Tensor:
+    """Count by the leading 15 bits to find where the cut falls, and sort only there."""
+    shift = max(int(scores.max()).bit_length() - 15, 0)
+    counts = torch.zeros(1 << 15, dtype=torch.int64, device=scores.device)
+    for part in torch.split(scores, CHUNK[scores.device.type]):
+        counts += torch.bincount(part >> shift, minlength=len(counts))
+    at_least = counts.flip(0).cumsum(0).flip(0)  # by leading bits: how many scores reach them
+    cut = int((at_least >= kept).sum()) - 1
+    chosen = scores > ((cut + 1) << shift) - 1
+    tied = ((scores >= cut << shift) & ~chosen).nonzero().flatten()
+    missing = kept - int(at_least[cut]) + len(tied)
+    chosen[tied[scores[tied].argsort(descending=True, stable=True)[:missing]]] = True
+    return chosen

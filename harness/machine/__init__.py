@@ -1,0 +1,1 @@
+"""The device under test: its identity, NVML, telemetry."""

@@ -1,0 +1,1 @@
+"""A suite file to the contests of a run."""

@@ -1,0 +1,61 @@
+"""What a suite will do on a device, without doing it."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from sparsebench.harness.bench.prepare import unsupported
+from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.plan.selection import only, planned
+from sparsebench.harness.plan.suite import Suite
+
+# Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a
+# case in each process, and a case in the first one, where kernels are compiled and searched.
+START_S = {"cuda": 3.0, "cpu": 3.0}
+CASE_S = {"cuda": 0.06, "cpu": 0.4}
+SEARCH_S = {"cuda": 0.3, "cpu": 0.0}
+
+
+def plan(
+    suite: Suite, device: torch.device, condition: str = "", replicates: int = 3
+) -> dict[str, Any]:
+    """Return counts, an estimate in seconds, and who is unsupported here and why.
+
+    Counted are the suite's own cases; the estimate has the A/A pairs in it too.
+    """
+    contests = only(suite.contests, condition)
+    reasons: Counter[tuple[str, str]] = Counter()
+    for contest in contests:
+        for contender in contest.contenders:
+            reason = unsupported(contest.problem, contender, device)
+            if reason:
+                reasons[contender.label, reason] += 1
+    cases = sum(len(contest.contenders) for contest in contests)
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "device": str(device),
+        "problems": len(contests),
+        "cases": cases,
+        "supported": cases - reasons.total(),
+        "replicates": replicates,
+        "estimate_s": _estimate_s(suite, device, condition, replicates),
+        "unsupported": [
+            {"contender": label, "reason": reason, "cases": count}
+            for (label, reason), count in sorted(reasons.items())
+        ],
+    }
+
+
+def _estimate_s(suite: Suite, device: torch.device, condition: str, replicates: int) -> int:
+    running = [
+        contender
+        for contest in planned(suite, str(device), condition)
+        for contender in contest.contenders
+        if not unsupported(contest.problem, contender, device)
+    ]
+    measured = len(running) * len(possible(suite.measures, device.type))
+    kind = device.type
+    each_s = START_S[kind] + measured * CASE_S[kind]
+    return round(replicates * each_s + len(running) * SEARCH_S[kind])

@@ -1,0 +1,74 @@
+"""Which contests a run measures: what is asked for, and the A/A pairs that every run has.
+
+--only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.plan.references import references, with_twins
+from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.results.record import Case, Contender, Problem
+
+
+def planned(suite: Suite, device: str, condition: str = "") -> list[Contest]:
+    """Return the contests of a run: A/A references, then the suite's, some with twins."""
+    return references(device) + with_twins(only(suite.contests, condition), suite.name)
+
+
+def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
+    """Keep what `field=value field=this|that` asks for; a contest's baselines stay with it."""
+    wanted = _wanted(condition)
+    known = {"case", "format", "kernel", *(name for c in contests for name in c.problem.fields)}
+    for name, values in wanted.items():
+        if name not in known or not all(values):
+            expected = f"field=value with a field of {', '.join(sorted(known))}"
+            found = f"{name}={'|'.join(values)}"
+            raise SuiteError(f"--only: expected {expected}; found {found!r}")
+    for name, value in [(name, value) for name, values in wanted.items() for value in values]:
+        one = {name: [value]}
+        if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
+            expected = f"at least one case of {name}={value}"
+            raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
+    kept = []
+    for contest in contests:
+        chosen = [c for c in contest.contenders if _meets(contest.problem, c, wanted)]
+        if chosen:
+            left = (c for c in contest.contenders if c.baseline or c in chosen)
+            kept.append(Contest(contest.problem, tuple(left)))
+    if not kept:
+        raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
+    return kept
+
+
+def meets(problem: Problem, contender: Contender, condition: str) -> bool:
+    """Say whether a case is one of those that a condition, written as for `only`, asks for."""
+    return _meets(problem, contender, _wanted(condition))
+
+
+def _wanted(condition: str) -> dict[str, list[str]]:
+    parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
+    return {name: value.split("|") for name, value in parts}
+
+
+def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence[str]]) -> bool:
+    facts: dict[str, Any] = {
+        **problem.fields,
+        "format": contender.format,
+        "kernel": contender.kernel,
+        "case": Case(problem, contender).id,
+    }
+    return all(
+        name in facts and text(facts[name]) in map(text, values) for name, values in wanted.items()
+    )
+
+
+def text(value: Any) -> str:
+    """Write a field as a user would: 64, 0.9, 16x32."""
+    if isinstance(value, list):
+        return "x".join(str(v) for v in value)
+    try:
+        return f"{float(value):g}"
+    except (TypeError, ValueError):
+        return str(value)

@@ -1,0 +1,387 @@
+"""A suite file to its contests: every problem with every contender.
+
+    schema: sparsebench/suite@1
+    title: Which block size pays?
+    problems:                        # a list is a sweep; the product of all sweeps is the plan
+      - op: linear
+        shape: [{n: 4096, k: 4096}]  # a mapping sets several fields at once, under any name
+        m: [64, 4096]
+        dtype: bf16
+        pattern: blocks
+        block: [16, [32, 64]]        # 16x16 and 32x64
+        sparsity: [0.5, 0.9]
+    contenders:
+      - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
+                                     # $dense_fraction, $split: as a spense pattern has them
+      - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
+      - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
+    baselines:                       # the first that is supported here is the one
+      - {format: dense, kernel: cublas}
+    scopes: [kernel, op]             # device time; as called from Python. Default: [kernel]
+    caches: [cold, hot]              # default: [cold]
+
+`source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
+Of an op that takes recorded operands, such as ffn, `tensor` matches groups: `NAME` where a file has
+NAME.wg, NAME.wu, NAME.wd and NAME.x.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import SuiteError
+from sparsebench.harness.catalog import (
+    keywords,
+    load_format,
+    load_kernel,
+    load_op,
+    suites,
+)
+from sparsebench.harness.inputs import sources
+from sparsebench.harness.ops._active import RECORDED
+from sparsebench.harness.ops._op import Op
+from sparsebench.harness.patterns._mask import derived, level
+from sparsebench.results.record import Case, Contender, Problem, Source
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ContenderEntry(_Model):
+    """A contender as written: lists in `params` and `options` are sweeps."""
+
+    format: str
+    kernel: str
+    op: str | None = None
+    params: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+
+
+class SuiteFile(_Model):
+    """A suite as written."""
+
+    schema_: Literal["sparsebench/suite@1"] = Field(alias="schema")
+    title: str
+    description: str = ""
+    problems: list[dict[str, Any]] = Field(min_length=1)
+    contenders: list[ContenderEntry] = Field(min_length=1)
+    baselines: list[ContenderEntry] = []
+    scopes: list[Literal["kernel", "op"]] = Field(default=["kernel"], min_length=1)
+    caches: list[Literal["cold", "hot"]] = Field(default=["cold"], min_length=1)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One problem and all who compete at it, baselines first.
+
+    A `reference` contest is not the suite's: it tells the noise floor (references.py).
+    """
+
+    problem: Problem
+    contenders: tuple[Contender, ...]
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite, read and expanded."""
+
+    name: str
+    title: str
+    text: str
+    contests: tuple[Contest, ...]
+    measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)  # (scope, cache)
+
+
+def read(name: str, data: Path | None = None) -> Suite:
+    """Read a suite by path, or one of the package's by name; SuiteError says what is wrong."""
+    return expand(*_text(name), data)
+
+
+def expand(where: str, text: str, data: Path | None = None) -> Suite:
+    """Expand the text of a suite; SuiteError names it as `where`, and says what is wrong."""
+    written = parse(where, text, SuiteFile)
+    try:
+        problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
+        _every_op_is_there(written, {problem.op for problem in problems})
+        contests = tuple(_contest(written, problem) for problem in problems)
+    except SuiteError as error:
+        raise SuiteError(f"{where}: {error}") from error
+    measures = tuple(dict.fromkeys(product(written.scopes, written.caches)))
+    return Suite(Path(where).stem, written.title, text, contests, measures)
+
+
+def _text(name: str) -> tuple[str, str]:
+    packaged = suites()
+    if name in packaged:
+        return packaged[name].name, packaged[name].read_text()
+    if not name.endswith((".yaml", ".yml")):
+        known = sorted(packaged)
+        hint = did_you_mean(name, known)
+        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
+    try:
+        return name, Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{name}: expected a readable suite, found {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may stand once: a repeated one would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            line = node.start_mark.line + 1
+            raise SuiteError(f"line {line}: expected each key once, found {min(twice)!r} twice")
+        return super().construct_mapping(node, deep)
+
+
+def parse(where: str, text: str, model: type[Model]) -> Model:
+    """Read YAML into a model; SuiteError says where and what is wrong."""
+    try:
+        data = yaml.load(text, _Loader)
+    except SuiteError as error:
+        raise SuiteError(f"{where}: {error}") from error
+    except yaml.YAMLError as error:
+        raise SuiteError(f"{where}: expected YAML, found {' '.join(str(error).split())}") from error
+    return _validate(where, model, data)
+
+
+def _validate(where: str, model: type[Model], data: Any) -> Model:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "top"
+        if first["type"] == "extra_forbidden":
+            known = [f.alias or name for name, f in model.model_fields.items()]
+            name = str(first["loc"][-1])
+            hint = did_you_mean(name, known) if len(first["loc"]) == 1 else ""
+            raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
+        if first["type"] == "missing":
+            raise SuiteError(f"{where}: {place}: expected a value, found none") from error
+        found = repr(first["input"])[:60]
+        raise SuiteError(
+            f"{where}: {place}: expected {_wanted(first['msg'])}; found {found}"
+        ) from error
+
+
+def _wanted(message: str) -> str:
+    """Turn pydantic's `Input should be X` into `X`."""
+    return message.removeprefix("Input should be ")
+
+
+def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
+    """Expand one entry of `problems`."""
+    where = f"problems[{number}]"
+    axes = dict(entry)
+    if "op" not in axes:
+        raise SuiteError(f"{where}.op: expected the name of an op, found none")
+    name = axes.pop("op")
+    op = load_op(name)
+    seeds = _sweep(axes.pop("seed", 0))
+    found_in = list(_sources(where, axes.pop("source", None), data, op))
+    for source in found_in:
+        from_source = _fields_of_source(op, source, data)
+        for values in product(*(_axis(axis, value) for axis, value in axes.items())):
+            fields = _fields(where, op, (from_source, *values), source)
+            _enough(where, op, fields, source, data)
+            for seed in seeds:
+                yield Problem(name, fields, seed, source, op.defaults)
+
+
+def _sweep(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _axis(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the settings that an axis runs through; a mapping sets several fields at once."""
+    return [item if isinstance(item, dict) else {name: item} for item in _sweep(value)]
+
+
+def _fields(
+    where: str,
+    op: Op,
+    settings: tuple[dict[str, Any], ...],
+    source: Source | None,
+) -> dict[str, Any]:
+    """Merge one point of the sweep, check it, and settle the level that its pattern will have."""
+    merged: dict[str, Any] = {}
+    for setting in settings:
+        both = merged.keys() & setting.keys()
+        if both:
+            raise SuiteError(f"{where}: expected {min(both)} to be set once, found it set twice")
+        merged |= setting
+    fields = _validate(where, op.fields, merged).model_dump()
+    if source is None and fields.get("skew") == RECORDED:
+        raise SuiteError(f"{where}.skew: expected {RECORDED!r} just where there is a source")
+    try:
+        sources.agree(fields["pattern"], source)
+        for weight in op.weights:
+            level(fields, op.operands[weight].shape)
+    except SuiteError as error:
+        raise SuiteError(f"{where}: {error}") from error
+    return fields
+
+
+def _fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
+    """Return the fields that a source settles: the weight's sizes, and a pattern file's level."""
+    if source is None:
+        return {}
+    if op.recorded and source.tensor is not None:
+        return _recorded(op, source, sources.located(source, data))
+    if len(op.weights) != 1:
+        raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
+    path = sources.located(source, data)
+    rows, columns, level = sources.shape_and_level(path, source.tensor)
+    names = op.operands[op.weights[0]].shape
+    from_source: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    return from_source if level is None else from_source | {"sparsity": round(level, 6)}
+
+
+def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
+    """Return the sizes of a group's weights, and what its operands settle."""
+    assert op.recorded
+    tensors = {
+        name: sources.load_weights(path, sources.member(source, name)) for name in op.operands
+    }
+    sizes: dict[str, int] = {}
+    for name, operand in op.operands.items():
+        found = dict(zip(operand.shape, tensors[name].shape, strict=True))
+        if operand.role == "activation":
+            del found[operand.shape[0]]  # tokens: a problem takes as many as it has
+        for field, size in found.items():
+            if sizes.setdefault(field, size) != size:
+                expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
+                raise SuiteError(f"{path}: expected {expected}; found {size}")
+    return sizes | op.recorded(tensors)
+
+
+def _enough(
+    where: str, op: Op, fields: Mapping[str, Any], source: Source | None, data: Path | None
+) -> None:
+    """Refuse more tokens than were recorded."""
+    if source is None or not op.recorded:
+        return
+    path = sources.located(source, data)
+    for name in op.activations:
+        field = op.operands[name].shape[0]
+        tokens, *_ = sources.shape_and_level(path, sources.member(source, name))
+        if tokens < fields[field]:
+            expected = f"expected up to {tokens}, as many as {source.label} has"
+            raise SuiteError(f"{where}.{field}: {expected}; found {fields[field]}")
+
+
+def _sources(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
+    """Yield None without a source, else one Source a file and tensor that match."""
+    if written is None:
+        yield None
+        return
+    if not isinstance(written, dict) or not {"file"} <= written.keys() <= {"file", "tensor"}:
+        raise SuiteError(
+            f"{where}.source: expected {{file: GLOB, tensor: GLOB}}, found {written!r}"
+        )
+    if data is None:
+        raise SuiteError(f"{where}.source: expected --data DIR, the folder of {written['file']}")
+    matches = sorted(path for path in data.glob(written["file"]) if path.is_file())
+    if not matches:
+        raise SuiteError(f"{where}.source: expected files {written['file']} in {data}, found none")
+    for path in matches:
+        for tensor in _tensors(path, written.get("tensor"), op):
+            yield Source(str(path.relative_to(data)), sources.sha256(path), tensor)
+
+
+def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
+    """Return the tensors of a safetensors file that match, or [None] for a pattern file."""
+    if wanted is None:
+        return [None]
+    names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
+    matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
+    if not matches:
+        hint = did_you_mean(wanted, names)
+        one = (
+            f"a group {wanted!r} of {', '.join(op.operands)}"
+            if op.recorded
+            else f"a tensor {wanted!r}"
+        )
+        raise SuiteError(f"{path}: expected {one}, found none like it{hint}")
+    return matches
+
+
+def _every_op_is_there(written: SuiteFile, ops: set[str]) -> None:
+    """Refuse an entry for an op that no problem has: it would compete nowhere, in silence."""
+    for group in ("contenders", "baselines"):
+        for number, entry in enumerate(getattr(written, group)):
+            if entry.op is not None and entry.op not in ops:
+                found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
+                expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
+                raise SuiteError(f"{group}[{number}].op: {expected}; found {found}")
+
+
+def _contest(written: SuiteFile, problem: Problem) -> Contest:
+    baselines = [
+        contender
+        for number, entry in enumerate(written.baselines)
+        for contender in _contenders(f"baselines[{number}]", entry, problem, baseline=True)
+    ]
+    others = [
+        contender
+        for number, entry in enumerate(written.contenders)
+        for contender in _contenders(f"contenders[{number}]", entry, problem, baseline=False)
+    ]
+    by_case = {Case(problem, c).id: c for c in [*others, *baselines]}  # a baseline counts once
+    unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
+    return Contest(problem, tuple(unique))
+
+
+def _contenders(
+    where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
+) -> Iterator[Contender]:
+    """Expand one entry of `contenders` or `baselines` for one problem."""
+    if entry.op not in (None, problem.op):
+        return
+    kernel = load_kernel(entry.kernel)
+    if kernel.consumes not in ("any", entry.format):
+        expected = f"a kernel of format {entry.format}"
+        raise SuiteError(f"{where}: expected {expected}, found {entry.kernel} of {kernel.consumes}")
+    own = keywords(load_format(entry.format).from_dense)
+    of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
+    _known(f"{where}.params", entry.params, own, of_one)
+    _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+    for params in _bound(f"{where}.params", entry.params, problem):
+        for options in _bound(f"{where}.options", entry.options, problem):
+            yield Contender(entry.format, entry.kernel, params, options, baseline)
+
+
+def _known(
+    where: str, given: Mapping[str, Any], known: set[str], of_one: Collection[str] = ()
+) -> None:
+    """Refuse a name that is neither known nor that of one weight's parameter."""
+    for name in given.keys() - known - set(of_one):
+        takes, hint = ", ".join(sorted(known)) or "nothing", did_you_mean(name, {*known, *of_one})
+        raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
+
+
+def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
+    """Run through the sweeps, `$field` replaced by the problem's, or by what follows from them."""
+    known = {**problem.fields, **derived(problem.fields)}
+    for values in product(*(_sweep(value) for value in given.values())):
+        point = dict(zip(given, values, strict=True))
+        for name, value in point.items():
+            if isinstance(value, str) and value.startswith("$"):
+                if value[1:] not in known:
+                    expected = f"$ and one of {', '.join(known)}"
+                    raise SuiteError(f"{where}.{name}: expected {expected}; found {value}")
+                point[name] = known[value[1:]]
+        yield point

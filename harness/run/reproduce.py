@@ -1,0 +1,80 @@
+"""A bundle measured again: its own suite.yaml by its own flags, here, as a run of its own.
+
+    RUN ─> whole? ─> plan as it was? ─> choices pinned on the same kind ─> measured ─> a new run
+
+results/agreement.py then says of each cell whether the two agree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sparsebench.harness.run.measure import Flags, Progress, measure
+from sparsebench.harness.run.runner import Log, Worker, pinned_in
+from sparsebench.harness.run.validate import data_of, own_suite, require_planned
+from sparsebench.results import bundle, store
+from sparsebench.results.environment import device_name
+from sparsebench.results.inspection import inspect
+from sparsebench.results.store import Run
+
+
+def reproduce(
+    path: Path, device: str, data: Path | None, out: Path | None, progress: Progress
+) -> Path:
+    """Measure a bundle again and return the new run.
+
+    ResultError and SuiteError as for `own_suite` and `require_planned`, before anything runs.
+    """
+    origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
+    return again(whole(path), device, data, out, progress, origin)
+
+
+def whole(path: Path) -> Run:
+    """Read a bundle; ResultError where a file, or anything in its rows, is not as it should be."""
+    bundle.verify(path)
+    run = store.read(path)
+    for _ in inspect(run):
+        pass
+    return run
+
+
+def again(
+    run: Run,
+    device: str,
+    data: Path | None,
+    out: Path | None,
+    progress: Progress,
+    origin: Mapping[str, Any],
+    **changed: Any,
+) -> Path:
+    """Measure a bundle's own suite by its own flags, but for what is `changed`; return the run.
+
+    An `out` that is a run of the same origin is gone on with. What kernels chose is taken
+    again on a device of the same kind; elsewhere they search anew.
+    """
+    suite = own_suite(run, data)
+    require_planned(run, suite)
+    data = data_of(run, data)
+    known = {field.name for field in fields(Flags)}
+    recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
+    flags = Flags(**{**recorded, "device": device, "data": data, **changed})
+    same_kind = device_name(_environment(device, data)) == device_name(run.environment)
+    pinned = pinned_in([*run.reference, *run.rows]) if same_kind else None
+    stopped = out if out and _is_of(out, origin) else None
+    return measure(suite, flags, out, stopped, progress, pinned, origin)
+
+
+def _is_of(out: Path, origin: Mapping[str, Any]) -> bool:
+    """Say whether a run is there already that was made from the same bundle for the same end."""
+    if not (out / "run.json").exists():
+        return False
+    return origin.items() <= store.read(out).state.items()
+
+
+def _environment(device: str, data: Path | None) -> dict[str, Any]:
+    """Ask a worker what the device is: this process keeps off the GPU, which is to be idle."""
+    worker = Worker(device, data, Log())
+    worker.kill()
+    found: dict[str, Any] = worker.about["environment"]
+    return found

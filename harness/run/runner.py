@@ -1,0 +1,317 @@
+"""The parent process: contests to rows, through a worker that may crash, hang or run out of memory.
+
+    contest ─> worker ─> rows
+                 │ no line in time          the contender last announced: timeout
+                 │ gone, or a CUDA error    the contender last announced: failed
+                 └> a fresh worker runs the contest again without it; earlier samples are discarded
+
+A second attempt waits for and announces every sample, so that an error while contenders take turns
+finds its owner; where it does not, the contest is given up and every row says so.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.plan.suite import Contest
+from sparsebench.results.record import Case, Contender, Row, Status
+
+# -P: the repository's own folders must not shadow installed packages of the same name.
+COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
+SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.worker")
+START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
+END_TIMEOUT_S = 60.0  # for a child that nobody asks any more; writing a core takes seconds
+BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
+WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
+
+
+class WorkerError(RuntimeError):
+    """No worker process could be started; the message holds its last words."""
+
+
+Pinned = Mapping[str, Mapping[str, Any]]
+"""By case id, what a kernel chose (Row.choice)."""
+
+
+def pinned_in(rows: Iterable[Row]) -> Pinned:
+    """Return what kernels chose in these rows, the ok ones."""
+    return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """How a worker was lost: the case last announced ("" between cases), and why."""
+
+    case: str
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A worker's answer."""
+
+    rows: list[Row]
+    spent_s: dict[str, float]
+
+
+@dataclass
+class Log:
+    """What workers print: kept until there is a file for it."""
+
+    file: Path | None = None
+    kept: list[str] = field(default_factory=list)
+
+    def add(self, line: str) -> None:
+        """Take one line."""
+        self.kept.append(line)
+        if self.file:
+            with self.file.open("a") as file:
+                file.write("".join(self.kept))
+            self.kept.clear()
+
+
+class Worker:
+    """A child process. Its first answer, `about`, describes the device."""
+
+    def __init__(self, device: str, data: Path | None, log: Log) -> None:
+        """Start the child and wait until it has its device."""
+        arguments = [device, *([str(data)] if data else [])]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(
+            [*(SIMULATED if simulated(device) else COMMAND), *arguments],
+            stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+            start_new_session=True,  # Ctrl-C is for the parent, which ends the child
+        )  # fmt: skip
+        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._words: list[str] = []
+        self._readers = [
+            _reader(self._child.stdout, self._answers.put, at_end=""),
+            _reader(self._child.stderr, lambda line: self._hear(line, log)),
+        ]
+        about = self._next(START_TIMEOUT_S)
+        if isinstance(about, Lost):
+            raise WorkerError(f"the worker did not start: {about.detail}")
+        self.about: dict[str, Any] = about
+
+    def ceilings(self) -> dict[str, Any]:
+        """Return what the device can do at most, measured now; a WorkerError where it cannot."""
+        lost = self._ask({"ceilings": True})
+        answer = lost or self._next(START_TIMEOUT_S)
+        if isinstance(answer, Lost):
+            raise WorkerError(f"the ceilings were not measured: {answer.detail}")
+        found: dict[str, Any] = answer["ceilings"]
+        return found
+
+    def measure(
+        self, contest: Contest, options: Mapping[str, Any], timeout_s: float
+    ) -> Measured | Lost:
+        """Return the contest's rows, or how the worker was lost over it; then it is dead."""
+        contenders = [asdict(contender) for contender in contest.contenders]
+        asked = {"problem": asdict(contest.problem), "contenders": contenders, **options}
+        if lost := self._ask(asked):
+            return lost
+        case = ""
+        while True:
+            answer = self._next(timeout_s)
+            if isinstance(answer, Lost):
+                return Lost(case, answer.status, answer.detail)
+            if "at" in answer:
+                case = answer["at"][0]
+            elif "fatal" in answer:
+                self.close()
+                return Lost(answer["fatal"][0] or case, Status.FAILED, answer["fatal"][1])
+            else:
+                return Measured([Row.from_json(r) for r in answer["rows"]], answer["spent_s"])
+
+    def close(self) -> int:
+        """End the child, whatever it is doing, and return its exit code."""
+        if self._child.stdin and not self._child.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._child.stdin.close()
+        try:
+            code = self._child.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        for reader in self._readers:
+            reader.join()
+        return code
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._child.kill()
+        self.close()
+
+    def _ask(self, message: Mapping[str, Any]) -> Lost | None:
+        assert self._child.stdin
+        try:
+            self._child.stdin.write(json.dumps(message) + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            return Lost("", Status.FAILED, self._last_words(self.close()))
+        return None
+
+    def _next(self, timeout_s: float) -> dict[str, Any] | Lost:
+        try:
+            line = self._answers.get(timeout=timeout_s)
+        except Empty:
+            self.kill()
+            return Lost("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
+        if not line:
+            return Lost("", Status.FAILED, self._last_words(self.close()))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self, code: int) -> str:
+        words = " | ".join(word.strip() for word in self._words if word.strip())
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the worker process ended with {how}" + (f": {words}" if words else "")
+
+    def _hear(self, line: str, log: Log) -> None:
+        log.add(line)
+        self._words = [*self._words, line][-WORDS_KEPT:]
+
+
+def _reader(
+    stream: IO[str] | None, take: Callable[[str], None], at_end: str | None = None
+) -> threading.Thread:
+    """Read a stream to its end in the background."""
+
+    def read() -> None:
+        assert stream
+        with stream:
+            for line in stream:
+                take(line)
+        if at_end is not None:
+            take(at_end)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of every contest of a run; ContestOptions (entry.py) says what each means."""
+
+    measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)
+    ceilings: Mapping[str, Any] | None = None
+    energy: bool = False
+
+
+class Runner:
+    """Runs contests one after the other, in one worker after the other.
+
+    What a kernel chose in an `ok` row is handed to every later process: `pinned`, by case id.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        data: Path | None,
+        timeout_s: float,
+        pinned: Pinned | None = None,
+    ) -> None:
+        """Start the first worker: `about` tells the device."""
+        self.log = Log()
+        self.pinned = dict(pinned or {})
+        self._start: Callable[[], Worker] = partial(Worker, device, data, self.log)
+        self._timeout_s = timeout_s
+        self._worker: Worker | None = self._start()
+        self.about = self._worker.about
+
+    def ceilings(self) -> dict[str, Any]:
+        """Return what the device can do at most, measured now."""
+        self._worker = self._worker or self._start()
+        return self._worker.ceilings()
+
+    def run(
+        self, contests: Sequence[Contest], replicate: int = 0, wanted: Wanted | None = None
+    ) -> Iterator[Measured]:
+        """Yield every contest's rows, complete, in order."""
+        for contest in contests:
+            measured = self._complete(contest, replicate, wanted or Wanted())
+            self.pin(measured.rows)
+            yield measured
+
+    def pin(self, rows: Iterable[Row]) -> None:
+        """Remember what kernels chose."""
+        self.pinned |= pinned_in(rows)
+
+    def fresh(self) -> None:
+        """Start a worker for the next contests: the process is the unit of replication."""
+        if self._worker:
+            self._worker.close()
+        self._worker = self._start()
+
+    def kill(self) -> None:
+        """Stop whatever runs."""
+        if self._worker:
+            self._worker.kill()
+        self._worker = None
+
+    def _complete(self, contest: Contest, replicate: int, wanted: Wanted) -> Measured:
+        """Run a contest until every contender has its rows."""
+        left = list(contest.contenders)
+        lost_rows: list[Row] = []
+        blameless = attempt = 0
+        while left:
+            self._worker = self._worker or self._start()
+            part = Contest(contest.problem, tuple(left))
+            options = asdict(wanted) | {
+                "replicate": replicate,
+                "attempt": attempt,
+                "reference": contest.reference,
+                "pinned": self._pinned(part),
+            }
+            answer = self._worker.measure(part, options, self._timeout_s)
+            if isinstance(answer, Measured):
+                return Measured(_in_order(contest, lost_rows + answer.rows), answer.spent_s)
+            self._worker = None
+            attempt += 1
+            offenders = [c for c in left if Case(contest.problem, c).id == answer.case]
+            blameless += not offenders
+            if blameless == BLAMELESS_ATTEMPTS:
+                offenders = list(left)
+            for offender in offenders:
+                blank = self._lost(contest, offender, answer, replicate, attempt)
+                lost_rows += [replace(blank, scope=s, cache=c) for s, c in wanted.measures]
+                left.remove(offender)
+        return Measured(_in_order(contest, lost_rows), {})
+
+    def _pinned(self, contest: Contest) -> Pinned:
+        """Return what is known of these contenders; a twin takes what its original took."""
+        known = {}
+        for contender in contest.contenders:
+            original = Case(contest.problem, replace(contender, twin=False)).id
+            if original in self.pinned:
+                known[Case(contest.problem, contender).id] = self.pinned[original]
+        return known
+
+    def _lost(
+        self, contest: Contest, offender: Contender, lost: Lost, replicate: int, attempt: int
+    ) -> Row:
+        return Row(
+            Case(contest.problem, offender),
+            lost.status,
+            replicate=replicate,
+            attempt=attempt - 1,
+            reference=contest.reference,
+            device=self.about["identity"],
+            detail=lost.detail,
+        )
+
+
+def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
+    place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
+    return sorted(rows, key=lambda row: place[row.case.id])

@@ -1,0 +1,72 @@
+"""The child process that measures: a contest a line in, JSON lines out, until stdin closes.
+
+    > {"ceilings": true}
+    < {"ceilings": {...}}              what the device can do at most
+    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}  (ContestOptions)
+    < {"at": [case id, stage]}         before anything of a case runs
+    < {"rows": [...], "spent_s": {}}   or {"fatal": [case id, reason]}, and the process ends
+
+Its first line describes the device. Whatever a kernel prints goes to stderr: answers have a
+descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA]
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from sparsebench.harness.bench import ceilings, contest
+from sparsebench.harness.bench.entry import ContestOptions, Fatal
+from sparsebench.harness.machine.device import environment, identity, slug
+from sparsebench.results.record import Contender, Problem
+
+
+def main() -> None:
+    """Answer contests."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    device = torch.device(sys.argv[1])
+    data = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    about = {"environment": environment(device), "identity": identity(device), "slug": slug(device)}
+    _say(answers, about)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "problem" not in asked:
+            _say(answers, {"ceilings": asdict(ceilings.measure(device))})
+            continue
+        try:
+            _say(answers, _measure(asked, device, data, answers))
+        except Fatal as end:
+            _say(answers, {"fatal": [end.case, end.detail]})
+            os._exit(3)  # the context is gone: destructors would only crash
+
+
+def _measure(
+    asked: dict[str, Any], device: torch.device, data: Path | None, answers: IO[str]
+) -> dict[str, Any]:
+    rows, spent_s = contest.run(
+        Problem.from_json(asked.pop("problem")),
+        [Contender(**contender) for contender in asked.pop("contenders")],
+        device,
+        data,
+        ContestOptions.from_json(asked),
+        announce=lambda case, stage: _say(answers, {"at": [case, stage]}),
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"rows": [asdict(row) for row in rows], "spent_s": spent_s}
+
+
+def _say(answers: IO[str], message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
