@@ -8,8 +8,8 @@ each, and each pair of layouts has algorithms of its own:
 
 The library searches for each pair. Its results and its default are timed, and the fastest is kept.
 On Hopper the search of 0.8.0 fails in fp16 with an internal error. There the algorithms that run
-are timed by their numbers. With `search: false` it is the default algorithm with X and Y in place, as
-torch.sparse.to_sparse_semi_structured calls it.
+are timed by their numbers. With `search: false` it is the default algorithm with X and Y in place,
+as torch.sparse.to_sparse_semi_structured calls it.
 
 The library does not check that a matrix is 2:4; it would return wrong products. So it is given only
 matrices that formats/spense.py has checked. Each call makes a new plan, which takes the host 0.4 to
