@@ -1,7 +1,7 @@
 """The launch that writes H = act(G) * U: its epilogue on a CPU, thread by thread; on a Hopper GPU.
 
-spense_epilogue_on_cpu.py builds the epilogue and the fixup from the text of spense_wgmma.cu. PTX and
-TMA are stand-ins.
+spense_epilogue_on_cpu.py builds the epilogue and the fixup from the text of spense_wgmma.cu, with
+stand-ins for PTX and TMA.
 """
 
 import ctypes
