@@ -1,14 +1,16 @@
 """Names to things. A name in a suite is a file name: `bsr` is formats/bsr.py.
 
-Other people's formats, kernels and ops come in as `package.module`, or under a short name through
-entry points: sparsebench.formats, .kernels, .ops, .patterns, .suites (sparsebench/_discovery.py).
+What other people add comes in as `package.module`, or under a short name through an entry point
+(sparsebench/_discovery.py):
+
+    sparsebench.formats, .kernels, .ops, .patterns, .figures    a module; its name is the entry's
+    sparsebench.suites                                          a package; its *.yaml are suites
 """
 
 import ast
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
-from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -16,15 +18,24 @@ from typing import Any
 
 import yaml
 
-from sparsebench._discovery import CONSTANTS, modules
+from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import Format
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Kernel
 
+FOLDERS = {
+    "ops": "harness.ops",
+    "patterns": "harness.patterns",
+    "formats": "formats",
+    "kernels": "kernels",
+    "figures": "reports.figures",
+}
+"""What can be listed, and where it is."""
+
 
 def names(folder: str) -> list[str]:
-    """List what is in a folder of the package (`formats`, `kernels`, `harness.ops`)."""
+    """List what is in a folder of the package (of FOLDERS)."""
     return list(modules(folder))
 
 
@@ -43,12 +54,11 @@ def summary(folder: str, name: str) -> str:
 
 
 def listing() -> dict[str, dict[str, str]]:
-    """Return every op, format, kernel and suite with its first line; imports none of them."""
-    folders = {"ops": "harness.ops", "formats": "formats", "kernels": "kernels"}
-    found = {
-        title: {name: summary(folder, name) for name in names(folder)}
-        for title, folder in folders.items()
-    }
+    """Return every op, pattern, format, kernel, figure and suite with its first line.
+
+    Imports none of them. Raises SuiteError where a name is taken twice.
+    """
+    found = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
     found["suites"] = {
         name: str(yaml.safe_load(file.read_text()).get("title", ""))
         for name, file in sorted(suites().items())
@@ -57,26 +67,39 @@ def listing() -> dict[str, dict[str, str]]:
 
 
 def suites() -> dict[str, Traversable]:
-    """Return the package's suites by name."""
-    found = files("sparsebench.suites").iterdir()
-    return {f.name.removesuffix(".yaml"): f for f in found if f.name.endswith(".yaml")}
+    """Return the suites of this package, and of those that entry points name. Raises SuiteError."""
+    found: dict[str, Traversable] = {}
+    others = sorted(entry.value for entry in entry_points(group="sparsebench.suites"))
+    for package in dict.fromkeys(["sparsebench.suites", *others]):
+        try:
+            folder = files(package)
+        except (ModuleNotFoundError, TypeError) as error:  # TypeError: a module, no package
+            raise SuiteError(f"suites: expected a package {package}, found: {error}") from error
+        for file in folder.iterdir():
+            name = file.name.removesuffix(".yaml")
+            if name in found:
+                taken = f"found {found[name]} and {file}"
+                raise SuiteError(f"{name}: expected one suite of this name, {taken}")
+            if file.name.endswith(".yaml"):
+                found[name] = file
+    return found
 
 
 def load_format(name: str) -> type[Format]:
     """Return the FORMAT of a file, an entry point or a `package.module`."""
-    found: type[Format] = _load("formats", name)
+    found: type[Format] = load("formats", name)
     return found
 
 
 def load_kernel(name: str) -> Kernel:
     """Return the KERNEL of a file, an entry point or a `package.module`."""
-    found: Kernel = _load("kernels", name)
+    found: Kernel = load("kernels", name)
     return found
 
 
 def load_op(name: str) -> Op:
     """Return the OP of a file or a `package.module`."""
-    found: Op = _load("harness.ops", name)
+    found: Op = load("harness.ops", name)
     return found
 
 
@@ -84,24 +107,3 @@ def keywords(function: Callable[..., Any]) -> set[str]:
     """Return the names a function takes by keyword alone: what a suite may set."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def did_you_mean(name: str, known: list[str] | set[str]) -> str:
-    """Return ` (did you mean bsr?)`, or nothing when no name is close."""
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _load(folder: str, name: str) -> Any:
-    known, constant = modules(folder), CONSTANTS[folder]
-    if name not in known and "." not in name:
-        what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
-        raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
-    module = known.get(name, name)
-    try:
-        found = getattr(import_module(module), constant, None)
-    except ModuleNotFoundError as error:
-        raise SuiteError(f"{name}: expected to import {module}, found: {error}") from error
-    if found is None:
-        raise SuiteError(f"{name}: expected {module} to define {constant}, found no such name")
-    return found

@@ -66,7 +66,7 @@ def main() -> int:
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """Name the ops, formats, kernels and suites, each with its first line."""
+    """Name the ops, patterns, formats, kernels, figures and suites, each with its first line."""
     from sparsebench.harness.catalog import listing
 
     found = listing()
@@ -124,13 +124,14 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.answer import answer, answer_json, counted
     from sparsebench.harness.device import named
     from sparsebench.harness.measure import Flags, measure
     from sparsebench.harness.suite import read
     from sparsebench.harness.validate import own_suite
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import answer, answer_json, counted
     from sparsebench.results import store
+    from sparsebench.results.analysis import analyse
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
@@ -147,16 +148,45 @@ def run(
     measured = store.read(path)
     page = path / "report.html"
     build(measured, page)
-    counts = counted(measured)
+    found = analyse(measured)
+    counts = counted(found)
     if as_json:
-        _print_json(
-            {"run": str(path), "report": str(page), "cases": counts, **answer_json(measured)}
-        )
+        _print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
     else:
-        _wide().print(answer(measured))
+        _wide().print(answer(found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if counts.keys() - {"ok", "unsupported"}:
+        raise typer.Exit(SOME_FAILED)
+
+
+@app.command("try")
+def try_(
+    kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 ...")
+    ] = None,
+    device: Device = None,
+    data: Data = None,
+    repeat: Annotated[
+        int, typer.Option(help="Run it so often after the check, untimed: for a profiler.", min=0)
+    ] = 0,
+    profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
+) -> None:
+    """Check one kernel against fp64 and time it beside its baseline, at once."""
+    from sparsebench.harness import try_kernel as tried
+    from sparsebench.harness.device import pick
+
+    given, on = words or [], pick(device)
+    if profile:
+        tried.plan(kernel, given, on, data)
+        raise typer.Exit(tried.profile(kernel, given))
+    if repeat:
+        tried.repeat(kernel, given, on, repeat, data)
+        return
+    found = tried.try_kernel(kernel, given, on, data)
+    _wide().print(tried.report(found), soft_wrap=True, highlight=False)
+    if not found.right:
         raise typer.Exit(SOME_FAILED)
 
 
@@ -190,7 +220,7 @@ def report(
 @app.command()
 def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
     """Set two runs side by side: by ratios to the local baseline, and absolute."""
-    from sparsebench.harness.answer import comparison
+    from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
     from sparsebench.results.compare import compare as compared
 
@@ -215,10 +245,10 @@ def reproduce(
     path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
 ) -> None:
     """Run a run's own suite again here, and say case by case whether it agreed."""
-    from sparsebench.harness.answer import comparison
     from sparsebench.harness.device import named
     from sparsebench.harness.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
     from sparsebench.results.agreement import agreement
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.sim_clock import simulated
 from sparsebench.kernels._common import tuned_table
 
 LIBRARIES = (
@@ -43,6 +42,11 @@ def pick(name: str | None) -> torch.device:
 def named(name: str | None) -> str:
     """Return the name of the device that `pick` finds; that of a simulated one is its own."""
     return name if name and simulated(name) else str(pick(name))
+
+
+def simulated(name: str) -> bool:
+    """Say whether a device's name is that of a simulated one: `sim` or `sim:FILE.yaml`."""
+    return name.partition(":")[0] == "sim"
 
 
 def identity(device: torch.device) -> str:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.device import tuned_tables
 from sparsebench.harness.energy import require_meter
@@ -67,6 +68,8 @@ def measure(
         )
     done = _finished(resume, suite, flags, contests) if resume else []
     tuned_tables()
+    for folder in CONSTANTS:
+        modules(folder)  # a taken name is an error now, not when the report is written
     runner = Runner(flags.device, flags.data, flags.timeout_s, pinned)
     runner.pin(done)
     try:

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import BITS, is_stored
-from sparsebench.harness import patterns, sources
+from sparsebench.harness import sources
 from sparsebench.harness.bits import UNIT, digest, fill, scores
 from sparsebench.harness.grid import Grid, Score, magnitudes
 from sparsebench.harness.ops._op import Op
+from sparsebench.harness.patterns._mask import level, mask
 from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
@@ -165,10 +166,10 @@ def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
 
 def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
     shape = op.operands[name].shape
-    if patterns.level(problem.fields, shape) == 0:
+    if level(problem.fields, shape) == 0:
         return weight
     score = partial(_first_column_first, score) if op.keeps_first(problem, name) else score
-    return _kept(weight, patterns.mask(problem.fields, shape, score, weight.device))
+    return _kept(weight, mask(problem.fields, shape, score, weight.device))
 
 
 def _kept(weight: Tensor, keep: Tensor) -> Tensor:

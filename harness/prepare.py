@@ -18,7 +18,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.catalog import load_format, load_kernel
 from sparsebench.harness.entry import Contest, Entry, bound, synchronize
-from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels._kernel import Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem
 
 
@@ -45,6 +45,8 @@ def prepare(contest: Contest, entry: Entry) -> None:
         synchronize(contest.device)
         spent = time.perf_counter() - began
         choice, code = dict(entry.launch.choice), entry.launch.code
+        if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
+            raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
         entry.row = replace(entry.row, prepare_s=spent, choice=choice, code=code)
     held, peak = memory.held_bytes, memory.peak_bytes
     entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.device import simulated
 from sparsebench.harness.suite import parse
 from sparsebench.harness.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.results.record import Contender
@@ -104,11 +105,6 @@ class Spec(_Model):
     def identity(self) -> str:
         """Name the device, as a UUID names a GPU."""
         return f"sim-{self.seed}"
-
-
-def simulated(device: str) -> bool:
-    """Say whether a device's name is that of a simulated one."""
-    return device.partition(":")[0] == "sim"
 
 
 def read(device: str) -> Spec:

@@ -22,7 +22,7 @@ import numpy as np
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ceilings import LIGHT
 from sparsebench.harness.entry import Order
-from sparsebench.harness.patterns import level
+from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.selection import meets
 from sparsebench.harness.sim_clock import Array, Spec, call_us, samples
 from sparsebench.harness.timing import BLOCKS, SAMPLES_PER_BLOCK

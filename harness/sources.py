@@ -26,10 +26,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
-from sparsebench.harness.catalog import did_you_mean
-from sparsebench.harness.patterns import FILE
 from sparsebench.results.record import Source
+
+FILE = "file"
+"""The pattern that no rule chooses: it is the source's own."""
 
 DTYPES = ("F16", "BF16", "F32")
 """Element types, as safetensors calls them, that weights may have."""

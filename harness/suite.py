@@ -35,10 +35,10 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
-from sparsebench.harness import patterns, sources
+from sparsebench.harness import sources
 from sparsebench.harness.catalog import (
-    did_you_mean,
     keywords,
     load_format,
     load_kernel,
@@ -47,6 +47,7 @@ from sparsebench.harness.catalog import (
 )
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
+from sparsebench.harness.patterns._mask import derived, level
 from sparsebench.results.record import Case, Contender, Problem, Source
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -104,7 +105,11 @@ class Suite:
 
 def read(name: str, data: Path | None = None) -> Suite:
     """Read a suite by path, or one of the package's by name; SuiteError says what is wrong."""
-    where, text = _text(name)
+    return expand(*_text(name), data)
+
+
+def expand(where: str, text: str, data: Path | None = None) -> Suite:
+    """Expand the text of a suite; SuiteError names it as `where`, and says what is wrong."""
     written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
@@ -193,7 +198,7 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
             fields = _fields(where, op, (from_source, *values), source)
             _enough(where, op, fields, source, data)
             for seed in seeds:
-                yield Problem(name, fields, seed, source)
+                yield Problem(name, fields, seed, source, op.defaults)
 
 
 def _sweep(value: Any) -> list[Any]:
@@ -224,7 +229,7 @@ def _fields(
     try:
         sources.agree(fields["pattern"], source)
         for weight in op.weights:
-            patterns.level(fields, op.operands[weight].shape)
+            level(fields, op.operands[weight].shape)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
     return fields
@@ -370,7 +375,7 @@ def _known(
 
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Run through the sweeps, `$field` replaced by the problem's, or by what follows from them."""
-    known = {**problem.fields, **patterns.derived(problem.fields)}
+    known = {**problem.fields, **derived(problem.fields)}
     for values in product(*(_sweep(value) for value in given.values())):
         point = dict(zip(given, values, strict=True))
         for name, value in point.items():

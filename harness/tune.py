@@ -19,10 +19,10 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel
+from sparsebench.harness.device import simulated
 from sparsebench.harness.measure import describe
 from sparsebench.harness.runner import Runner
 from sparsebench.harness.selection import meets, only
-from sparsebench.harness.sim_clock import simulated
 from sparsebench.harness.suite import Contest, Suite
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table

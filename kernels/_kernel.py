@@ -2,6 +2,16 @@
 
 A kernel file names one KERNEL. `unsupported` answers before anything is built; `prepare` uploads,
 packs, compiles and tunes; the Launch that it returns is what is timed.
+
+What `prepare` may look at:
+
+    weights       everything: their values stay as they are
+    activations   shapes, strides, dtype; it may also time candidates on their values
+
+The harness redraws the activations, from the same distribution, before the timing that is
+published. So nothing that is computed from their values in `prepare` can be right. But what is
+fastest may depend on their distribution, such as how many hidden units are on: the choice may, too,
+and the row says what was chosen.
 """
 
 import math
@@ -21,8 +31,8 @@ class Operands:
     """What a kernel is given.
 
     weights      packed in the format the kernel consumes, by operand name; theirs to read for ever
-    activations  dense and token-major, by operand name; rewritten in place between preparing and
-                 timing, so that nothing computed from their values in `prepare` can be right
+    activations  dense and token-major, by operand name; redrawn in place between preparing and
+                 timing: `prepare` may time candidates on them, and compute nothing from them
     definition   the op as a plain torch function of its dense operands, in their dtype
     pinned       the choice that `prepare` made for this case in an earlier process of the run (its
                  Launch.choice), to be taken again without a search; None where there is none
@@ -53,7 +63,8 @@ class Launch:
     """The timed work and nothing else: call it for the product, on the operands' device.
 
     `choice` records what `prepare` chose (tile, layout, algorithm), and how where the kernel
-    tunes (`by`). `code` is a digest of the machine code, where it is ours. Both go into the row.
+    tunes (`by`); that of a Portfolio has `chosen`. `code` is a digest of the machine code, where it
+    is ours. Both go into the row.
     """
 
     run: Callable[[], Output]
@@ -84,6 +95,19 @@ class Kernel:
     prepare: Callable[..., Launch]
     unsupported: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
     tunes: bool = False
+
+
+@dataclass(frozen=True)
+class Portfolio(Kernel):
+    """A kernel that times other kernels on a whole problem and returns the launch of the fastest.
+
+    The candidates are kernels of the same op that a suite can name, of any format, dense ones
+    included. `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas_ffn":
+    rows and reports name it, and a dense kernel is not a win of the portfolio's format.
+
+    A kernel that searches its own configurations is no portfolio. Nor is one that builds an op from
+    products of its own format and picks a kernel for each (bsr_ffn): its choice names them.
+    """
 
 
 DTYPES = {

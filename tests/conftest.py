@@ -1,18 +1,26 @@
-"""What the tests share: a problem small enough for a laptop, and folders of bad kernels."""
+"""What the tests share: paths for workers, marks, the record of compiles, what was left out."""
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
+sys.path += [str(HERE), str(HERE / "kernels" / "spense")]  # the latter: emulations are shared
+
+import compile_record  # noqa: E402  (it is in the folder that was just added)
+
 PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers: `wrong.zeros`, `faulty.hangs`
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
+os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
+torch.set_num_threads(1)
+COMPILE = "compile"  # a test's property: a digest of compile_record.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,3 +28,66 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write tests/compiled.txt anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftOut(config))
+    if config.option.record and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Add to a test that passes what it asked of the record of compiles."""
+    compile_record.asked.clear()
+    yield
+    item.user_properties += [(COMPILE, digest) for digest in compile_record.asked]
+
+
+class LeftOut:
+    """Count the exhaustive tests that `make test` does not run, and say so at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.tests = config, 0
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.tests += sum(item.get_closest_marker("exhaustive") is not None for item in items)
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):  # a process of xdist: it collects all tests
+            self.config.workeroutput["left_out"] = self.tests
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.tests = max(self.tests, getattr(node, "workeroutput", {}).get("left_out", 0))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.tests:
+            terminalreporter.write_line(f"{self.tests} exhaustive tests left out: make test-all")
+
+
+class Recorder:
+    """Write the record of compiles, if every test that compiles ran and passed."""
+
+    def __init__(self) -> None:
+        self.digests: set[str] = set()
+        self.without = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.digests |= {value for name, value in report.user_properties if name == COMPILE}
+        self.without += not report.passed
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.without:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(
+            f"the record stays as it is: {self.without} tests failed or were skipped"
+            if self.without
+            else compile_record.write(self.digests)
+        )

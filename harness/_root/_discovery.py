@@ -9,11 +9,15 @@ Two modules of one name in a folder are an error: a suite could not say which it
 """
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from sparsebench.errors import SuiteError
 
@@ -35,6 +39,28 @@ def modules(folder: str) -> MappingProxyType[str, str]:
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         _add(found, entry.name, entry.module)
     return MappingProxyType(found)
+
+
+def load(folder: str, name: str) -> Any:
+    """Return the constant of a file, an entry point or a `package.module`. Raises SuiteError."""
+    known, constant = modules(folder), CONSTANTS[folder]
+    if name not in known and "." not in name:
+        what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
+        raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
+    module = known.get(name, name)
+    try:
+        found = getattr(import_module(module), constant, None)
+    except ModuleNotFoundError as error:
+        raise SuiteError(f"{name}: expected to import {module}, found: {error}") from error
+    if found is None:
+        raise SuiteError(f"{name}: expected {module} to define {constant}, found no such name")
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean bsr?)`, or nothing when no name is close."""
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _own(folder: str) -> dict[str, str]:

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, relu
 
-from sparsebench.harness.check import FP32
 from sparsebench.harness.ops._active import adjust, all_active, share, share_of_any
 from sparsebench.harness.ops._op import Op, Operand, longest_row
 from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
 
-ZERO = 128 * FP32  # of its spread, within which a sum in fp32 of thousands of terms has any sign
+ZERO = 128 * torch.finfo(torch.float32).eps
+"""Of its spread: within it, a sum of thousands of terms in fp32 may have either sign."""
 
 
 class StepFields(FfnFields):

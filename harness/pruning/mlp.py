@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
-from sparsebench.harness.catalog import did_you_mean
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,

@@ -35,7 +35,7 @@
 // A strip is 32 wide, so a row of it has 64 bytes. TMA takes 0.95 ns a row on one SM, for 32 bytes
 // as for 64; 64 bytes a row are 8.8 TB/s over all SMs, which is L2's rate. Loads and stores take
 // 90 % of the time or more from 80 % sparsity in blocks of 32, and 90 % in blocks of 16, on
-// (kernels/NOTES.md).
+// (NOTES.md).
 //
 // Macros: BLOCK=16|32 TOKENS=64|128 FEATURES=256|128|64|32 WARPGROUPS=1|2|4 ROOM=24|12|5 (KB of
 // blocks in a step) TRANSPOSED=0|1, the rest of bsr_small.constants_of, and hopper.cuh's.

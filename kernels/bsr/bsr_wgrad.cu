@@ -37,7 +37,7 @@
 // Few items would leave SMs idle. So an item may be cut between workers (split-K): a piece is an
 // item, or every second, third, ... of its steps. All workers then go through the tokens at the
 // same pace, and find in L2 what one of them loaded from memory. With ranges of tokens instead, dY
-// and X were loaded from memory several times, and 90 % took 53 us (kernels/NOTES.md). A worker
+// and X were loaded from memory several times, and 90 % took 53 us (NOTES.md). A worker
 // sums its pieces one after the other. A whole item goes from registers to the blocks: four lanes
 // of a row transpose four 8 x 8 matrices, and each stores 16 bytes. The sums of a piece go to
 // `partials` in fp32, in register order:

@@ -18,7 +18,7 @@ device decides, and the host never waits. A CUDA graph contains both ways, so ba
 room for two matrices [tokens, units].
 
 A sparse call that turns out dense makes a step up to 1.8 times as long as dense layers do
-(kernels/NOTES.md). At the start of training most units are active. Then set `sparse` to False, or
+(NOTES.md). At the start of training most units are active. Then set `sparse` to False, or
 call `adapt`, which chooses by the count of the last call. A dense call multiplies by cuBLAS and
 stores what dense layers store. The layer never changes by itself: the moment at which the host
 learns a count is not reproducible, so neither the bits nor the memory of a step would be.

@@ -2,13 +2,13 @@
 
     G = X @ Wg.T        Y = (act(G) * (X @ Wu.T)) @ Wd.T        act is relu or relu2
 
-Wg is read whole; of Wu and Wd the rows of units that are on for any token, each once. So few units
-on take little more than Wg's bytes, and all units what a dense layer takes.
+Wg is read whole. Of Wu and Wd the kernel reads the rows of units that are on for any token, each
+once. With few units on it reads little more than Wg; with all on, as much as a dense layer.
 
-    m, tokens    CTAs of a cluster, which share K, for k of 2048 (4096)     why
-    1 to 16              1  (2)        three tiles of 16 rows of weights fit into shared memory
-    to 32                1  (2)        X's part, 128 KB at most, is in registers
-    to 64                2  (4)
+    m, tokens    CTAs that share K, for k = 2048 (4096)     limit
+    1 to 16              1  (2)        three tiles of 16 rows of weights in shared memory
+    17 to 32             1  (2)        a CTA's part of X, 128 KB at most, in registers
+    33 to 64             2  (4)        the same
 
 An H200 runs 66 clusters of two at one time, but only 30 of four: each is in one GPC.
 """
@@ -28,18 +28,28 @@ from sparsebench.kernels._common.cuda import (
     clusters_at_once,
     load,
 )
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.sparse_activations import _layer
+from sparsebench.kernels.sparse_activations._layer import MOST_K, Layer, layer_of
+from sparsebench.results.record import Problem
 
-MOST_TOKENS, FEWEST_TOKENS = 64, 8  # what a launch multiplies, of which m are there
+MOST_TOKENS, FEWEST_TOKENS = 64, 8  # of a launch; m are padded to a power of two
 TOKENS_TO_SPLIT = 16
-MOST_K, MOST_N = 4096, 28672  # registers for X; shared memory for lists
-PART, X_SIZE = 2048, 64 * 1024  # of K, and of X in registers, for each CTA of a cluster
+MOST_N = 28672  # shared memory for lists
+PART, X_SIZE = 2048, 64 * 1024  # columns of K, and values of X in registers, of a CTA
 WARPS, SHARED_BYTES = 11, 226 * 1024
 
 # x, wg, wu, wd transposed, y, h, words, counters; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
-def unsupported(m: int, n: int, k: int) -> str | None:
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    sizes = problem["m"], problem["n"], problem["k"]
+    return unsupported_sizes(*sizes) or _layer.unsupported(problem, device)
+
+
+def unsupported_sizes(m: int, n: int, k: int) -> str | None:
     """Say why the kernel cannot run m tokens through weights [n, k], or None."""
     if not 1 <= m <= MOST_TOKENS:
         return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
@@ -51,7 +61,10 @@ def unsupported(m: int, n: int, k: int) -> str | None:
 
 
 def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, int]:
-    """Return the tokens that are multiplied, the CTAs of a cluster, and the clusters `at_once`."""
+    """Return the padded tokens, the CTAs that share K, and the clusters of these that run at once.
+
+    `at_once` maps the size of a cluster to how many of them run at one time.
+    """
     tokens = FEWEST_TOKENS
     while tokens < m:
         tokens *= 2
@@ -63,9 +76,9 @@ def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, i
 
 
 def split_of(tokens: int, ctas: int) -> int:
-    """Return the CTAs that share a slice of Y: two at least where rows of H are long.
+    """Return the CTAs that share a slice of Y: from 16 tokens on at least two.
 
-    A slice is then 32 columns wide, 64 bytes of each row of Wd, and half of H is read.
+    With two, a slice is 32 columns wide, 64 bytes of each row of Wd, and a CTA reads half of H.
     """
     return max(ctas, 2) if tokens >= TOKENS_TO_SPLIT else ctas
 
@@ -78,7 +91,7 @@ def clusters_of(ctas: int, device: torch.device) -> int:
 def constants_of(
     n: int, k: int, shape: tuple[int, int, int], squared: bool, gated: bool, dtype: torch.dtype
 ) -> Constants:
-    """Return what the kernel is compiled for; the shape is `shape_of`'s."""
+    """Return what the kernel is compiled for; `shape` is what `shape_of` returned."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
     flags = {
         "SPLIT": split_of(*shape[:2]),
@@ -90,22 +103,22 @@ def constants_of(
 
 
 def words_of(n: int, clusters: int) -> int:
-    """Return the words that say who is on, one for 48 units of a cluster."""
-    eights = -(-(n // 8) // clusters)  # of units, at most
+    """Return how many words of 64 bits say which units are on: one for 48 units of a cluster."""
+    eights = -(-(n // 8) // clusters)  # of a cluster's units, at most
     return clusters * -(-eights // 6)
 
 
 def launch(
     x: Tensor, wg: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, *, squared: bool
 ) -> BoundKernel:
-    """Return the program that writes Y.
+    """Return the kernel that writes Y.
 
     x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
-    Y = act(X @ Wg.T) @ Wd.T. H and the words are the program's own: it may not run in two streams
-    at a time. Raises Unsupported.
+    Y = act(X @ Wg.T) @ Wd.T. H and the words belong to this launch: it must not run in two streams
+    at the same time. Raises Unsupported.
     """
     (m, k), n, device = x.shape, len(wg), x.device
-    if reason := unsupported(m, n, k):
+    if reason := unsupported_sizes(m, n, k):
         raise Unsupported(reason)
     shape = tokens, ctas, clusters = shape_of(m, k, partial(clusters_of, device=device))
     constants = constants_of(n, k, shape, squared, wu is not None, x.dtype)
@@ -117,3 +130,18 @@ def launch(
     counts = x.new_zeros(2, dtype=torch.int32)  # the kernel leaves both so
     kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)
+
+
+def prepare(operands: Operands) -> Launch:
+    """Copy Wd.T and compile for the sizes. Raises Unsupported."""
+    return launch_of(layer_of(operands))
+
+
+def launch_of(layer: Layer) -> Launch:
+    """Return the launch of a layer; nothing is chosen. Raises Unsupported."""
+    operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
+    kernel = launch(*operands, squared=layer.squared)
+    return Launch(kernel, code=kernel.code)
+
+
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)

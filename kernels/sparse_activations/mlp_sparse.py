@@ -1,23 +1,22 @@
-"""Feed-forward layer without a gate, few units on, relu or relu2, in CUDA C++ for Hopper.
+"""Feed-forward layer without a gate, few units on, relu or relu2, on Hopper: a portfolio.
 
-    U = X @ Wu.T           cuBLAS or cuBLASLt, whichever is faster
-    Y = act(U) @ Wd.T      ffn_sparse.cu: of units that are on, and no others
-    the same, dense        _remainder.py: of groups of tokens with too many of them
+    U = X @ Wu.T           Y = act(U) @ Wd.T
 
-All of it as ffn_sparse.py says, with U in the place of the gate, and not packed.
+The same ways as ffn_sparse.py, with U in the place of the gate: no way is packed, and the dense
+kernels are cublas and torch_compile.
 """
 
-from sparsebench.errors import Unsupported
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas, torch_compile
-from sparsebench.kernels.sparse_activations.ffn_sparse import Way, prepared, unsupported
+from sparsebench.kernels.sparse_activations._layer import unsupported
+from sparsebench.kernels.sparse_activations.ffn_sparse import Way, fastest_of
+
+DENSE = {"cublas": cublas, "torch_compile": torch_compile}
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
-    """Build the layer in every way that is asked for, and keep the fastest. Raises Unsupported."""
-    if way == "packed":
-        raise Unsupported("option way: a packed product needs a layer with a gate")
-    return prepared(operands, "wu", None, way, (cublas, torch_compile))
+    """Prepare every layer that is asked for, and keep the fastest. Raises Unsupported."""
+    return fastest_of(operands, way, DENSE)
 
 
-KERNEL = Kernel(op="mlp", consumes="dense", device="cuda", prepare=prepare, unsupported=unsupported)
+KERNEL = Portfolio("mlp", "dense", "cuda", prepare, unsupported)

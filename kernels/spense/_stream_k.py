@@ -36,7 +36,7 @@ from sparsebench.kernels._common.work_list import Ints, first_of
 BAND = 8  # tiles of tokens
 SHORTEST = 2  # k tiles of a part: a shorter one costs more in partial sums than it saves
 READ_AHEAD = 1  # items of zeros past the end: producers read one item ahead
-# The model, in ns. Rates of an H200 (4.3 TB/s and 790 TFLOP/s of 16 bits, kernels/NOTES.md):
+# The model, in ns. Rates of an H200 (4.3 TB/s and 790 TFLOP/s of 16 bits, NOTES.md):
 MEMORY_BYTES = 4300  # that the GPU reads from memory in a ns
 SM_BYTES = 90  # that one SM copies into its shared memory in a ns
 SM_MACS = 395_000 / 132  # multiply-adds of 16 bits of one SM in a ns

@@ -27,6 +27,7 @@ from sparsebench.reports.figures._html import (
     plain,
     significant,
     table,
+    three,
     times,
 )
 from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
@@ -89,13 +90,13 @@ def _sentence(title: str, cases: pd.DataFrame, x: str) -> Markup:
     best = _best(ours, x)
     if best.speedup.isna().all():
         words = Markup("<b>{}</b> {}, without an ok baseline to compare with.")
-        return where + words.format(best.label.iloc[0], _measured(best.iloc[0], x))
+        return where + words.format(best.ran.iloc[0], _measured(best.iloc[0], x))
     if not best.clear.any():
         bases = ", ".join(best.baseline_label.dropna().unique())
         return where + f"No contender is clearly faster than {bases} at {_others(best, x)}."
     top = best.iloc[best.speedup.where(best.clear).argmax()]
     words = Markup("{}<b>{}</b> {} over {} with <b>{}</b> {}. ").format(
-        where, times(top.speedup), _interval(top), top.baseline_label, top.label, _measured(top, x)
+        where, times(top.speedup), _interval(top), top.baseline_label, top.ran, _measured(top, x)
     )
     if best.clear.all():
         return words + "At every measured point a contender is clearly faster."
@@ -124,7 +125,7 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
     return [
         title,
         _at(line, x),
-        Markup("<b>{}</b>").format(line.label),
+        Markup("<b>{}</b>").format(line.ran),
         named(line, WEIGHTS) or "–",
         times(line.speedup),
         _interval(line),
@@ -139,7 +140,7 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
 def _interval(line: "pd.Series[Any]") -> str:
     if np.isnan(line.speedup):
         return "–"
-    return f"[{times(line.speedup_low)[:-1]}–{times(line.speedup_high)[:-1]}]"
+    return f"[{three(line.speedup_low)}–{three(line.speedup_high)}]"
 
 
 def _at(line: "pd.Series[Any]", x: str) -> str:

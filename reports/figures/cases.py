@@ -90,6 +90,7 @@ def _download(cases: pd.DataFrame) -> Markup:
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how its values are written
     (">sparsity", "level", percent),
     ("contender", "label", _text),
+    ("chosen", "chosen", _text),
     ("status", "status", _status),
     (">time, µs", "median_us", significant),
     (">low", "low_us", significant),

@@ -5,15 +5,9 @@ import numpy as np
 import pytest
 from scipy.sparse.csgraph import shortest_path
 
-from sparsebench.harness.graphs import (
-    MOVED,
-    clique_cells,
-    cliques,
-    hub_cells,
-    hubs,
-    ring,
-    ring_cells,
-)
+from sparsebench.harness.patterns.block_diagonal import clique_cells, cliques
+from sparsebench.harness.patterns.scale_free import hub_cells, hubs
+from sparsebench.harness.patterns.small_world import MOVED, ring, ring_cells
 
 SIZES = [(3, 1), (10, 1), (10, 4), (64, 5), (101, 20)]
 

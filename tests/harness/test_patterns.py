@@ -7,11 +7,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsebench._discovery import modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness import bits
 from sparsebench.harness.bits import scores
 from sparsebench.harness.grid import Grid, magnitudes
-from sparsebench.harness.patterns import PATTERNS, level, mask
+from sparsebench.harness.patterns._mask import level, mask
 
 CPU = torch.device("cpu")
 IN_BLOCKS = ["blocks", "balanced_blocks", "banded", "block_diagonal"]
@@ -38,10 +39,10 @@ def cells(kept: Tensor, r: int, c: int) -> Tensor:
     return torch.tensor([[bool(b.any()) for b in row] for row in rows])
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", modules("harness.patterns"))
 def test_every_pattern_keeps_what_its_level_says(pattern: str) -> None:
     levels = {"dense": 0.0, "two_four": 0.5, "small_world": 0.7, "scale_free": 0.72}
-    sparsity = (levels | dict.fromkeys(SPENSE, 0.25)).get(pattern, 0.8)
+    sparsity = (levels | dict.fromkeys([*SPENSE, "spense_hidden"], 0.25)).get(pattern, 0.8)
     asked = fields(pattern, 120, 200, sparsity, [12, 20])
     assert level(asked) == sparsity
     assert float(chosen(asked).double().mean()) == pytest.approx(1 - sparsity, abs=1e-12)

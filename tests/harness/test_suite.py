@@ -4,7 +4,7 @@ import pytest
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel, suites
-from sparsebench.harness.patterns import level
+from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.selection import only
 from sparsebench.harness.suite import Suite, read
 

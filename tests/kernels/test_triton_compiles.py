@@ -1,23 +1,17 @@
 """Every configuration of the Triton kernels compiles ahead of time, without a GPU or a spill."""
 
-import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
+from on_triton import SHARED_BYTES, complaint_about
 from triton.compiler import ASTSource
 
 from sparsebench.kernels._common.triton import options, precision_of
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.kernels.dense import dense_triton
 
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
 TOKENS = (1, 17, 64, 256, 4096)
 FEW_AND_MANY = (17, 4096)  # in tf32, whose tiles are those of 16 bits: a compile takes 0.2 s
 BLOCKS = ((1, 1), (10, 10), (16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (200, 200))
@@ -113,33 +107,42 @@ def source_of(this: Compile) -> ASTSource:
     return ASTSource(function, signature, constants, attributes)
 
 
-def complaint_about(this: Compile) -> str | None:
-    """Compile, and say what is wrong with the result."""
-    target = GPUTarget("cuda", this.capability, 32)
-    path = "tma" if dict(this.constants)["TMA"] else "pointers"
-    compiled = triton.compile(source_of(this), target, options(this.warps, path))
-    if compiled.metadata.shared > SHARED_BYTES[this.capability]:
-        return f"{compiled.metadata.shared} bytes of shared memory: {this}"
-    with TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
-        command = [str(BIN / "cuobjdump"), "--dump-resource-usage", str(binary)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    spilled = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
-    assert spilled, usage
-    return f"{usage.split('REG')[1][:40]}: {this}" if any(map(int, spilled.groups())) else None
+def assert_all_compile(those: list[Compile]) -> None:
+    complaints = []
+    for this in those:
+        path = "tma" if dict(this.constants)["TMA"] else "pointers"
+        how = options(this.warps, path)
+        if complaint := complaint_about(source_of(this), this.capability, how):
+            complaints.append(f"{complaint}: {this}")
+    assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("capability", [*SHARED_BYTES])
-@pytest.mark.parametrize("module", [*FUNCTIONS])
-def test_every_configuration_compiles_without_a_spill(module, capability, tmp_path, monkeypatch):
+@pytest.fixture
+def every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Compile]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a compile, not a memory of one
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    every = dict.fromkeys(all_compiles())
-    mine = [this for this in every if (this.module, this.capability) == (module, capability)]
-    complaints = [text for this in mine if (text := complaint_about(this))]
-    assert not complaints, "\n".join(complaints)
+    return [*dict.fromkeys(all_compiles())]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.compiles
+@pytest.mark.parametrize("capability", [*SHARED_BYTES])
+@pytest.mark.parametrize("module", [*FUNCTIONS])
+def test_every_configuration_compiles_without_a_spill(module, capability, every):
+    wanted = module, capability
+    assert_all_compile([c for c in every if (c.module, c.capability) == wanted])
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("module", [*FUNCTIONS])
+def test_a_configuration_of_each_path_and_dtype_compiles_for_hopper(module, every):
+    sample = {
+        (dict(c.constants)["TMA"], c.dtype): c
+        for c in every
+        if (c.module, c.capability) == (module, 90)
+    }
+    assert len(sample) == 4
+    assert_all_compile([*sample.values()])
 
 
 def test_no_problem_has_more_than_eight_configurations():

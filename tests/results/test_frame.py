@@ -155,7 +155,7 @@ def test_several_processes_give_a_geometric_mean_and_a_range() -> None:
     assert line.speedup == pytest.approx(4)
     assert (line.speedup_low, line.speedup_high) == pytest.approx((2, 8))
     assert (line.median_us, line.low_us, line.high_us) == (2.5, 1.25, 5.0)
-    assert (line.interval, line.processes, line.samples) == ("over 3 processes", 3, 3)
+    assert (line.interval, line.processes, line.samples) == ("range over 3 processes", 3, 3)
 
 
 def test_eight_processes_give_an_interval_beside_students() -> None:
@@ -179,7 +179,7 @@ def test_processes_with_another_baseline_are_not_mixed_in() -> None:
     line = summary(frame(rows)).iloc[1]
     assert line.label == "bsr/bsr_triton"
     assert (line.speedup, line.baseline_label) == (pytest.approx(2), "dense/cublas")
-    assert line.interval == "over 2 processes"
+    assert line.interval == "range over 2 processes"
 
 
 def test_one_process_gives_quartiles() -> None:
@@ -265,3 +265,52 @@ def test_parquet_without_pyarrow_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ResultError, match=r"pip install 'sparsebench\[parquet\]'"):
         to_parquet(frame([row()]), tmp_path / "rows.parquet")
+
+
+BEST = Contender("dense", "ffn_sparse", options={"way": "best"})
+KEPT = {"way": "dense", "by": "ffn_dense_triton", "dense": {}}  # as choices were published before
+TRITON = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "choice", "chosen"),
+    [
+        ("ffn_sparse", {"chosen": "dense, cublas_ffn", "way": "dense"}, "dense, cublas_ffn"),
+        ("ffn_sparse", KEPT, "dense, ffn_dense_triton"),
+        ("ffn_sparse", {"way": "few"}, "sparse activations, ffn_few"),
+        ("mlp_sparse", {"way": "few"}, "sparse activations, mlp_few"),
+        ("mlp_sparse", {"way": "library"}, "sparse activations, mlp_sparse way=library"),
+        ("ffn_sparse", {}, ""),
+        ("cublas", {"library": "cublas"}, ""),
+    ],
+)
+def test_a_row_names_what_a_portfolio_chose(
+    kernel: str, choice: dict[str, Any], chosen: str
+) -> None:
+    table = frame([row(Contender("dense", kernel), (1.0,), choice=choice)])
+    assert list(table.chosen) == list(summary(table).chosen) == [chosen]
+
+
+def test_a_dense_kernel_that_a_portfolio_chose_wins_by_its_own_name() -> None:
+    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice=KEPT)]
+    best = winners(summary(frame(rows))).iloc[0]
+    assert (best.label, best.ran) == (BEST.label, TRITON)
+    rows = [row(DENSE, (5.0,)), row(BEST, (10.0,), choice=KEPT)]
+    assert winners(summary(frame(rows))).runner_up.iloc[0] == TRITON
+    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice={"way": "few"})]
+    ran = f"{BEST.label} (chosen: sparse activations, ffn_few)"
+    assert winners(summary(frame(rows))).ran.iloc[0] == ran
+
+
+def test_a_level_where_a_portfolio_chose_a_dense_kernel_is_not_faster() -> None:
+    def crossing(*dense: bool) -> Any:
+        rows = []
+        for level, chose in zip((0.5, 0.8, 0.9), dense, strict=True):
+            choice = KEPT if chose else {"way": "few"}
+            rows += [row(DENSE, (10.0,), level), row(BEST, (5.0,), level, choice=choice)]
+        return break_even(summary(frame(rows))).iloc[0]
+
+    assert crossing(False, False, False).note == "below the first level"
+    assert crossing(True, False, False).break_even == 0.8
+    assert crossing(False, True, False).break_even == 0.9
+    assert crossing(False, False, True).note == "not reached"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
+from sample import sampled
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -226,8 +227,9 @@ def test_other_devices_are_refused(module):
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
     whats = (24, False, torch.float16), (12, False, torch.bfloat16), (5, True, torch.bfloat16)
     for block, (room, transposed, dtype) in product(bsr_small.BLOCKS, whats):

@@ -17,7 +17,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.harness.bits import scores
 from sparsebench.harness.check import FP8, FP32, Expected, check
 from sparsebench.harness.ops.linear import definition, spread
-from sparsebench.harness.patterns import mask
+from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.peers import cusparselt, cusparselt_hybrid
 from sparsebench.results.record import Problem

@@ -1,1 +1,1 @@
-"""Somebody else's format and kernel."""
+"""Somebody else's format, kernel, pattern, figure and suite."""

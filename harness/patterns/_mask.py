@@ -1,0 +1,93 @@
+"""A pattern to its mask: the harness's side of _pattern.py.
+
+level     the sparsity that a problem's pattern will have, without building anything
+mask      True where an element is kept
+derived   what follows from the pattern, for a suite's `$name`
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench._discovery import did_you_mean, load, modules
+from sparsebench.errors import SuiteError
+from sparsebench.harness.grid import Score, best
+from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.sources import FILE
+
+TOLERANCE = 0.05
+"""How far, relatively, the density may be from the one asked for."""
+
+
+def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what follows from a problem's pattern (Pattern.derived)."""
+    return {} if fields["pattern"] == FILE else _pattern(fields["pattern"]).derived(fields)
+
+
+def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> float:
+    """Return the part of the cells that will be left out, without building anything.
+
+    `shape` names the fields that are the weight's sizes. Raises SuiteError, with the nearest level,
+    where the density asked for cannot be met. Cut edge blocks count as whole ones: what is achieved
+    in elements is counted when the operands are there.
+    """
+    asked: float = fields["sparsity"]
+    if fields["pattern"] == FILE:
+        return asked
+    rule = _rule(fields, shape)
+    rows, columns = _pruned(rule, asked)
+    part = rows * columns / rule.grid.cells
+    found = part * (rule.group - _kept(rule, asked)) / rule.group
+    if abs(asked - found) > TOLERANCE * (1 - asked):
+        grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {rule.grid.r}x{rule.grid.c} blocks"
+        what = f"pattern {fields['pattern']}: sparsity {asked:g}"
+        raise SuiteError(f"{what} cannot be met by a {grid}: the nearest level is {found:.6g}")
+    return found
+
+
+def mask(
+    fields: Mapping[str, Any], shape: tuple[str, str], score: Score, device: torch.device
+) -> Tensor:
+    """Return a bool matrix: True where an element is kept. Raises SuiteError as `level` does."""
+    level(fields, shape)
+    rule = _rule(fields, shape)
+    grid = rule.grid
+    kept = _kept(rule, fields["sparsity"])
+    scores = rule.score(grid, kept, score) if rule.score else score(grid)
+    chosen = best(scores.to(device), rule.group, kept)
+    cells = chosen.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
+    whole = cells.reshape(grid.rows * grid.r, grid.columns * grid.c)
+    rows, columns = _pruned(rule, fields["sparsity"])
+    whole[rows * grid.r :] = True
+    whole[:, columns * grid.c :] = True
+    return whole[: grid.n, : grid.k]
+
+
+def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
+    block, (n, k) = fields["block"], (fields[size] for size in sizes)
+    r, c = (block, block) if isinstance(block, int) else block
+    return _pattern(fields["pattern"]).rule(Weight(n, k, r, c, sizes))
+
+
+def _pattern(name: str) -> Pattern:
+    known = [*modules("harness.patterns"), FILE]
+    if name not in known and "." not in name:
+        hint = did_you_mean(name, known)
+        raise SuiteError(f"pattern: expected one of {', '.join(known)}; found {name!r}{hint}")
+    found: Pattern = load("harness.patterns", name)
+    return found
+
+
+def _kept(rule: Rule, sparsity: float) -> int:
+    """Return how many cells of a group are kept: at least one."""
+    asked = rule.group * (1 - sparsity)
+    if rule.kept is None:
+        return max(1, round(asked))
+    return min(rule.kept, key=lambda count: abs(count - asked))
+
+
+def _pruned(rule: Rule, sparsity: float) -> tuple[int, int]:
+    """Return the rows and columns of the grid that the rule holds for."""
+    return rule.front(sparsity) if rule.front else (rule.grid.rows, rule.grid.columns)

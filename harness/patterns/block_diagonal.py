@@ -1,0 +1,41 @@
+"""Square groups of blocks along the diagonal, of equal sizes but for rounding.
+
+## ## . .
+## ## . .       rows and columns in as many parts each; a block is kept where its row and its
+. . ## ##       column are of the same part
+. . ## ##
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsebench.harness.patterns._graph import Dice, Mask, graph
+from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+
+
+def rule(weight: Weight) -> Rule:
+    """Cut the grid into the parts that make the density."""
+    grid = weight.blocks
+    return graph(grid, cliques, clique_cells(grid.rows, grid.columns))
+
+
+def clique_cells(rows: int, columns: int) -> list[int]:
+    """Return the cells of 1, 2, ... parts."""
+    return [
+        int((np.bincount(_part(rows, parts)) * np.bincount(_part(columns, parts))).sum())
+        for parts in range(1, min(rows, columns) + 1)
+    ]
+
+
+def cliques(dice: Dice, parts: int) -> Mask:
+    """Return a block-diagonal mask; nothing is drawn."""
+    rows, columns = dice.shape
+    same: Mask = _part(rows, parts)[:, None] == _part(columns, parts)
+    return same
+
+
+def _part(nodes: int, parts: int) -> NDArray[np.int64]:
+    return np.arange(nodes) * parts // nodes
+
+
+PATTERN = Pattern(rule)

@@ -1,0 +1,47 @@
+"""The blocks of a graph with hubs, the diagonal and a dense corner.
+
+m = 2             each new node is linked to m older ones, drawn with odds as their links so
+# # # # . #       far; the first m are linked to each other
+# # # . # .
+# # # # . .       Source: Barabasi, Albert 1999, Emergence of scaling in random networks.
+# . # # # .
+. # . # # #
+# . . . # #
+"""
+
+import numpy as np
+
+from sparsebench.harness.patterns._graph import Dice, Mask, graph, square
+from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+
+
+def rule(weight: Weight) -> Rule:
+    """Draw the graph whose links make the density."""
+    grid = square("scale_free", weight.blocks)
+    return graph(grid, hubs, hub_cells(grid.rows))
+
+
+def hub_cells(nodes: int) -> list[int]:
+    """Return the cells of a graph with hubs and 1, 2, ... links of each new node."""
+    return [nodes + 2 * m * nodes - m * m - m for m in range(1, nodes)]
+
+
+def hubs(dice: Dice, m: int) -> Mask:
+    """Draw a scale-free graph; die i of a node's row draws its link i."""
+    nodes = len(dice)
+    linked = np.eye(nodes, dtype=bool)
+    linked[:m, :m] = True
+    odds = np.zeros(nodes, dtype=np.int64)
+    for new in range(m, nodes):
+        left = odds[:new].copy() if new > m else np.ones(m, dtype=np.int64)
+        for die in dice[new, :m]:
+            reached = left.cumsum()
+            old = reached.searchsorted(die % reached[-1], side="right")
+            linked[new, old] = linked[old, new] = True
+            left[old] = 0  # drawn once
+            odds[old] += 1
+        odds[new] = m
+    return linked
+
+
+PATTERN = Pattern(rule)

@@ -1,0 +1,226 @@
+"""One kernel on one problem, at once: what a kernel engineer runs fifty times a day.
+
+    sparsebench try bsr_wgmma m=4096 n=4096 k=4096 block=64 sparsity=0.9
+
+    words ─> a suite of one problem ─> contest: the kernel beside its baseline ─> a line for each
+
+A word is a field of the op (m=64), an option of the kernel (tuned=false), a parameter of the format
+(dense_fraction=0.5, wd.split=columns), or one of OWN. A parameter that is not given takes the field
+of its name: a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.harness import ceilings, contest
+from sparsebench.harness.catalog import did_you_mean, keywords, load_format, load_kernel, load_op
+from sparsebench.harness.entry import Entry, Order
+from sparsebench.harness.patterns import derived
+from sparsebench.harness.suite import Contest, expand
+from sparsebench.kernels._kernel import Kernel
+from sparsebench.results.frame import frame
+from sparsebench.results.record import Case, Row, Status
+
+OWN = {"op", "format", "baseline", "seed"}
+BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
+DTYPES = {"cuda": "bf16", "cpu": "fp32"}
+PROFILER = "ncu", "--profile-from-start", "off", "--set", "detailed"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of it: a row of the kernel, one of its baseline, and the device's name."""
+
+    rows: list[Row]
+    device: str
+
+    @property
+    def right(self) -> bool:
+        """Say whether every contender gave the right output."""
+        return all(row.status is Status.OK for row in self.rows)
+
+
+def try_kernel(
+    name: str, words: Sequence[str], device: torch.device, data: Path | None = None
+) -> Tried:
+    """Draw, convert, check against fp64 and time a kernel beside its baseline.
+
+    Raises SuiteError where a word cannot be used, Unsupported where the kernel cannot run it here.
+    """
+    planned = plan(name, words, device, data)
+    order = Order(ceilings=ceilings.measure(device))
+    rows, _ = contest.run(planned.problem, [*planned.contenders], device, data, order)
+    rows = sorted(rows, key=lambda row: row.case.contender.baseline)
+    for row in rows:
+        if row.status is Status.UNSUPPORTED:
+            raise Unsupported(f"{row.case.contender.kernel}: {row.detail}")
+    called = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return Tried(rows, called)
+
+
+def repeat(
+    name: str, words: Sequence[str], device: torch.device, times: int, data: Path | None = None
+) -> None:
+    """Run a checked kernel so many times, alone and untimed, for a profiler to look at.
+
+    On a GPU the calls lie between cudaProfilerStart and cudaProfilerStop. Raises Unsupported, and
+    SuiteError where the output is wrong.
+    """
+    planned = plan(name, words, device, data)
+    contender = next(c for c in planned.contenders if c.kernel == name)
+    entry = Entry(Row(Case(planned.problem, contender), Status.OK))
+    contest.start(planned.problem, [entry], device, data, Order(), lambda case, stage: None)
+    if entry.launch is None:
+        error = Unsupported if entry.row.status is Status.UNSUPPORTED else SuiteError
+        raise error(f"{name}: {entry.row.status}: {entry.row.detail}")
+    if device.type == "cuda":
+        torch.cuda.profiler.start()
+    for _ in range(times):
+        entry.launch()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.profiler.stop()
+
+
+def profile(name: str, words: Sequence[str]) -> int:
+    """Run one call of the kernel under Nsight Compute; return ncu's exit code."""
+    if shutil.which(PROFILER[0]) is None:
+        raise SuiteError("--profile: expected ncu (Nsight Compute) on PATH, found none")
+    command = [sys.executable, "-P", "-m", "sparsebench", "try", name, *words, "--repeat", "1"]
+    return subprocess.run([*PROFILER, *command], check=False).returncode
+
+
+def plan(
+    name: str, words: Sequence[str], device: torch.device, data: Path | None = None
+) -> Contest:
+    """Return the contest that the words ask for: the kernel and its baseline. Raises SuiteError."""
+    kernel, given = load_kernel(name), _parsed(words)
+    own = {word: given.pop(word) for word in OWN & given.keys()}
+    op = own.get("op", "linear" if kernel.op == "any" else kernel.op)
+    stored = own.get("format", "dense" if kernel.consumes == "any" else kernel.consumes)
+    fields, options, params = _sorted_out(given, kernel, op, stored)
+    fields = {"dtype": DTYPES[device.type], "pattern": _pattern(fields), **fields}
+    params = _filled(params, stored, fields)
+    baseline = own.get("baseline", BASELINES[device.type])
+    suite = {
+        "schema": "sparsebench/suite@1",
+        "title": f"try {name}",
+        "problems": [{"op": op, "seed": own.get("seed", 0), **_one(fields)}],
+        "contenders": [
+            {"format": stored, "kernel": name, "params": _one(params), "options": _one(options)}
+        ],
+        "baselines": [{"format": "dense", "kernel": baseline}],
+    }
+    (found,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
+    return found
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Read field=value; a value is YAML, and 32x64 is a block of 32 rows and 64 columns."""
+    given: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (name and equals and text):
+            raise SuiteError(f"try: expected field=value, found {word!r}")
+        if name in given:
+            raise SuiteError(f"try: expected {name} once, found it twice")
+        rows, by, columns = text.partition("x")
+        block = by and rows.isdigit() and columns.isdigit()
+        given[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
+    return given
+
+
+def _one(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as a suite takes one of each: there a list is a sweep."""
+    return {name: [value] for name, value in given.items()}
+
+
+def _sorted_out(
+    given: Mapping[str, Any], kernel: Kernel, op: str, stored: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Divide what is given into the problem's fields, the kernel's options, the format's params."""
+    found = load_op(op)
+    fields, options = set(found.fields.model_fields), keywords(kernel.prepare)
+    params = keywords(load_format(stored).from_dense)
+    params |= {f"{weight}.{name}" for weight in found.weights for name in params}
+    known = fields | options | params | OWN
+    for name in given.keys() - known:
+        expected = f"expected one of {', '.join(sorted(known))}"
+        raise SuiteError(f"try: {expected}; found {name!r}{did_you_mean(name, known)}")
+    return (
+        {name: value for name, value in given.items() if name in fields},
+        {name: value for name, value in given.items() if name in options - fields},
+        {name: value for name, value in given.items() if name in params - fields - options},
+    )
+
+
+def _pattern(fields: Mapping[str, Any]) -> str:
+    """Return the pattern where none is asked for: uniform random blocks, or elements."""
+    if not fields.get("sparsity"):
+        return "dense"
+    return "blocks" if "block" in fields else "unstructured"
+
+
+def _filled(params: dict[str, Any], stored: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the format's parameters that the problem's fields, or its pattern, say."""
+    said = {**fields, **derived({"sparsity": 0.0, **fields})}
+    wanted = keywords(load_format(stored).from_dense)
+    return {name: said[name] for name in wanted & said.keys()} | params
+
+
+def report(tried: Tried) -> Group:
+    """Return the lines for a terminal: error, time, bound, speed-up and choice of each."""
+    table, rows = frame(tried.rows), tried.rows
+    problem = rows[0].case.problem
+    fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
+    shown = Table(title=f"{problem.op} {fields}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "time, µs", "quartiles", "speed-up", "of bound", "error", "of allowed"):
+        shown.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+    for row, (_, line) in zip(rows, table.iterrows(), strict=True):
+        label = escape(row.case.contender.label)
+        if row.status is not Status.OK:
+            shown.add_row(label, f"[red]{row.status}[/]: {escape(row.detail)}")
+            continue
+        faster = "baseline" if row.case.contender.baseline else f"{line.speedup:.2f}"
+        of_bound = f"{line.of_bound:.0%}" if row.bound_us else ""
+        quartiles = f"{line.q1_us:.2f} to {line.q3_us:.2f}"
+        shown.add_row(
+            *(label, f"{line.median_us:.2f}", quartiles, faster, of_bound),
+            *(f"{row.error or 0:.1e}", f"{row.error_of_bound or 0:.2f}"),
+        )
+    return Group(shown, *_notes(rows[0], tried.device))
+
+
+def _notes(row: Row, device: str) -> list[str]:
+    """Return what else is known of the kernel's own row, a line each."""
+    choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
+    told = {
+        "choice": choice,
+        "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
+        "weights": _bytes(row),
+        "before the first call": f"convert {row.convert_us or 0:.0f} µs, "
+        f"prepare {row.prepare_s or 0:.2f} s",
+        "machine code": row.code or "",
+    }
+    lines = [f"{name}: {escape(text)}" for name, text in told.items() if text]
+    clock = {"graph": "device time of a CUDA-graph replay", "events": "device time"}
+    how = f"{clock.get(row.clock, 'host time')}, cold L2" if row.clock != "host" else "host time"
+    return [*lines, f"{device}, {how}, one process: a look"]
+
+
+def _bytes(row: Row) -> str:
+    if not (row.stored_bytes and row.dense_bytes):
+        return ""
+    return f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"

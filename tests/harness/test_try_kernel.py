@@ -1,0 +1,95 @@
+"""`sparsebench try`: one kernel on one problem, checked and timed beside its baseline."""
+
+import re
+
+import pytest
+import torch
+from command import sparsebench
+
+from sparsebench.errors import Unsupported
+from sparsebench.harness import try_kernel
+from sparsebench.harness.try_kernel import plan, repeat
+
+CPU = torch.device("cpu")
+SMALL = "m=8", "n=64", "k=64", "--device", "cpu"
+
+
+def test_a_kernel_is_checked_and_timed_beside_its_baseline() -> None:
+    done = sparsebench("try", "scipy_bsr", "block=16", "sparsity=0.75", *SMALL)
+    assert done.returncode == 0, done.stderr
+    ours, dense = (line for line in done.stdout.splitlines() if re.match(r"(bsr|dense)/", line))
+    assert ours.startswith("bsr/scipy_bsr")
+    assert dense.startswith("dense/torch_dense")
+    assert "baseline" in dense
+    for told in ("pattern=blocks", "bound: ", "weights: 4", "convert", "one process: a look"):
+        assert told in done.stdout
+
+
+def test_a_word_goes_where_it_belongs() -> None:
+    words = ["m=8", "n=64", "k=64", "block=16x32", "sparsity=0.5", "seed=3", "baseline=reference"]
+    found = plan("torch_bsr", [*words, "tuned=true"], CPU)
+    baseline, ours = found.contenders
+    assert (found.problem["block"], found.problem.seed) == ([16, 32], 3)
+    assert (ours.params, ours.options) == ({"block": [16, 32]}, {"tuned": True})
+    assert (baseline.kernel, baseline.baseline) == ("reference", True)
+
+
+def test_a_format_takes_what_the_pattern_says_unless_it_is_given() -> None:
+    words = ["m=8", "n=512", "k=512", "dtype=bf16", "pattern=spense_rows", "sparsity=0.25"]
+    (_, ours) = plan("spense_wgmma", words, CPU).contenders
+    assert ours.params == {"dense_fraction": 0.5, "split": "rows"}
+    (_, ours) = plan("spense_wgmma", [*words, "dense_fraction=0.75"], CPU).contenders
+    assert ours.params["dense_fraction"] == 0.75
+
+
+def test_the_pattern_follows_from_what_is_given() -> None:
+    sizes = ["m=8", "n=64", "k=64"]
+    for more, pattern in (
+        (["sparsity=0.5", "block=16"], "blocks"),
+        (["sparsity=0.5"], "unstructured"),
+        ([], "dense"),
+    ):
+        assert plan("torch_dense", [*sizes, *more], CPU).problem["pattern"] == pattern
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["scipy_bs"], "found 'scipy_bs' (did you mean scipy_bsr?)"),
+        (["scipy_bsr", "sparsty=0.9"], "found 'sparsty' (did you mean sparsity?)"),
+        (["scipy_bsr", "m"], "expected field=value, found 'm'"),
+        (["scipy_bsr", "m=1", "m=2"], "expected m once, found it twice"),
+        (["scipy_bsr", "m=8", "n=64"], "k: expected a value, found none"),
+        (["scipy_bsr", "op=liner", "m=8"], "found 'liner' (did you mean linear?)"),
+        (["bsr_wgmma", "m=8", "n=64", "k=64"], "bsr_wgmma: runs on cuda, not on cpu"),
+        (["scipy_bsr", "op=ffn", "m=8", "n=64", "k=64"], "scipy_bsr: computes linear, not ffn"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+    done = sparsebench("try", *arguments, "--device", "cpu")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_wrong_kernel_has_no_time_and_ends_with_3() -> None:
+    done = sparsebench("try", "wrong.zeros", "format=dense", *SMALL)
+    assert done.returncode == 3
+    assert re.search(r"wrong\.zeros +wrong: before timing", done.stdout)
+
+
+def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["m=8", "n=64", "k=64"]
+    repeat("torch_dense", words, CPU, times=2)
+    with pytest.raises(Unsupported, match="runs on cuda"):
+        repeat("cublas", words, CPU, times=2)
+    monkeypatch.setattr(try_kernel.shutil, "which", lambda name: None)
+    done = sparsebench("try", "torch_dense", *SMALL, "--profile")
+    assert (done.returncode, "expected ncu" in done.stderr) == (2, True)
+    monkeypatch.setattr(try_kernel.shutil, "which", lambda name: name)
+    called = []
+    ended = type("Done", (), {"returncode": 0})
+    monkeypatch.setattr(try_kernel.subprocess, "run", lambda c, check: called.append(c) or ended)
+    assert sparsebench("try", "torch_dense", *SMALL, "--profile").returncode == 0
+    assert called[0][0] == "ncu"
+    assert called[0][-2:] == ["--repeat", "1"]

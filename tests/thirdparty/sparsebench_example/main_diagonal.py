@@ -1,0 +1,18 @@
+"""The element of each row that is on the main diagonal."""
+
+import torch
+from torch import Tensor
+
+from sparsebench.harness.grid import Grid, Score
+from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+
+
+def rule(weight: Weight) -> Rule:
+    return Rule(weight.elements, group=weight.k, kept=(1,), score=_on_diagonal)
+
+
+def _on_diagonal(grid: Grid, kept: int, own: Score) -> Tensor:
+    return torch.eye(grid.rows, grid.columns, dtype=torch.int32).flatten()
+
+
+PATTERN = Pattern(rule)
