@@ -32,12 +32,12 @@ from sparsebench.kernels._common.triton import (
     box,
     choose_path,
     fitting_depth,
-    misaligned,
-    odd_row,
     options,
     precision_of,
     stages,
     unsupported,
+    unsupported_alignment,
+    unsupported_row,
     without_tensor_cores,
 )
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, loads, multiprocessors
@@ -230,4 +230,4 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 def _unsupported_by_tma(x: Tensor, w: Tensor) -> str | None:
     """Say why TMA cannot copy these operands, or None."""
-    return odd_row(len(w), x.element_size()) or misaligned(x, w)
+    return unsupported_row(len(w), x.element_size()) or unsupported_alignment(x, w)

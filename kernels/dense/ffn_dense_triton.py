@@ -26,10 +26,10 @@ from sparsebench.kernels._common.triton import (
     Path,
     box,
     choose_path,
-    misaligned,
-    odd_row,
     options,
     unsupported,
+    unsupported_alignment,
+    unsupported_row,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
@@ -112,7 +112,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     """Time a few configurations and both libraries; `path` forces TMA or pointers."""
     x = operands.activations["x"]
     wg, wu = (_values(operands, name) for name in ("wg", "wu"))
-    reason = odd_row(len(wg), x.element_size()) or misaligned(x, wg, wu)
+    reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
     path = choose_path(path, reason, x.device)
     configs = configurations(len(x), x.element_size(), path)
     pinned = operands.pinned
