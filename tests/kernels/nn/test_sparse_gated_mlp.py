@@ -200,7 +200,7 @@ def test_a_state_dict_is_that_of_three_linear_layers():
 
 
 @compiled
-def test_downs_weight_and_all_that_is_made_of_it_lie_transposed():
+def test_the_weight_of_down_its_gradient_and_state_are_transposed_in_memory():
     mlp, x = drawn(7, 40, 16, 8)
     mlp(x).sum().backward()
     optimizer = torch.optim.AdamW(mlp.parameters())
@@ -241,7 +241,7 @@ def test_a_layer_that_is_told_to_be_dense_is(m, n, k, slots, rarity, activation)
 
 
 @compiled
-def test_a_dense_layer_keeps_what_dense_layers_keep():
+def test_a_layer_told_to_be_dense_stores_what_dense_layers_store():
     mlp, x = drawn(64, 40, 16, 8)
     mlp.sparse = False
 
@@ -262,7 +262,7 @@ def test_a_dense_layer_keeps_what_dense_layers_keep():
 @compiled
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize(("m", "n", "k", "slots", "rarity"), CASES)
-def test_a_layer_counts_the_units_that_are_on(m, n, k, slots, rarity, sparse):
+def test_a_layer_counts_its_active_units(m, n, k, slots, rarity, sparse):
     mlp, x = drawn(m, n, k, slots, rarity=rarity)
     mlp.sparse = sparse
     for given in (x, x[:1], x[:0]):
@@ -271,7 +271,7 @@ def test_a_layer_counts_the_units_that_are_on(m, n, k, slots, rarity, sparse):
 
 
 @compiled
-def test_the_count_is_no_part_of_the_state_and_keeps_its_dtype():
+def test_the_count_is_not_in_the_state_and_keeps_its_dtype():
     mlp, x = drawn(12, 600, 16, 8, rarity=-5.0)
     mlp(x)
     assert "active" not in mlp.state_dict()
@@ -365,7 +365,7 @@ def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
         ({"slots": 41}, "found 41"),
     ],
 )
-def test_a_layer_that_cannot_be_is_refused(options, message):
+def test_wrong_sizes_and_settings_of_a_layer_are_refused(options, message):
     with pytest.raises(FormatError, match=message):
         SparseGatedMLP(16, 40, **options)
 
@@ -398,18 +398,18 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
         ((2**14, 2**16, 2**15), "at most 2147483136 elements, found 2147483648"),
     ],
 )
-def test_more_than_indices_can_hold_is_refused(sizes, message):
+def test_sizes_beyond_the_indices_are_unsupported(sizes, message):
     with pytest.raises(Unsupported, match=message):
         _index.require_room(*sizes)
 
 
 @compiled
-def test_no_more_is_refused_than_indices_cannot_hold():
+def test_the_largest_sizes_of_the_indices_are_supported():
     _index.require_room(2**10, 2**16, 2**14)  # units by units would be 2^32
 
 
 @compiled
-def test_what_is_kept_is_a_small_part_of_what_dense_layers_keep():
+def test_stored_for_backward_is_a_small_part_of_what_dense_layers_store():
     n, m = 5632, 16384
     x = torch.empty(m, 2048, dtype=torch.bfloat16, device="meta")
     packed = module._packed_like(x, n, -(-n // module.SHARE))
@@ -676,7 +676,7 @@ def test_a_gpu_compiles_the_layer_into_one_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_goes_both_ways() -> None:
+def test_a_captured_step_can_be_sparse_or_dense() -> None:
     mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
     _, many = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
     many[:, 0] = -4.0  # more units are on than there are slots
@@ -742,7 +742,7 @@ def test_a_gpu_keeps_plans_of_sizes_apart() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_both_ways_at_the_last_slot() -> None:
+def test_a_gpu_is_right_at_the_last_slot_and_beyond() -> None:
     made: dict[str, Any] = {"dtype": torch.float16, "device": GPU}
     gate, w = torch.randn(300, 1024, **made) - 1.5, torch.randn(1024, 512, **made)
     y, norms = torch.full((300, 512), 7.0, **made), torch.full((300,), 7.0, device=GPU)

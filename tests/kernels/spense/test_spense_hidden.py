@@ -1,7 +1,7 @@
-"""The launch that gives H = act(G) * U: its own source on a CPU, thread by thread; on a Hopper GPU.
+"""The launch that writes H = act(G) * U: its epilogue on a CPU, thread by thread; on a Hopper GPU.
 
-What comes after the products is run from spense_wgmma.cu's text: scales, act, stores, and the sums
-of items that are cut. PTX and TMA are stand-ins; a store reads shared memory as late as it may.
+spense_epilogue_on_cpu.py builds the epilogue and the fixup from the text of spense_wgmma.cu, with
+stand-ins for PTX and TMA.
 """
 
 import ctypes
@@ -199,7 +199,7 @@ def refused(x: Tensor, w: Spense, activation: str) -> str:
     return str(raised.value)
 
 
-def test_what_the_kernel_cannot_write_is_refused_before_anything_is_built() -> None:
+def test_outputs_that_the_kernel_cannot_write_are_unsupported_before_it_is_compiled() -> None:
     x, w = torch.zeros(4, 64).half(), torch.zeros(2 * 12, 64)
     packed = Spense.from_dense(w.half())
     assert "expected one of silu, relu, relu2, gelu_tanh; found 'gelu'" in refused(

@@ -1,7 +1,8 @@
-"""The kernel of 2:4 hybrids: what its instructions make of the packed bytes, its lists, its code.
+"""spense_wgmma: what wgmma computes from the packed bytes, work lists, machine code, and on a GPU.
 
-The emulation reads memory as wgmma does: descriptors of swizzled tiles, metadata from each thread's
-register, in the order that verified runs on an H200 have shown (PTX ISA 9.0, wgmma.mma_async.sp).
+The emulation reads memory as wgmma does: smem descriptors of swizzled tiles, and metadata from each
+thread's register. Their order is that of verified runs on an H200 (PTX ISA 9.0,
+wgmma.mma_async.sp).
 """
 
 import re
@@ -191,7 +192,7 @@ def owners(work: Schedule) -> np.ndarray:
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(64, 2, 4), Config(256, 2, 4)], ids=str)
 @pytest.mark.parametrize("m", [16, 300, 5000])
-def test_every_step_is_assigned_once(m: int, config: Config, shape: tuple[int, int, str]) -> None:
+def test_every_k_tile_is_assigned_once(m: int, config: Config, shape: tuple[int, int, str]) -> None:
     n, k, split = shape
     w = layer(n, k, 0.5, split)
     work = schedule(w, m, config.tokens, config.cluster, 132 // config.cluster)
@@ -265,7 +266,7 @@ def refused(x: Tensor, w: Spense) -> str:
     return str(raised.value)
 
 
-def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> None:
+def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
     x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
     assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
     assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
@@ -285,7 +286,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> No
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_other_devices_are_refused(dtype: str) -> None:
+def test_other_devices_are_unsupported(dtype: str) -> None:
     problem = Problem("linear", {"dtype": dtype})
     reason = spense_wgmma.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
@@ -321,7 +322,7 @@ def test_it_compiles_without_a_spill_or_a_serialised_product(
     config: Config, dtype: torch.dtype, activation: str | None, tmp_path: Any
 ) -> None:
     constants = spense_wgmma.constants_of(config, dtype, activation)
-    look = assert_words_stay if CUOBJDUMP.exists() else None
+    look = assert_metadata_stays if CUOBJDUMP.exists() else None
     assert_compiles_cleanly("spense_wgmma", constants, tmp_path, look=look)
 
 
@@ -329,8 +330,8 @@ WRITE = re.compile(r"(?:@\S+ )?(\S+) (?:U?P\w+, )?R(\d+),")  # instruction, its 
 WIDTHS = {"": 1, ".64": 2, "WIDE": 2, "CS2R": 2, ".128": 4}  # registers, by a part of its name
 
 
-def assert_words_stay(code: Path) -> None:
-    """Walk round the loop of sparse tiles: nothing writes the words of products in flight."""
+def assert_metadata_stays(code: Path) -> None:
+    """Follow the main loop of sparse tiles: nothing writes the metadata of wgmma in flight."""
     sass = subprocess.check_output([CUOBJDUMP, "-sass", code], text=True)
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,5})\*/\s+(.*?) ;", sass)]
     first, *_, last = (at for at, text in lines if "GMMA.SP" in text)
@@ -353,14 +354,14 @@ def assert_words_stay(code: Path) -> None:
 
 @pytest.mark.skipif(not (find_spec("cupy") and CUOBJDUMP.exists()), reason="needs CuPy, cuobjdump")
 @pytest.mark.parametrize("dtype", PACKED, ids=str)
-def test_the_code_that_runs_leaves_the_words_of_products_alone(
+def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     file = tmp_path / "kernel.cubin"
     for config in CONFIGS[:: len(CONFIGS) - 1]:
         constants = spense_wgmma.constants_of(config, dtype)
         file.write_bytes(cuda.compiled("spense_wgmma", constants))
-        assert_words_stay(file)
+        assert_metadata_stays(file)
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
@@ -389,7 +390,7 @@ def test_the_products_are_right_on_a_hopper_gpu(config: Config, dtype: str) -> N
         assert all(torch.equal(y, seen[0]) for y in seen), (shape, "sums depend on the moment")
 
 
-def test_scales_that_do_not_fit_are_refused() -> None:
+def test_scales_of_a_wrong_size_or_dtype_are_unsupported() -> None:
     x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
     plan = replace(planned(w, 4), dtype=torch.float16)
     with pytest.raises(Unsupported, match="64 contiguous fp32 scales of features, with fp8"):
@@ -409,7 +410,7 @@ def planned(w: Spense, m: int) -> spense_wgmma.Plan:
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(256, 2, 4)], ids=str)
-def test_sums_of_fp8_are_scaled(config: Config) -> None:
+def test_accumulators_of_fp8_are_scaled(config: Config) -> None:
     for shape in (*LARGE, *SHAPES):
         x, w = on_gpu(shape, "fp8")
         scales = [torch.rand(size, device="cuda") + 0.5 for size in (w.shape[0], len(x))]
