@@ -1,4 +1,4 @@
-// What spense_mma.cu and ffn_sparse.cu ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A
+// What kernels that use mma ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A
 // copy lands at once or, with LATE, when its group is waited for, so that a wait too few and one too
 // late are seen.
 
@@ -47,9 +47,6 @@ static void copy(u32 to, const char* from, int bytes, bool there) {
   else land(c);
 }
 static void copy_16(u32 to, const char* from, bool there) { copy(to, from, 16, there); }
-static u64 lasting() { return 0; }
-static u64 passing() { return 0; }
-static void copy_16(u32 to, const char* from, bool there, u64) { copy(to, from, 16, there); }
 static void copy_8(u32 to, const char* from) { copy(to, from, 8, true); }
 static void cp_async_commit() { copies[now].groups.emplace_back(); }
 template <int LEFT> void cp_async_wait() {
@@ -84,8 +81,12 @@ static void mbarrier_arrive_expect_tx(u32 barrier, int bytes) {
   b.bytes += bytes, b.missing--;
   proceed(b);
 }
+<<<<<<< HEAD
 static void expect(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
 static void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+=======
+static void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
+>>>>>>> refs/heads/portfolio
 static void land(Cta& cta, Barrier& b, const Copy& c) {
   if (c.to + c.bytes.size() > cta.dynamic.size()) std::abort();
   std::memcpy(cta.dynamic.data() + c.to, c.bytes.data(), c.bytes.size());
@@ -112,6 +113,7 @@ static void mbarrier_wait(u32 barrier, u32 parity, const char*) {
     if ((b.phase & 1) != (int)parity) return;
   }
 }
+<<<<<<< HEAD
 static void arrive_after_copies(u32 address) {
   cp_async_commit();
   cp_async_wait<0>();
@@ -122,6 +124,10 @@ static void launch_dependent_grids() {}
 static void prefetch(const void*) {}
 template <class T> T read_once(const T* from) { return *from; }
 static void write_once(uint4* to, uint4 v) { *to = v; }
+=======
+static void wait_for_stream() {}
+static void let_next_start() {}
+>>>>>>> refs/heads/portfolio
 
 // ---- matrices of 8 x 8: lane 4 g + q has elements 2 q and 2 q + 1 of row g ----
 

@@ -29,7 +29,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.results.record import Problem
 
-HEADERS = Path(__file__).parent  # *.cuh, which every family's kernels may include
+HEADERS = Path(__file__).parent  # *.cuh for all families; a family's own lie beside its kernels
 HOPPER = (9, 0)
 HOPPERS_OWN = "sm_90a"  # the target with wgmma, and nothing newer
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
@@ -207,8 +207,9 @@ def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> byte
     """Return the machine code of NAME.cu; needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
-    source = source_of(name).read_text()
-    shared = {p.name.encode(): p.read_bytes() for p in HEADERS.glob("*.cuh")}
+    path = source_of(name)
+    source, headers = path.read_text(), [*HEADERS.glob("*.cuh"), *path.parent.glob("*.cuh")]
+    shared = {p.name.encode(): p.read_bytes() for p in headers}
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
     program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
