@@ -1,14 +1,11 @@
 """Documents are short, plain and true: their words, their links, and the lists they keep."""
 
-import io
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 import yaml
-from places import PUBLISHED, ROOT
-from rich.console import Console
+from places import ROOT
 
 from sparsebench._discovery import modules
 from sparsebench.formats.bsr import Bsr
@@ -17,9 +14,6 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import SparseGatedMLP
-from sparsebench.reports.terminal import answer
-from sparsebench.results import store
-from sparsebench.results.analysis import analyse
 
 SKIPPED = {
     "runs",
@@ -169,13 +163,3 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
         bytes_of = {name: 100 * f.stored_bytes / 2**21 for name, f in packed.items()}
         said = {row[0]: float(row[1 + column]) for row in percents}
         assert said == pytest.approx(bytes_of, abs=1)
-
-
-def test_the_terminal_of_the_readme_is_what_the_published_run_prints() -> None:
-    run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-4096")
-    blocks_of_64 = [row for row in run.rows if row.case.problem.fields["block"] == 64]
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(answer(analyse(replace(run, rows=blocks_of_64))))
-    (shown,) = re.findall(r"^```\n(Fastest.*?)\n```$", text("README.md"), re.DOTALL | re.MULTILINE)
-    printed = "\n".join(line.rstrip() for line in console.export_text().splitlines())
-    assert printed.startswith(shown), printed
