@@ -31,20 +31,25 @@ SERIES = {
 }
 
 
-def picture(cases: pd.DataFrame, out_path: Path) -> None:
-    """Draw the summarised cases of a sweep of sparsity and block."""
+def drawn(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the cases that the figure shows, with their `series`."""
     cases = cases[cases.speedup.notna() & ~cases.twin & (cases.op == "linear")]
     shipped = cases.options.astype(str).str.contains("False")
     named = cases.assign(series=cases.kernel.map(SERIES))[~shipped]
     ours = cases[cases.kernel.str.startswith(("bsr_triton", "bsr_wgmma", "bsr_small"))]
     fastest = ours.loc[ours.groupby(["block", "level"]).speedup.idxmax()].assign(series=OURS)
-    drawn = pd.concat([fastest, named[named.series.notna()]])
+    return pd.concat([fastest, named[named.series.notna()]])
+
+
+def picture(cases: pd.DataFrame, out_path: Path) -> None:
+    """Draw the summarised cases of a sweep of sparsity and block."""
+    shown = drawn(cases)
     sns.set_theme(style="whitegrid", context="paper")
-    blocks = sorted(drawn.block.unique(), key=float)
+    blocks = sorted(shown.block.unique(), key=float)
     figure, axes = plt.subplots(1, len(blocks), figsize=(11, 3.1), sharey=True, layout="tight")
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))
     for block, axis in zip(blocks, axes, strict=True):
-        _panel(axis, drawn[drawn.block == block], palette, f"blocks of {block}")
+        _panel(axis, shown[shown.block == block], palette, f"blocks of {block}")
     axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
     handles = [Line2D([], [], color=color, marker="o", ms=4) for color in palette.values()]
     figure.legend(handles, palette, loc="lower center", ncols=len(palette), frameon=False)

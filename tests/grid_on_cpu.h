@@ -1,5 +1,5 @@
-// Stands in for ffn_ptx.cuh, which ffn_few.cu and ffn_sparse.cu include: copies, barriers, flags, as
-// the PTX ISA defines them. A copy lands at once or, with LATE, when its barrier is waited for.
+// Stands in for ffn_ptx.cuh, which ffn_few.cu and ffn_sparse.cu include: copies, barriers, flags,
+// as the PTX ISA defines them. A copy lands at once or, with LATE, when its barrier is waited for.
 
 #include "mma_on_cpu.h"
 
@@ -32,9 +32,9 @@ static u64 evict_last_policy() { return 0; }
 static u64 evict_first_policy() { return 0; }
 static void cp_async_16(u32 to, const char* from, bool pred, u64 = 0) { copy(to, from, 16, pred); }
 static void cp_async_arrive(u32 barrier) {
-  end_of_copies();
-  copies_left<0>();
-  arrive(barrier);
+  cp_async_commit();
+  cp_async_wait<0>();
+  mbarrier_arrive(barrier);
 }
 static void prefetch_l2(const void*) {}
 static void bulk_prefetch_l2(const void* from, int bytes) {
@@ -44,8 +44,8 @@ template <class T> T load_once(const T* from) { return *from; }
 static void store_once(uint4* to, uint4 v) { *to = v; }
 static void expect_tx(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
 static void fence_barrier_init() {}
-static void show_to_copies() {}
-static void bring(u32 to, const void* from, int bytes, u32 barrier) {
+static void fence_proxy_async() {}
+static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
   if ((u64)from % 16) std::abort();
   counted_copy(mine(), to, from, bytes, barrier);
 }
@@ -75,7 +75,7 @@ static int load_acquire(const int* counter) {
 }
 
 // In four neighbouring lanes, word t of lane q goes to word q of lane t.
-static void exchange(u32 (&words)[4]) {
+static void quad_transpose(u32 (&words)[4]) {
   std::memcpy(warp()[lane()], words, sizeof words);
   warp_in_step();
   for (int t = 0; t < 4; t++) words[t] = warp()[lane() / 4 * 4 + t][lane() % 4];
@@ -83,11 +83,12 @@ static void exchange(u32 (&words)[4]) {
 }
 
 static std::map<Fiber*, int> rounds;  // of a thread's cluster, when it came
-static void come_to_cluster(bool) {
+static void cluster_arrive() {
   Meeting& m = clusters[cluster_number()];
   rounds[now] = m.round;
   if (++m.arrived == cluster_size * threads) m.arrived = 0, m.round++;
 }
-static void wait_for_cluster() {
+static void cluster_arrive_relaxed() { cluster_arrive(); }
+static void cluster_wait() {
   while (clusters[cluster_number()].round == rounds[now]) others_first();
 }

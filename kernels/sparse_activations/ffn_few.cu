@@ -127,10 +127,13 @@ struct Barriers {
   __device__ __forceinline__ u32 parts(int i) const { return reduced(4 + i); }
   __device__ __forceinline__ u32 pushed() const { return parts(DEPTH); }  // sums of Y
   __device__ __forceinline__ void init_all() const {
-    init(pushed(), 1);
-    for (int i = 0; i < SLOTS; i++) init(full(i), 1), init(empty(i), MMA_WARPS);
-    for (int i = 0; i < 2; i++) init(summed(i), MMA_WARPS), init(reduced(i), REDUCE_WARPS);
-    for (int i = 0; i < DEPTH; i++) init(parts(i), 1);
+    mbarrier_init(pushed(), 1);
+    for (int i = 0; i < SLOTS; i++) mbarrier_init(full(i), 1), mbarrier_init(empty(i), MMA_WARPS);
+    for (int i = 0; i < 2; i++) {
+      mbarrier_init(summed(i), MMA_WARPS);
+      mbarrier_init(reduced(i), REDUCE_WARPS);
+    }
+    for (int i = 0; i < DEPTH; i++) mbarrier_init(parts(i), 1);
   }
 };
 
@@ -157,7 +160,7 @@ struct Work {
 
 // Wait for the flags of a tile from all ranks; return a bit for each of its 16 units. By a warp.
 __device__ __forceinline__ u32 active_mask(int tile) {
-  const u32 at = address_of(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
+  const u32 at = smem_address(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
   u32 flags;
   do flags = load_flags<CTAS>(at);
   while (~flags & EVERY_RANK);
@@ -184,18 +187,18 @@ struct Producer {
     return 2 * ((u64)(work.first + unit) * K + work.rank * PART);
   }
   __device__ __forceinline__ void producer_acquire(int step) const {
-    wait(bars.empty(step % SLOTS), step / SLOTS & 1 ^ 1, "a free slot");
+    mbarrier_wait(bars.empty(step % SLOTS), step / SLOTS & 1 ^ 1, "a free slot");
   }
   __device__ __forceinline__ void load_row(int step, int row, const char* from) const {
     const int slot = step % SLOTS, bytes = work.bytes();
-    if (bytes) bring(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
+    if (bytes) bulk_load(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
   }
   __device__ __forceinline__ void load_gates(int tile, int end, const char* wg) const {
     const int lane = threadIdx.x % 32;
     for (; tile < end; tile++) {
       const int rows = work.rows(tile);
       producer_acquire(tile);
-      if (lane == 0) arrive_expecting(bars.full(tile % SLOTS), rows * work.bytes());
+      if (lane == 0) mbarrier_arrive_expect_tx(bars.full(tile % SLOTS), rows * work.bytes());
       __syncwarp();
       if (lane < rows) load_row(tile, lane, wg + own(ROWS * tile + lane));
     }
@@ -203,7 +206,7 @@ struct Producer {
   // Bring the rest of Wg into L2 before there is room for it in the ring, and before X has arrived,
   // but after the first slot has: queued behind all of Wg, 5.4 us of memory's time, X came last.
   __device__ __forceinline__ void prefetch_gates(int tile, const char* wg) const {
-    if (tile < work.tiles) wait(bars.full(0), 0, "the first gates");
+    if (tile < work.tiles) mbarrier_wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
     for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
       if (work.bytes()) bulk_prefetch_l2(wg + own(unit), work.bytes());
@@ -234,12 +237,12 @@ struct Producer {
         if (lane == 0) expect_tx(full, (min(found, up * ROWS + ROWS) - first) * work.bytes());
         __syncwarp();
         if (is_on && row / ROWS == up) load_row(step, row % ROWS, wu + own(unit));
-        if (lane == 0 && found >= up * ROWS + ROWS) arrive(full);
+        if (lane == 0 && found >= up * ROWS + ROWS) mbarrier_arrive(full);
       }
       before = found;
     }
     if (GATED && before % ROWS && lane == 0)
-      arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
+      mbarrier_arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
     __syncwarp();  // Wd is prefetched last: Wu is needed first
     #pragma unroll 1
     for (int i = lane; i < before; i += 32)
@@ -278,11 +281,11 @@ __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
   #pragma unroll
   for (int i = 0; i < COLUMNS / 16; i++) {
     u32 a[4];
-    matrices(a, own + 32 * i);
+    ldmatrix_x4(a, own + 32 * i);
     #pragma unroll
     for (int j = 0; j < WIDE; j++) {
       const u32* b = x[i / 2][j] + i % 2 * 2;
-      multiply(d[i % CHAINS][j], a, b[0], b[1]);
+      mma_m16n8k16(d[i % CHAINS][j], a, b[0], b[1]);
     }
   }
   const int token = warp / K_WARPS * WIDE * 8 + lane % 4 * 2;
@@ -301,16 +304,19 @@ __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
 __device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers bars) {
   int steps = work.tiles;
   #pragma unroll
-  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) exchange(x[i / WIDE][i % WIDE]);
+  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) quad_transpose(x[i / WIDE][i % WIDE]);
   named_barrier_sync<2, LIST_THREADS>();  // X has arrived
   for (int step = 0; step < steps; step++) {
-    wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
-    wait(bars.reduced(step % 2), step / 2 & 1 ^ 1, "room for sums");
-    mma_tile(x, address_of(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
+    mbarrier_wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
+    mbarrier_wait(bars.reduced(step % 2), step / 2 & 1 ^ 1, "room for sums");
+    mma_tile(x, smem_address(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
                   (float*)shared + step % 2 * PARTIAL);
     asm volatile("" : "+r"(step));  // makes the compiler compute addresses again; kept, they spill
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(bars.empty(step % SLOTS)), arrive(bars.summed(step % 2));
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive(bars.empty(step % SLOTS));
+      mbarrier_arrive(bars.summed(step % 2));
+    }
     if (GATED && step == work.tiles - 1) steps += (count_active(work.tiles) + ROWS - 1) / ROWS;
   }
 }
@@ -345,13 +351,13 @@ struct Reducer {
   }
   __device__ __forceinline__ void release(int buffer) const {
     __syncwarp();
-    if (thread % 32 == 0) arrive(bars.reduced(buffer));
+    if (thread % 32 == 0) mbarrier_arrive(bars.reduced(buffer));
   }
   __device__ __forceinline__ void push_partials() {
     const int buffer = sent % 2, place = sent % DEPTH;
-    wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
-    const u32 to = address_of(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
-    constexpr int ALL = ROWS * QUADS, TURNS = (ALL + REDUCE_THREADS - 1) / (REDUCE_THREADS);
+    mbarrier_wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
+    const u32 to = smem_address(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
+    constexpr int ALL = ROWS * QUADS, TURNS = (ALL + REDUCE_THREADS - 1) / REDUCE_THREADS;
     float4 sums[TURNS];  // all are read before the first is pushed
     #pragma unroll
     for (int i = 0; i < TURNS; i++)
@@ -362,7 +368,8 @@ struct Reducer {
       const int row = quad(i) / QUADS, of_row = quad(i) % QUADS;
       const int cta = work.cta_of(of_row / OWN_QUADS);
       const u32 own = to + 16 * (row * OWN_QUADS + of_row % OWN_QUADS);
-      if (quad(i) < ALL) push(of_cta(own, cta), sums[i], of_cta(bars.parts(place), cta));
+      if (quad(i) < ALL)
+        st_async(map_shared_rank(own, cta), sums[i], map_shared_rank(bars.parts(place), cta));
     }
     sent++;
   }
@@ -370,10 +377,10 @@ struct Reducer {
   __device__ __forceinline__ void reduce(float4 (&sums)[EACH]) {
     const int place = taken % DEPTH;
     if (CTAS == 1) {
-      wait(bars.summed(taken % 2), taken / 2 & 1, "sums of warps");
+      mbarrier_wait(bars.summed(taken % 2), taken / 2 & 1, "sums of warps");
     } else {
-      if (thread == 0) arrive_expecting(bars.parts(place), 16 * ROWS * QUADS);
-      wait(bars.parts(place), taken / DEPTH & 1, "sums of ranks");
+      if (thread == 0) mbarrier_arrive_expect_tx(bars.parts(place), 16 * ROWS * QUADS);
+      mbarrier_wait(bars.parts(place), taken / DEPTH & 1, "sums of ranks");
     }
     #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -396,8 +403,8 @@ struct Reducer {
     return (uint2*)(shared + AT_GATES) + unit * OWN_QUADS + thread % OWN_QUADS;
   }
   __device__ __forceinline__ static u32 hidden(u32 gates, float u0, float u1) {  // of two tokens
-    const float a = wide(gates & 0xffff), b = wide(gates >> 16);
-    return pair_of(gates & 0xffff ? (SQUARED ? a * a : a) * u0 : 0.f,
+    const float a = to_float(gates & 0xffff), b = to_float(gates >> 16);
+    return pack_pair(gates & 0xffff ? (SQUARED ? a * a : a) * u0 : 0.f,
                    gates >> 16 ? (SQUARED ? b * b : b) * u1 : 0.f);
   }
   __device__ __forceinline__ void store_h(int unit, uint2 gates, float4 u) const {
@@ -408,7 +415,8 @@ struct Reducer {
   __device__ __forceinline__ void apply_gates(int tile, int row, float4 g) const {
     const int unit = ROWS * tile + row;
     const bool pred = thread < SHARE && row < work.rows(tile);
-    const uint2 v{pair_of(g.x, g.y), pair_of(g.z, g.w)}, masks{on(v.x), on(v.y)};
+    const uint2 v{pack_pair(g.x, g.y), pack_pair(g.z, g.w)};
+    const uint2 masks{positive_mask(v.x), positive_mask(v.y)};
     const uint2 own{v.x & masks.x, v.y & masks.y};
     if (GATED && pred) *gates(unit) = own;
     if (!GATED && pred) store_h(unit, own, float4{1, 1, 1, 1});
@@ -416,8 +424,8 @@ struct Reducer {
     const u32 lanes = (1u << OWN_QUADS) - 1 << (thread % 32 / OWN_QUADS * OWN_QUADS);
     if (thread < SHARE && thread % OWN_QUADS == 0)
       for (int rank = 0; rank < CTAS; rank++)
-        store_flag(address_of(shared) + AT_FLAGS + unit * CTAS + work.rank, all & lanes ? ON : OFF,
-             work.cta_of(rank));
+        store_flag(smem_address(shared) + AT_FLAGS + unit * CTAS + work.rank,
+                   all & lanes ? ON : OFF, work.cta_of(rank));
   }
   __device__ __forceinline__ void apply_ups(int row, float4 u) const {
     const int unit = active_units()[row];
@@ -580,7 +588,7 @@ struct Down {
     list = ::list() + before, units = length - before;
     steps = max(0, (units + UNITS * UNIT_WARPS - 1) / (UNITS * UNIT_WARPS));
     skipped = (column + warp % COLUMN_WARPS * OWN) / 8;
-    stages = address_of(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
+    stages = smem_address(shared) + AT_RING + warp * STAGES * STAGE_BYTES;
   }
   __device__ __forceinline__ u32 stage(int step) const {
     return stages + step % STAGES * STAGE_BYTES;
@@ -606,13 +614,13 @@ struct Down {
       u32 b[(TOKENS + 15) / 16][4], a[4];
       #pragma unroll
       for (int j = 0; j < (TOKENS + 15) / 16; j++)
-        matrices_by_columns(b[j], h + i * H_STRIDE + 32 * j);
+        ldmatrix_x4_trans(b[j], h + i * H_STRIDE + 32 * j);
       #pragma unroll
       for (int t = 0; t < TALL; t++) {
-        matrices_by_columns(a, w + i * W_STRIDE + 32 * t);
+        ldmatrix_x4_trans(a, w + i * W_STRIDE + 32 * t);
         #pragma unroll
         for (int j = 0; j < TOKENS / 8; j++)
-          multiply(d[t][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+          mma_m16n8k16(d[t][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
   }
@@ -625,12 +633,12 @@ struct Down {
     #pragma unroll 1
     for (int step = 1 - STAGES; step < steps; step++) {
       if (step >= 0) {
-        copies_left<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncwarp();
         load_wd(step + STAGES - 1);
       }
       load_h(step + STAGES - 1);
-      end_of_copies();
+      cp_async_commit();
       if (step >= 0) mma(d, stage(step));
     }
   }
@@ -638,7 +646,7 @@ struct Down {
 
 __device__ __forceinline__ void store_quad(u16* y, int token, int column, float4 v) {
   if (column < K)
-    *(uint2*)(y + (u64)token * K + column) = uint2{pair_of(v.x, v.y), pair_of(v.z, v.w)};
+    *(uint2*)(y + (u64)token * K + column) = uint2{pack_pair(v.x, v.y), pack_pair(v.z, v.w)};
 }
 
 // Add up the sums of the warps, then those of the CTAs. Each CTA writes an equal part of the
@@ -674,12 +682,13 @@ __device__ __forceinline__ void epilogue(const Sums& d, u16* y, int cta, int col
     } else {
       const int place = cta * quads + token * QUADS_OF_TOKEN + at % PART_OF_CTA / 4;
       const int to = at / PART_OF_CTA;
-      push(of_cta(address_of(pushed + 4 * place), to), sum, of_cta(bars.pushed(), to));
+      st_async(map_shared_rank(smem_address(pushed + 4 * place), to), sum,
+               map_shared_rank(bars.pushed(), to));
     }
   }
   if (SPLIT == 1) return;
-  if (threadIdx.x == 0) arrive_expecting(bars.pushed(), 16 * SPLIT * quads);
-  wait(bars.pushed(), 0, "sums of CTAs");
+  if (threadIdx.x == 0) mbarrier_arrive_expect_tx(bars.pushed(), 16 * SPLIT * quads);
+  mbarrier_wait(bars.pushed(), 0, "sums of CTAs");
   #pragma unroll 1
   for (int i = threadIdx.x; i < quads; i += THREADS) {
     const int at = i % QUADS_OF_TOKEN * 4;
@@ -710,24 +719,24 @@ __cluster_dims__(SPLIT)
 multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16* y, u16* h,
              u64* words, int* counts, int m) {
   const Work work;
-  const Barriers bars{address_of(shared) + AT_BARRIERS};
+  const Barriers bars{smem_address(shared) + AT_BARRIERS};
   const int warp = threadIdx.x / 32;
-  const Producer producer{work, bars, address_of(shared) + AT_RING};
+  const Producer producer{work, bars, smem_address(shared) + AT_RING};
   X own;
   if (warp < MMA_WARPS) {
-    if (CTAS > 1) come_to_cluster(false);  // before the loads of X, which take up to 5 us
+    if (CTAS > 1) cluster_arrive_relaxed();  // before the loads of X, which take up to 5 us
     load_x(own, (const uint4*)x, work.rank, m);
   } else {
     if (warp == PRODUCER) {  // at once: no other thread writes where these copies land
-      if (threadIdx.x % 32 == 0) bars.init_all(), fence_barrier_init(), show_to_copies();
+      if (threadIdx.x % 32 == 0) bars.init_all(), fence_barrier_init(), fence_proxy_async();
       __syncwarp();
       producer.load_gates(0, min(FIRST, work.tiles), wg);
     }
     zero_padding(work);
-    if (CTAS > 1) come_to_cluster(true);
+    if (CTAS > 1) cluster_arrive();
     if (warp == PRODUCER) producer.prefetch_gates(FIRST, wg);
   }
-  if (CTAS > 1) wait_for_cluster();
+  if (CTAS > 1) cluster_wait();
   else __syncthreads();
   const int cta = blockIdx.x % SPLIT, column = blockIdx.x / SPLIT * WIDTH;
   Sums sums = {};

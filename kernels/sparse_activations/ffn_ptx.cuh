@@ -71,7 +71,7 @@ __device__ __forceinline__ void expect_tx(u32 barrier, int bytes) {  // without 
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
-// After `init`, before another CTA of the cluster uses the barriers.
+// After `mbarrier_init`, before another CTA of the cluster uses the barriers.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -156,10 +156,10 @@ struct ActiveMask {
       for (int i = 0; i < PIECES; i++)
         #pragma unroll
         for (int j = 0; j < READ; j++) {
-          pairs[i][0] |= on(v[i][j].x) & 0x10001u << (first + j);
-          pairs[i][1] |= on(v[i][j].y) & 0x10001u << (first + j);
-          pairs[i][2] |= on(v[i][j].z) & 0x10001u << (first + j);
-          pairs[i][3] |= on(v[i][j].w) & 0x10001u << (first + j);
+          pairs[i][0] |= positive_mask(v[i][j].x) & 0x10001u << (first + j);
+          pairs[i][1] |= positive_mask(v[i][j].y) & 0x10001u << (first + j);
+          pairs[i][2] |= positive_mask(v[i][j].z) & 0x10001u << (first + j);
+          pairs[i][3] |= positive_mask(v[i][j].w) & 0x10001u << (first + j);
         }
     }
     const u32 there = (0xffu >> (GROUP - tokens)) * 0x1010101u;
@@ -242,10 +242,11 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
                                             const ThreadGroup& team, Shared& s) {
   for (int i = 0;; i++) {
     if (i) {
-      if (i >= LISTS) wait(address_of(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
+      if (i >= LISTS)
+        mbarrier_wait(smem_address(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
       list_next(s.lists[i % LISTS], layer, place, team, s);
     }
-    if (team.thread == 0) arrive(address_of(&s.listed[i % LISTS]));
+    if (team.thread == 0) mbarrier_arrive(smem_address(&s.listed[i % LISTS]));
     if (s.lists[i % LISTS].group == END) return;
   }
 }
@@ -266,14 +267,14 @@ struct Pipeline {
   int slot;
   u32 parity;
   __device__ __forceinline__ Pipeline(Shared& s, u32 parity)
-      : stages(address_of(shared) + GROUP * X_PITCH), full(address_of(s.full)),
-        empty(address_of(s.empty)), slot(0), parity(parity) {}
+      : stages(smem_address(shared) + GROUP * X_PITCH), full(smem_address(s.full)),
+        empty(smem_address(s.empty)), slot(0), parity(parity) {}
   __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
   __device__ __forceinline__ void consumer_wait() const {
-    wait(full + 8 * slot, parity, "a full stage");
+    mbarrier_wait(full + 8 * slot, parity, "a full stage");
   }
   __device__ __forceinline__ void producer_acquire() const {
-    wait(empty + 8 * slot, parity, "an empty stage");
+    mbarrier_wait(empty + 8 * slot, parity, "an empty stage");
   }
   __device__ __forceinline__ void advance() {
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -319,7 +320,7 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
   for (int i = 0; i < GROUP / (LOAD_THREADS / 32); i++) {
     const int token = loader / 32 + i * (LOAD_THREADS / 32);
     const char* from = (const char*)(layer.x + (u64)(group * GROUP + token) * K) + 16 * lane;
-    const u32 to = address_of(shared) + swizzled(token, lane, X_PITCH);
+    const u32 to = smem_address(shared) + swizzled(token, lane, X_PITCH);
     #pragma unroll
     for (int j = 0; j < HALVES * MMA_WARPS; j++)
       cp_async_16(to + 512 * j, from + 512 * j,
@@ -332,11 +333,11 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
 __device__ __forceinline__ void load_next_x(const Layer& layer, int number, int loader,
                                             Shared& s) {
   const List& list = s.lists[number % LISTS];
-  wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+  mbarrier_wait(smem_address(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
   if (!GATED || list.group == END) return;
-  wait(address_of(&s.x_empty), 1 - number % 2, "a place for X");
+  mbarrier_wait(smem_address(&s.x_empty), 1 - number % 2, "a place for X");
   load_x(layer, list.group, loader);
-  cp_async_arrive(address_of(&s.x_full));
+  cp_async_arrive(smem_address(&s.x_full));
 }
 
 // The loop of the load warps. For each list: up(0), up(1), down(0), ..., up(last), down(last - 1),
@@ -356,7 +357,7 @@ __device__ __forceinline__ void load_groups(const Layer& layer, GridPlace place,
     }
     if (steps.first == steps.end) load_next_x(layer, i + 1, loader, s);  // a list without steps
     __syncwarp();
-    if (loader % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
+    if (loader % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
   }
 }
 
@@ -372,17 +373,17 @@ using Tokens = u32[HALVES][32];
 
 __device__ __forceinline__ void load_x_fragments(Tokens& x, int number, Shared& s) {
   const int lane = threadIdx.x % 32;
-  wait(address_of(&s.x_full), number % 2, "X");
+  mbarrier_wait(smem_address(&s.x_full), number % 2, "X");
   #pragma unroll
   for (int i = 0; i < 8 * HALVES; i++) {
     const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane / 8;
     u32 four[4];
-    matrices(four, address_of(shared) + swizzled(lane % 8, piece, X_PITCH));
+    ldmatrix_x4(four, smem_address(shared) + swizzled(lane % 8, piece, X_PITCH));
     #pragma unroll
     for (int j = 0; j < 4; j++) x[i / 8][i % 8 * 4 + j] = four[j];
   }
   __syncwarp();
-  if (lane == 0) arrive(address_of(&s.x_empty));
+  if (lane == 0) mbarrier_arrive(smem_address(&s.x_empty));
 }
 
 // Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
@@ -399,9 +400,9 @@ __device__ __forceinline__ uint4 eight_columns(const float (*d)[4]) {
   #pragma unroll
   for (int j = 0; j < 4; j++) {
     const float* pair = &d[j / 2][j % 2 * 2];
-    words[j] = transposed(pair_of(pair[0], pair[1]));
+    words[j] = movmatrix_trans(pack_pair(pair[0], pair[1]));
   }
-  exchange(words);
+  quad_transpose(words);
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
@@ -436,8 +437,8 @@ struct MmaWarp {
   __device__ __forceinline__ void release_rows() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      arrive(pipeline.empty + 8 * (pipeline.slot ? pipeline.slot - 1 : STAGES - 1));
-      arrive(pipeline.empty + 8 * pipeline.slot);
+      mbarrier_arrive(pipeline.empty + 8 * (pipeline.slot ? pipeline.slot - 1 : STAGES - 1));
+      mbarrier_arrive(pipeline.empty + 8 * pipeline.slot);
     }
     pipeline.advance();
   }
@@ -451,8 +452,8 @@ struct MmaWarp {
       #pragma unroll
       for (int i = 0; i < 16; i++) {
         u32 a[4];
-        matrices(a, tile + swizzled(row % 8, i % 4 * 2 + lane / 16) + i / 4 * 128);
-        multiply(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
+        ldmatrix_x4(a, tile + swizzled(row % 8, i % 4 * 2 + lane / 16) + i / 4 * 128);
+        mma_m16n8k16(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
       }
       release_rows();
     }
@@ -475,11 +476,11 @@ struct MmaWarp {
         }
       }
       const u32 gates = *(const u32*)&s.gates[turn % 2][token][unit + 8 * i];
-      h[i] = pair_of(hidden(gates & 0xffff, u.x), hidden(gates >> 16, u.y));
+      h[i] = pack_pair(hidden(gates & 0xffff, u.x), hidden(gates >> 16, u.y));
     }
   }
   __device__ __forceinline__ static float hidden(u16 gate, float u) {
-    const float z = wide(gate);
+    const float z = to_float(gate);
     return gate ? (SQUARED ? z * z : z) * u : 0.f;
   }
   __device__ __forceinline__ void mma_down() {
@@ -490,8 +491,8 @@ struct MmaWarp {
       #pragma unroll
       for (int i = 0; i < 16; i++) {
         u32 a[4];
-        matrices_by_columns(a, tile + swizzled(row % 8, i % 4 * 2 + lane / 8 % 2) + i / 4 * 128);
-        multiply(y[half][i], a, h[0], h[1]);
+        ldmatrix_x4_trans(a, tile + swizzled(row % 8, i % 4 * 2 + lane / 8 % 2) + i / 4 * 128);
+        mma_m16n8k16(y[half][i], a, h[0], h[1]);
       }
       release_rows();
     }
@@ -500,7 +501,7 @@ struct MmaWarp {
   __device__ __forceinline__ void load_first_gate(const Layer& layer, int number, GridPlace place,
                                                   Shared& s) {
     const List& list = s.lists[number % LISTS];
-    wait(address_of(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
+    mbarrier_wait(smem_address(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
     if (list.group == END) return;
     const Steps steps(list, place);
     if (steps.first < steps.end) load_gate(layer, list, steps.first);
@@ -553,18 +554,18 @@ __device__ __forceinline__ u32 sums_offset(int from, int piece) {
 }
 __device__ __forceinline__ void expect_sums(int rank, Shared& s) {
   const int pieces = first_piece(rank + 1) - first_piece(rank);
-  arrive_expecting(address_of(&s.summed), SPLIT * MMA_WARPS * pieces * PIECE_BYTES);
+  mbarrier_arrive_expect_tx(smem_address(&s.summed), SPLIT * MMA_WARPS * pieces * PIECE_BYTES);
 }
 // Call it when all CTAs have read their last stage.
 __device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
-  const u32 own = address_of(shared) + sums_offset(rank, 0), summed = address_of(&s.summed);
+  const u32 own = smem_address(shared) + sums_offset(rank, 0), summed = smem_address(&s.summed);
   #pragma unroll
   for (int owner = 0; owner < SPLIT; owner++) {
-    const u32 to = of_cta(own, owner), barrier = of_cta(summed, owner);
+    const u32 to = map_shared_rank(own, owner), barrier = map_shared_rank(summed, owner);
     #pragma unroll
     for (int i = 2 * first_piece(owner); i < 2 * first_piece(owner + 1); i++) {
       const float (&d)[4] = y[i / 16][i % 16];
-      push(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
+      st_async(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
     }
   }
 }
@@ -595,10 +596,10 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
     const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
     warp.mainloop(layer, i, place, s);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(address_of(&s.used[i % LISTS]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
     if (SPLIT > 1) {
       __syncwarp();
-      cluster_has_read();
+      cluster_sync_relaxed();
       return push_sums(warp.y, place.cta % SPLIT, s);
     }
     warp.store_y(layer.out_of(group), tokens);
@@ -613,16 +614,16 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
   const GridPlace place{(int)blockIdx.x, (int)gridDim.x};
   if (threadIdx.x == 0) {
     for (int i = 0; i < LISTS; i++) {
-      init(address_of(&s.listed[i]), 1);
-      init(address_of(&s.used[i]), MMA_WARPS + LOAD_THREADS / 32);
+      mbarrier_init(smem_address(&s.listed[i]), 1);
+      mbarrier_init(smem_address(&s.used[i]), MMA_WARPS + LOAD_THREADS / 32);
     }
     for (int i = 0; i < STAGES; i++) {
-      init(address_of(&s.full[i]), LOAD_THREADS);
-      init(address_of(&s.empty[i]), MMA_WARPS);
+      mbarrier_init(smem_address(&s.full[i]), LOAD_THREADS);
+      mbarrier_init(smem_address(&s.empty[i]), MMA_WARPS);
     }
-    init(address_of(&s.x_full), LOAD_THREADS);
-    init(address_of(&s.x_empty), MMA_WARPS);
-    init(address_of(&s.summed), 1);
+    mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
+    mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
+    mbarrier_init(smem_address(&s.summed), 1);
     if (SPLIT > 1) expect_sums(place.cta % SPLIT, s);
   }
   const ThreadGroup all{(int)threadIdx.x, THREADS, 0};
@@ -630,8 +631,8 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
     s.next = place.cta / SPLIT;
     s.after = SPLIT == 1 ? place.ctas + place.cta : layer.groups();
   }
-  let_next_start();
-  wait_for_stream();
+  launch_dependent_grids();
+  wait_on_dependent_grids();
   prefetch_x(layer, place.cta / SPLIT, all);
   __syncthreads();
   list_next(s.lists[0], layer, place, all, s);
@@ -650,9 +651,9 @@ up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, 
   // Instructions are read from memory the first time, 1 us for every few dozen. So list warps,
   // which end early, run this code once without effect.
   const bool dry = other >= 0;
-  if (!dry) wait(address_of(&s.summed), 0, "sums of the cluster");
+  if (!dry) mbarrier_wait(smem_address(&s.summed), 0, "sums of the cluster");
   if (other < LIST_THREADS)
     reduce_cluster(layer.out_of(group), layer.tokens(group), place.cta % SPLIT, dry);
   __syncwarp();
-  if (dry) cluster_has_read();
+  if (dry) cluster_sync_relaxed();
 }

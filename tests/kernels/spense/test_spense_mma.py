@@ -20,7 +20,7 @@ from cuda_on_cpu import built
 from on_hopper import CLEAN, known_by_nvcc
 from places import KERNELS, cuda_source
 from sample import sampled
-from test_spense_wgmma import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
+from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -124,10 +124,13 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @needs_compiler
 @pytest.mark.parametrize(
     ("shape", "config", "workers", "late"),
-    [
-        *((shape, CONFIGS[i % 4], 5, True) for i, shape in enumerate([*SHAPES, *ODD])),
-        *((shape, CONFIGS[i % 4 - 2], 2, False) for i, shape in enumerate([*SHAPES, *ODD])),
-    ],
+    sampled(
+        [
+            *((shape, CONFIGS[i % 4], 5, True) for i, shape in enumerate([*SHAPES, *ODD])),
+            *((shape, CONFIGS[i % 4 - 2], 2, False) for i, shape in enumerate([*SHAPES, *ODD])),
+        ],
+        *(1, 3, -1),
+    ),
     ids=str,
 )
 def test_its_threads_give_the_product_on_a_cpu(
