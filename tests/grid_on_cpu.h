@@ -1,5 +1,5 @@
-// Stands in for ffn_ptx.cuh, which ffn_few.cu and ffn_sparse.cu include: copies, barriers, flags, as
-// the PTX ISA defines them. A copy lands at once or, with LATE, when its barrier is waited for.
+// Stands in for ffn_ptx.cuh, which ffn_few.cu and ffn_sparse.cu include: copies, barriers, flags,
+// as the PTX ISA defines them. A copy lands at once or, with LATE, when its barrier is waited for.
 
 #include "mma_on_cpu.h"
 

@@ -357,7 +357,7 @@ struct Reducer {
     const int buffer = sent % 2, place = sent % DEPTH;
     mbarrier_wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
     const u32 to = smem_address(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
-    constexpr int ALL = ROWS * QUADS, TURNS = (ALL + REDUCE_THREADS - 1) / (REDUCE_THREADS);
+    constexpr int ALL = ROWS * QUADS, TURNS = (ALL + REDUCE_THREADS - 1) / REDUCE_THREADS;
     float4 sums[TURNS];  // all are read before the first is pushed
     #pragma unroll
     for (int i = 0; i < TURNS; i++)
@@ -425,8 +425,7 @@ struct Reducer {
     if (thread < SHARE && thread % OWN_QUADS == 0)
       for (int rank = 0; rank < CTAS; rank++)
         store_flag(smem_address(shared) + AT_FLAGS + unit * CTAS + work.rank,
-                   all & lanes ? ON : OFF,
-             work.cta_of(rank));
+                   all & lanes ? ON : OFF, work.cta_of(rank));
   }
   __device__ __forceinline__ void apply_ups(int row, float4 u) const {
     const int unit = active_units()[row];

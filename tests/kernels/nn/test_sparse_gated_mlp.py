@@ -20,7 +20,7 @@ from sparsebench.harness.bench.check import Expected, check
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
-from sparsebench.kernels.sparse_activations import _gather, _index, _overflow
+from sparsebench.kernels.sparse_activations import _autograd, _gather, _index, _overflow
 from sparsebench.kernels.sparse_activations._index import Active
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -317,7 +317,7 @@ def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 @pytest.mark.parametrize("squared", [True, False])
 def test_the_operator_has_right_derivatives(squared):
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        y, norms, *_ = module.gated_mlp(*tensors, squared, 5)
+        y, norms, *_ = _autograd.gated_mlp(*tensors, squared, 5)
         return y, norms.double()
 
     found = function(*(given := operands()))
@@ -334,11 +334,11 @@ def test_the_operator_has_right_derivatives(squared):
 @pytest.mark.parametrize("slots", [1, 24])
 def test_the_operators_are_what_torch_compile_expects(slots):
     given = operands(torch.float32)
-    torch.library.opcheck(module.gated_mlp, (*given, False, slots))
-    *packed, dy = (*module.gated_mlp(*given, False, slots)[2:], torch.randn(6, 16))
+    torch.library.opcheck(_autograd.gated_mlp, (*given, False, slots))
+    *packed, dy = (*_autograd.gated_mlp(*given, False, slots)[2:], torch.randn(6, 16))
     plain = [t.detach() for t in given]
     packed = [t.detach() for t in packed]
-    torch.library.opcheck(module.gated_mlp_backward, (dy, torch.ones(6), *plain, packed, True))
+    torch.library.opcheck(_autograd.gated_mlp_backward, (dy, torch.ones(6), *plain, packed, True))
 
 
 @compiled
@@ -385,7 +385,7 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
     with pytest.raises(
         Unsupported, match=r"expected three weights \[n, 16\], found \[\[40, 16\], "
     ):
-        module.gated_mlp(torch.zeros(2, 16), gate, gate[:32], gate, False, 4)
+        _autograd.gated_mlp(torch.zeros(2, 16), gate, gate[:32], gate, False, 4)
 
 
 @compiled
@@ -412,7 +412,7 @@ def test_the_largest_sizes_of_the_indices_are_supported():
 def test_stored_for_backward_is_a_small_part_of_what_dense_layers_store():
     n, m = 5632, 16384
     x = torch.empty(m, 2048, dtype=torch.bfloat16, device="meta")
-    packed = module._packed_like(x, n, -(-n // module.SHARE))
+    packed = _autograd._packed_like(x, n, -(-n // _autograd.SHARE))
     assert sum(t.nbytes for t in packed) < 0.04 * 3 * m * n * 2
 
 
@@ -536,7 +536,7 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[BoundKernel
     """Return the programs of a step."""
     x, w, g, norms = (empty(*s, dtype=dtype) for s in ((m, k), (n, k), (m, n), (m,)))
     norms = norms.float()
-    offsets, columns, values, u, unit_offsets, tokens, places = module._packed_like(x, n, 88)
+    offsets, columns, values, u, unit_offsets, tokens, places = _autograd._packed_like(x, n, 88)
     active = Active(offsets, columns, values, unit_offsets, tokens, places)
     yield from _index.listing(g, active.capacity)[0]
     for squared in (False, True):
@@ -548,11 +548,11 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[BoundKernel
             x, x, (w, w, w), norms, out, active, squared=squared, device=CPU
         )
     h, by_unit = places.float(), (unit_offsets, tokens)
-    summed = _gather.summed
-    yield summed("norms", (offsets, columns), (h,), (w,), (x, norms))
-    yield summed("matrices", (offsets, columns), (h, h), (w, w), (x,))
-    yield summed("sums", by_unit, (h, h), (x,), (w, w))
-    yield summed("one", by_unit, (h,), (x,), (w,))
+    dsd = _gather.dsd
+    yield dsd("norms", (offsets, columns), (h,), (w,), (x, norms))
+    yield dsd("two_products", (offsets, columns), (h, h), (w, w), (x,))
+    yield dsd("two_outputs", by_unit, (h, h), (x,), (w, w))
+    yield dsd("plain", by_unit, (h,), (x,), (w,))
 
 
 def source_of(program: BoundKernel) -> tuple[ASTSource, dict[str, Any]]:
@@ -755,7 +755,7 @@ def test_a_gpu_is_right_at_the_last_slot_and_beyond() -> None:
     h = exact.values.float()
     for active, is_written in ((short, False), (exact, True)):
         lists = active.offsets, active.columns
-        _gather.summed("norms", lists, (h,), (w,), (y, norms))()
+        _gather.dsd("norms", lists, (h,), (w,), (y, norms))()
         assert bool((y != 7).any()) == bool((norms != 7).any()) == is_written
     assert_near((y,), (relu(gate).double() @ w.double(),), 1e-2)
 
