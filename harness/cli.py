@@ -124,13 +124,14 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.answer import answer, answer_json, counted
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import Flags, measure
     from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import answer, answer_json, counted
     from sparsebench.results import store
+    from sparsebench.results.analysis import analyse
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
@@ -147,13 +148,12 @@ def run(
     measured = store.read(path)
     page = path / "report.html"
     build(measured, page)
-    counts = counted(measured)
+    found = analyse(measured)
+    counts = counted(found)
     if as_json:
-        _print_json(
-            {"run": str(path), "report": str(page), "cases": counts, **answer_json(measured)}
-        )
+        _print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
     else:
-        _wide().print(answer(measured))
+        _wide().print(answer(found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if counts.keys() - {"ok", "unsupported"}:
@@ -220,7 +220,7 @@ def report(
 @app.command()
 def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
     """Set two runs side by side: by ratios to the local baseline, and absolute."""
-    from sparsebench.harness.answer import comparison
+    from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
     from sparsebench.results.compare import compare as compared
 
@@ -245,10 +245,10 @@ def reproduce(
     path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
 ) -> None:
     """Run a run's own suite again here, and say case by case whether it agreed."""
-    from sparsebench.harness.answer import comparison
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import comparison
     from sparsebench.results import store
     from sparsebench.results.agreement import agreement
 

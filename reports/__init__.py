@@ -1,1 +1,1 @@
-"""What is shown: one HTML file a run."""
+"""What is shown: one HTML file a run, and the tables of a terminal."""

@@ -1,6 +1,6 @@
 """A run as one HTML file that opens offline: every figure of reports/figures/, in their order.
 
-    run ─> frame ─> summary ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
+    run ─> analysis ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
 
 Nothing is fetched: style, script, drawings and the CSV are inside. Only the links to the run's own
 files point out of the page, to the directory beside it.
@@ -18,13 +18,13 @@ from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
 from sparsebench.reports.figures._figure import Frames
+from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name, flat
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import noise
+from sparsebench.results.noise import Reliability
 from sparsebench.results.pruning import Pruning
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summary
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
@@ -45,9 +45,8 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
 
     `pruning` is what pruning cost, to be set against the run's times.
     """
-    rows = frame(run.rows)
-    floor = noise(run, rows)
-    frames = Frames(run, rows, summary(rows, floor), floor, pruning)
+    found = analyse(run)
+    frames = Frames(run, found.rows, found.cases, found.noise, pruning)
     drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
     templates = files("sparsebench.reports") / "templates"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -91,7 +90,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {known[key]}" for name, key in names.items() if key in known]
     dirty = " with uncommitted changes" if known.get("dirty") == "True" else ""
-    ok = (cases.status == "ok").groupby(cases.case_id).all()
+    ok = (cases.status == Status.OK).groupby(cases.case_id).all()
     facts = {
         "started": str(run.state.get("started", "")),
         "versions": ", ".join(versions),
@@ -106,7 +105,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
 def _trust(frames: Frames) -> list[tuple[str, str]]:
     """Say how far the numbers can be trusted, and how loudly: a stamp, or quiet lines."""
     cases, (word, why) = frames.cases, frames.noise.reliability
-    found = [("stamp" if word == "unreliable" else "quiet", why)]
+    found = [("stamp" if word is Reliability.UNRELIABLE else "quiet", why)]
     if len(cases) and (cases.processes < FEWEST).all():
         count = cases.processes.max()
         runs = f"{count} process{'es' if count > 1 else ''}"

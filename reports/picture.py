@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from sparsebench.results import store
-from sparsebench.results.summary import summarised
+from sparsebench.results.analysis import analyse
 
 OURS = "sparsebench, the faster"
 SERIES = {
@@ -71,4 +71,4 @@ def _panel(axis: Axes, cases: pd.DataFrame, palette: dict[str, object], title: s
 
 
 if __name__ == "__main__":
-    picture(summarised(store.read(Path(sys.argv[1]))), Path(sys.argv[2]))
+    picture(analyse(store.read(Path(sys.argv[1]))).cases, Path(sys.argv[2]))

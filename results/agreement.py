@@ -19,6 +19,7 @@ import numpy as np
 from sparsebench.errors import ResultError
 from sparsebench.results.compare import Comparison, compare
 from sparsebench.results.environment import device_name, flat
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, Outcome
 from sparsebench.results.store import Run
 
@@ -99,7 +100,7 @@ def agreement(first: Run, second: Run) -> Agreement:
     where = _place(first, second)
     if where is Place.ANOTHER:
         cases["time_b_over_a"] = np.nan
-    one_sided = (cases.status_a == "unsupported") != (cases.status_b == "unsupported")
+    one_sided = (cases.status_a == Status.UNSUPPORTED) != (cases.status_b == Status.UNSUPPORTED)
     return Agreement(
         where,
         replace(found, cases=cases),

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import pandas as pd
 
 from sparsebench.errors import ResultError
+from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summarised
 from sparsebench.results.verdict import compared
 
 KEYS = ["case_id", "scope", "cache"]
@@ -41,7 +42,7 @@ class Comparison:
 
 def compare(a: Run, b: Run) -> Comparison:
     """Join two runs; a ResultError where they share no case, or a case with other operands."""
-    ours, theirs = (c[~c.twin.astype(bool)] for c in (summarised(a), summarised(b)))
+    ours, theirs = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
     shared = ours[KEYS].merge(theirs[KEYS])
     if shared.empty:
         found = f"{len(ours)} and {len(theirs)} with none in common"
@@ -74,7 +75,7 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
     there = compared(cases.assign(baseline_label=base))
     there &= base == cases.baseline_label_b.fillna(base)
     there &= cases.speedup_a.notna() | cases.speedup_b.notna()
-    there &= (cases.status_a != "unsupported") & (cases.status_b != "unsupported")
+    there &= (cases[["status_a", "status_b"]] != Status.UNSUPPORTED).all(axis=1)
     return agree.where(there, pd.NA)
 
 

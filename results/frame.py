@@ -26,15 +26,21 @@ NAMES = ["problem_id", "case_id", "op", "seed", "source"]
 FIELDS = ["m", "n", "k", "dtype", "pattern", "sparsity", "block"]  # an op may have others
 CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin"]
 PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
-OUTCOME = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by", "mark"]
-COUNTS = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes", "samples"]
-CHECKS = ["error", "error_of_bound", "sparsity_achieved", "bytes_of_dense"]
-TIMES = ["median_us", "q1_us", "q3_us", "min_us", "convert_us", "prepare_s", "bound_us"]
+RESULT = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by"]
+SIZES = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
+ERRORS = ["error", "error_of_bound"]
+SHARES = ["sparsity_achieved", "bytes_of_dense"]
+SAMPLE_TIMES = ["median_us", "q1_us", "q3_us", "min_us"]
+OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
+TIMES = [*SAMPLE_TIMES, *OTHER_TIMES]
 RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
-SENSORS = ["energy_j", "sm_mhz", "power_w", "temperature_c"]
-SPEEDUP = ["speedup", "speedup_q1", "speedup_q3"]
-NUMBERS = [*CHECKS, *TIMES, *RATES, *SENSORS, *SPEEDUP, "aa_log"]
-MEASURED = [*CONTENDER, *PLACE, *OUTCOME, *COUNTS, *NUMBERS, "baseline_label"]
+TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
+SENSORS = ["energy_j", *TELEMETRY]
+QUARTILES = ["speedup_q1", "speedup_q3"]
+COUNTS = [*SIZES, "samples"]
+NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log"]
+MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", *COUNTS, *NUMBERS, "baseline_label"]
+AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
 POWER_LIMITED = 0.2  # of the contest's time: less is a short peak
 
@@ -114,9 +120,7 @@ def _asked(row: Row) -> dict[str, Any]:
 def _measured(row: Row) -> dict[str, Any]:
     samples = np.asarray(row.samples_us or [np.nan])
     q1, median, q3 = np.quantile(samples, [0.25, 0.5, 0.75])
-    same = [*PLACE, *OUTCOME[:-1], *COUNTS[:-1], "error", "error_of_bound", "convert_us"]
-    same += ["prepare_s", "bound_us", "energy_j"]
-    return {name: getattr(row, name) for name in same} | {
+    return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
         "choice": json.dumps(row.choice),
         "mark": _mark(row.telemetry),
@@ -131,7 +135,7 @@ def _measured(row: Row) -> dict[str, Any]:
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
         "of_bound": _ratio(row.bound_us, median),
-        **{name: row.telemetry.get(name) for name in SENSORS[1:]},
+        **{name: row.telemetry.get(name) for name in TELEMETRY},
     }
 
 
@@ -155,7 +159,7 @@ def _against(
         found["baseline_label"] = label(base.case.contender)
     if base is not None and row.status is Status.OK:
         quartiles = np.quantile(logs_over(row, base), [0.5, 0.25, 0.75])
-        found |= zip(SPEEDUP, np.exp(quartiles).tolist(), strict=True)
+        found |= zip(["speedup", *QUARTILES], np.exp(quartiles).tolist(), strict=True)
     if original is not None and row.status is Status.OK:
         found["aa_log"] = np.median(logs_over(row, original))
     return found

@@ -12,15 +12,15 @@ are compressed by it, and are also given above it.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from sparsebench.results.frame import fields, frame
+from sparsebench.results.frame import fields
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
-from sparsebench.results.store import Run
 
 LAUNCH_US = 20.0
 NOTHING_BYTES = 2**16  # weights that any device reads within its launch cost
@@ -31,6 +31,19 @@ TOO_MANY = 0.1  # of the pairs
 
 PAIR = ["class", "label", "problem", "reference", "scope", "cache", "median_us", "bound_by"]
 PAIR += ["logs", "ratio", "low", "high", "different"]
+
+
+class Reliability(StrEnum):
+    """Whether the A/A pairs of a run came out equal as often as they must.
+
+    UNRELIABLE  more than 10 % of the pairs differ, and chance alone (5 % of pairs) would make so
+                many differ in fewer than 1 of 20 runs
+    UNKNOWN     no pair was measured in FEWEST or more processes
+    """
+
+    RELIABLE = "reliable"
+    UNRELIABLE = "unreliable"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -64,28 +77,26 @@ class Noise:
         return f"Noise floor: {', '.join(named)}; any other op takes the largest."
 
     @property
-    def reliability(self) -> tuple[str, str]:
-        """Return `reliable`, `unreliable` or `unknown`, and why in a sentence.
-
-        Unreliable: more than 10 % of the pairs differ, and by chance alone (5 % each) so many would
-        in fewer than 1 of 20 runs.
-        """
-        judged = self.pairs.different.dropna()
-        count, found = len(judged), int(judged.sum())
+    def reliability(self) -> tuple[Reliability, str]:
+        """Return whether the run is reliable, and the reason in a sentence."""
+        known = self.pairs.different.dropna()
+        count, found = len(known), int(known.sum())
         if not count:
             why = f"expected A/A pairs in {FEWEST} or more processes, found none."
-            return "unknown", f"Whether this run is reliable is unknown: {why}"
+            return Reliability.UNKNOWN, f"Whether this run is reliable is unknown: {why}"
         differ = f"{found} of {count} A/A pairs (the same kernel twice) came out different"
         differ += f", where chance alone gives {100 * CHANCE:g} %"
         if found > TOO_MANY * count and stats.binom.sf(found - 1, count, CHANCE) < CHANCE:
-            return "unreliable", f"This run is unreliable: {differ}. Small differences say nothing."
-        return "reliable", f"This run is reliable: {differ}."
+            why = f"This run is unreliable: {differ}. Small differences say nothing."
+            return Reliability.UNRELIABLE, why
+        return Reliability.RELIABLE, f"This run is reliable: {differ}."
 
 
-def noise(run: Run, rows: pd.DataFrame | None = None) -> Noise:
-    """Judge a run by its A/A pairs; `rows` is frame(run.rows), where it is at hand."""
-    rows = frame(run.rows) if rows is None else rows
-    reference = frame(run.reference)
+def noise(rows: pd.DataFrame, reference: pd.DataFrame) -> Noise:
+    """Return what the A/A pairs say: the suite's, and those that every run has for reference.
+
+    `rows` and `reference` are frames of a run's `rows` and `reference`.
+    """
     found = pairs(rows, reference)
     return Noise(found, floors(found), _launch_us(reference))
 

@@ -21,6 +21,15 @@ OLDER_ROWS = ("sparsebench/rows@1",)  # what they lack has its default
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold (a list is a block's r x c)."""
 
+# The defaults of rows that were written before rows named their own. Neither table ever grows.
+ONCE: Mapping[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
+ACTIVE_ONCE: Mapping[str, Value] = {**ONCE, "active": None, "skew": "iid"}
+DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
+    "ffn": {**ACTIVE_ONCE, "activation": "silu"},
+    "mlp": {**ACTIVE_ONCE, "activation": "silu"},
+    "ffn_step": {**ACTIVE_ONCE, "activation": "relu"},
+}
+
 
 class Status(StrEnum):
     """How a case ended. Only `ok` rows carry samples; every other row says why in `detail`."""
@@ -52,13 +61,16 @@ class Source:
 class Problem:
     """One op with its fields (m, n, k, dtype, pattern, sparsity, block ...) and a seed.
 
-    Problems with equal ids have the same bits in every operand, whatever the device.
+    Problems with equal ids have the same bits in every operand, whatever the device. `defaults` are
+    those of the op's fields. A field that has its default does not enter the id, so an op may gain
+    a field and keep the ids of older rows; but a default, once published, never changes.
     """
 
     op: str
     fields: Mapping[str, Value]
     seed: int = 0
     source: Source | None = None
+    defaults: Mapping[str, Value] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         """Return one field; a KeyError names the op and the field."""
@@ -70,15 +82,18 @@ class Problem:
     def id(self) -> str:
         """Name the problem; a source counts by content, not by place."""
         data = asdict(self)
+        defaults = data.pop("defaults").items()
+        data["fields"] = {n: v for n, v in self.fields.items() if (n, v) not in defaults}
         if data["source"]:
             del data["source"]["path"]
         return _digest(data)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote."""
+        """Read what asdict wrote; a problem without `defaults` was written before it had them."""
         source = Source(**data["source"]) if data.get("source") else None
-        return cls(data["op"], dict(data["fields"]), data["seed"], source)
+        defaults = data.get("defaults", DEFAULTS_ONCE.get(data["op"], ONCE))
+        return cls(data["op"], dict(data["fields"]), data["seed"], source, dict(defaults))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,23 @@ class Outcome(StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
+class IntervalKind(StrEnum):
+    """What lies between the two ends of a case's speed-up; the value is the word in reports.
+
+    QUARTILES   one process: the quartiles over its blocks; no statement about other processes
+    RANGE       several processes: the least and the greatest speed-up of a process
+    CONFIDENCE  FEWEST processes or more: the exact 95 % confidence interval (Hodges-Lehmann)
+    """
+
+    QUARTILES = "quartiles"
+    RANGE = "range"
+    CONFIDENCE = "95 %"
+
+    def over(self, processes: int) -> str:
+        """Name the interval for a reader: `95 % over 8 processes`."""
+        return f"{self} over {processes} processes" if processes > 1 else f"{self} in one process"
+
+
 @dataclass(frozen=True)
 class Interval:
     """An estimate with its 95 % interval, in the units of what was given."""

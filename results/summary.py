@@ -6,29 +6,35 @@ an outcome (statistics.py); with fewer it has a range: a look, not a verdict.
 """
 
 from collections import Counter
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.frame import RATES, SENSORS, SPEEDUP, TIMES, fields, frame
-from sparsebench.results.noise import Noise, noise
-from sparsebench.results.statistics import FEWEST, hodges_lehmann, student
-from sparsebench.results.store import Run
+from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields
+from sparsebench.results.noise import Noise
+from sparsebench.results.record import Status
+from sparsebench.results.statistics import FEWEST, IntervalKind, hodges_lehmann, student
 from sparsebench.results.verdict import judged
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
-SUMMED = ["ran", "processes", *FLOATS, "interval", "speedups"]
+SUMMED = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups"]
 
 
-def summarised(run: Run, rows: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return a run's cases with their verdicts; `rows` is frame(run.rows), where it is at hand."""
-    rows = frame(run.rows) if rows is None else rows
-    return summary(rows, noise(run, rows))
+class NoCrossing(StrEnum):
+    """Why a contender has no break-even between the measured levels.
+
+    BELOW  it is faster at every level: it breaks even below the first one
+    ABOVE  it is slower at the last level: it breaks even above that one, or nowhere
+    """
+
+    BELOW = "below the first level"
+    ABOVE = "not reached"
 
 
-def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
+def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     """Return a line a case: medians over its processes, and its speed-up over the baseline.
 
     The speed-up is the Hodges-Lehmann estimate, `speedup_low` and `speedup_high` its 95 % interval,
@@ -45,12 +51,12 @@ def summary(table: pd.DataFrame, floor: Noise | None = None) -> pd.DataFrame:
     for line in table.to_dict("records"):
         processes = cases.setdefault((line["case_id"], line["scope"], line["cache"]), {})
         processes[line["replicate"]] = {str(name): value for name, value in line.items()}
-    dropped = "replicate", "attempt", "reference", "aa_log", *SPEEDUP[1:]
+    dropped = "replicate", "attempt", "reference", "aa_log", *QUARTILES
     kept = [name for name in table.columns if name not in dropped]
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}
     summed = pd.DataFrame(lines, columns=[*kept, *SUMMED])
-    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), floor)
+    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
 
 
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
@@ -61,7 +67,7 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     processes and without a baseline it has the least median time, `lead` is the runner-up's time
     over its own, and `tied` says that the ranges of their times overlap.
     """
-    raced = cases[(cases.status == "ok") & ~cases.twin.astype(bool)]
+    raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     raced = raced.assign(ratio=raced.speedup.where(raced.t_low.notna()))
     raced = raced.sort_values(["ratio", "median_us"], ascending=[False, True], kind="stable")
     ranks = raced.groupby(CONTEST, sort=False).cumcount()
@@ -110,7 +116,7 @@ def _judged_together(first: Any, second: Any) -> bool:
 
 
 def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
-    bad = [process for process in processes if process["status"] != "ok"]
+    bad = [process for process in processes if process["status"] != Status.OK]
     used = bad or _paired(processes) or processes
     case = used[0] | {"processes": len(processes), "level": used[0]["sparsity"]}
     if not case["level"] > 0:
@@ -146,17 +152,18 @@ def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
     count, times = len(used), [process["median_us"] for process in used]
     speedups = tuple(process["speedup"] for process in used)
     logs = np.log(speedups)
-    low_us, high_us, kind = min(times), max(times), f"over {count} processes"
+    low_us, high_us, kind = min(times), max(times), IntervalKind.RANGE
     ratios = np.exp([logs.mean(), logs.min(), logs.max(), np.nan, np.nan]).tolist()
     if count == 1:
-        low_us, high_us, kind = used[0]["q1_us"], used[0]["q3_us"], "quartiles in one process"
+        low_us, high_us, kind = used[0]["q1_us"], used[0]["q3_us"], IntervalKind.QUARTILES
         ratios[1:3] = used[0]["speedup_q1"], used[0]["speedup_q3"]
     elif count >= FEWEST and not np.isnan(logs).any():
         exact, check = hodges_lehmann(logs), student(logs)
-        kind = f"95 % over {count} processes"
+        kind = IntervalKind.CONFIDENCE
         ratios = np.exp([exact.estimate, exact.low, exact.high, check.low, check.high]).tolist()
     names = ["speedup", "speedup_low", "speedup_high", "t_low", "t_high"]
-    facts = {"low_us": low_us, "high_us": high_us, "interval": kind, "speedups": speedups}
+    facts = {"low_us": low_us, "high_us": high_us, "speedups": speedups}
+    facts |= {"interval": kind.over(count), "interval_kind": str(kind)}
     return facts | dict(zip(names, ratios, strict=True))
 
 
@@ -171,10 +178,10 @@ def _crossing(logs: pd.Series) -> dict[str, Any]:
     slower = np.flatnonzero(values < 0)
     result = {"break_even": np.nan, "note": "", "first_level": levels[0], "last_level": levels[-1]}
     if not slower.size:
-        return result | {"note": "below the first level"}
+        return result | {"note": str(NoCrossing.BELOW)}
     i = slower[-1]
     if i == len(values) - 1:
-        return result | {"note": "not reached"}
+        return result | {"note": str(NoCrossing.ABOVE)}
     if np.isneginf(values[i]):
         return result | {"break_even": levels[i + 1]}
     density = np.exp(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor
 
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.results.record import Problem
+from sparsebench.results.record import Problem, Value
 
 Block = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A block's side, or its rows and columns."""
@@ -82,6 +82,12 @@ class Op:
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
     keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
+
+    @property
+    def defaults(self) -> dict[str, Value]:
+        """Return the defaults of the problem's fields; once published, a default never changes."""
+        known = self.fields.model_fields.items()
+        return {name: info.default for name, info in known if not info.is_required()}
 
     @property
     def weights(self) -> list[str]:

@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.results.record import Contender, Problem
 
@@ -29,10 +30,7 @@ def references(device: str) -> list[Contest]:
     sizes, kernel = CPU if device == "cpu" else GPU
     first = Contender("dense", kernel, baseline=True)
     pair = first, replace(first, baseline=False, twin=True)
-    return [
-        Contest(Problem("linear", _fields(m, n, k, dtype), SEED), pair, reference=True)
-        for m, n, k, dtype in sizes
-    ]
+    return [Contest(_problem(*size), pair, reference=True) for size in sizes]
 
 
 def with_twins(contests: Sequence[Contest], seed: str) -> list[Contest]:
@@ -47,6 +45,7 @@ def _twice(contest: Contest) -> Contest:
     return replace(contest, contenders=(*contest.contenders, *twins))
 
 
-def _fields(m: int, n: int, k: int, dtype: str) -> dict[str, int | float | str]:
-    sizes = {"m": m, "n": n, "k": k}
-    return {"dtype": dtype, "pattern": "dense", "sparsity": 0.0, "block": 1, **sizes}
+def _problem(m: int, n: int, k: int, dtype: str) -> Problem:
+    op, sizes = load_op("linear"), {"m": m, "n": n, "k": k}
+    fields = {**op.defaults, "dtype": dtype, **sizes}
+    return Problem("linear", fields, SEED, defaults=op.defaults)

@@ -198,7 +198,7 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
             fields = _fields(where, op, (from_source, *values), source)
             _enough(where, op, fields, source, data)
             for seed in seeds:
-                yield Problem(name, fields, seed, source)
+                yield Problem(name, fields, seed, source, op.defaults)
 
 
 def _sweep(value: Any) -> list[Any]:

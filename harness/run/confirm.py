@@ -17,13 +17,14 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.run.measure import Progress
 from sparsebench.harness.run.reproduce import again, whole
 from sparsebench.results import bundle
+from sparsebench.results.analysis import analyse
 from sparsebench.results.compare import KEYS
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
-from sparsebench.results.noise import noise
+from sparsebench.results.noise import Reliability
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summarised
 from sparsebench.results.verdict import compared
 
 
@@ -49,8 +50,8 @@ def confirm(
     """Measure the cases with the largest speed-ups in `path` again; return the new run."""
     identity = bundle.identity(path)
     run = whole(path)
-    raced = summarised(run)
-    raced = raced[compared(raced) & (raced.status == "ok")]
+    raced = analyse(run).cases
+    raced = raced[compared(raced) & (raced.status == Status.OK)]
     if raced.empty:
         raise ResultError(f"{path}: expected a case with a speed-up to confirm, found none")
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
@@ -67,11 +68,11 @@ def headlines(run: Run) -> list[Headline]:
 
     An unreliable run (results/noise.py) confirms nothing.
     """
-    found = summarised(run)
-    lines = found.set_index(KEYS, drop=False)
+    found = analyse(run)
+    lines = found.cases.set_index(KEYS, drop=False)
     cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
-    reliable = noise(run).reliability[0] != "unreliable"
-    names = [name for name in [*fields(found), "source"] if name != "pattern"]
+    reliable = found.noise.reliability[0] is not Reliability.UNRELIABLE
+    names = [name for name in [*fields(found.cases), "source"] if name != "pattern"]
     return [_headline(run, lines.loc[cell].to_dict(), names, reliable) for cell in cells]
 
 
@@ -79,7 +80,7 @@ def _headline(run: Run, cell: dict[str, Any], names: list[str], reliable: bool) 
     confirmed = reliable and cell["outcome"] == Outcome.FASTER
     why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
     word = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
-    if cell["status"] == "ok":
+    if cell["status"] == Status.OK:
         interval = f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
         said = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']} ({interval})"
     else:

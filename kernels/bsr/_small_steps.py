@@ -2,7 +2,7 @@
 
     row     a block row of W (a block column, for dX): 16 or 32 features of Y
     unit    32 features: one row of 32, or two of 16, which stay together so that Y is written in
-            rows of 64 bytes (kernels/NOTES.md)
+            rows of 64 bytes (NOTES.md)
     group   the units of an item, which a CTA multiplies together: those that touch the same strips
     strip   32 of the products' depth, that is of X's columns
     step    up to four strips with all the blocks that the group has there; what one slot holds

@@ -34,7 +34,7 @@
 //
 // A strip is 32 wide, a row of it 64 bytes: TMA takes 0.95 ns a row on one SM, whether it has 32 or
 // 64 bytes, and 64 are 8.8 TB/s over all SMs, what L2 gives. Loads and stores together are within
-// a tenth of the whole from 80 % of blocks of 32 and 90 % of blocks of 16 on (kernels/NOTES.md).
+// a tenth of the whole from 80 % of blocks of 32 and 90 % of blocks of 16 on (NOTES.md).
 //
 // Compiled with -DBLOCK=16|32 -DTOKENS=64|128 -DFEATURES=256|128|64|32 -DWARPGROUPS=1|2|4
 // -DROOM=24|12|5 -DTRANSPOSED=0|1, the constants of the lists (bsr_small.constants_of) and what

@@ -38,7 +38,7 @@
 // Few items would leave SMs idle, so an item may be cut between workers: a piece is an item, or
 // every second, third, ... of its steps. All workers then go through the tokens at one pace, and
 // what one brings from memory the others find in L2; with ranges of tokens instead, dY and X came
-// from memory several times, and 90 % took 53 us (kernels/NOTES.md). A worker sums its pieces one
+// from memory several times, and 90 % took 53 us (NOTES.md). A worker sums its pieces one
 // after the other. A whole item goes from the registers to the blocks, four 8 x 8 pieces
 // transposed among the four lanes of a row so that each stores 16 bytes. A cut one goes to
 // `partials` in fp32, in the registers' own order:

@@ -46,7 +46,7 @@ from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-FEW = 256  # tokens: too few items for 132 SMs, 11.2 µs where Triton takes 9.8 (NOTES.md)
+FEW = 256  # tokens: too few items for 132 SMs, 11.2 µs where Triton takes 9.8 (bsr/NOTES.md)
 C = TypeVar("C")  # a kernel's dataclass of a configuration
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

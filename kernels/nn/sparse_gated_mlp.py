@@ -17,11 +17,11 @@ nothing is lost: the call is dense, gate and up are made again in backward (11 p
 what is kept is as large as before. The device decides; the host never waits, and a CUDA graph holds
 both ways, which is why backward has room for two matrices [tokens, units] in any case.
 
-Such a step takes up to 1.8 times as long as dense layers do (kernels/NOTES.md). A layer with many
-units on, as one has that is not trained yet, can be told to be dense (`sparse`), or to decide
-(`settle`, by what the last call counted): products by cuBLAS, and what dense layers keep. It never
-changes by itself: when the host hears of a count depends on how far the device has come, and so
-would the bits, and the memory that a step takes.
+Such a step takes up to 1.8 times as long as dense layers do (sparse_activations/NOTES.md). A layer
+with many units on, as one has that is not trained yet, can be told to be dense (`sparse`), or to
+decide (`settle`, by what the last call counted): products by cuBLAS, and what dense layers keep. It
+never changes by itself: when the host hears of a count depends on how far the device has come, and
+so would the bits, and the memory that a step takes.
 
     CUDA, compute capability 8.0 and newer     Triton (sparse_activations/_autograd.py); sizes of
                                                multiples of 8
@@ -46,7 +46,9 @@ from sparsebench.kernels.sparse_activations._autograd import (
     require_one_kind,
 )
 
-EVEN = 94  # of the units, one on: a step takes as long as a compiled dense one (kernels/NOTES.md)
+# One unit of so many on: a step takes as long as a compiled dense one, by measurement
+# (sparse_activations/NOTES.md).
+EVEN = 94
 
 
 class SparseGatedMLP(nn.Module):

@@ -21,7 +21,7 @@
 // By tensor cores (mma m16n8k16), although most of H is off: weights are the tall operand, tokens
 // its eight columns. A unit that several tokens share is read once, and one that a single token
 // has costs what it would alone: 4 K bytes from L2, which gives 9 TB/s to plain loads and cp.async
-// (6 to cp.async.bulk, measured; kernels/NOTES.md). All else is to stay beside that:
+// (6 to cp.async.bulk, measured; NOTES.md). All else is to stay beside that:
 //
 //     listers    4 warps    G, or bits      --->  list, list        groups ahead
 //     loaders    4 warps    rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X

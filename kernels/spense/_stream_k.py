@@ -36,7 +36,7 @@ BAND = 8  # tiles of tokens
 SHORTEST = 2  # steps of a piece, or what there is for each worker: its sums are written and read
 READ_AHEAD = 1  # items past the end, where there are none
 # What an H200 reads from memory, and what one of its SMs brings and multiplies, in bytes and in
-# multiply-adds of 16 bits a ns (4.3 TB/s and 790 TFLOP/s, kernels/NOTES.md).
+# multiply-adds of 16 bits a ns (4.3 TB/s and 790 TFLOP/s, NOTES.md).
 FROM_MEMORY, BROUGHT, PRODUCTS = 4300, 90, 395_000 / 132
 # ns that a worker waits at its end; bytes of sums a ns: with 3500 down went in line at 4096 tokens,
 # in 1374 us, where rounds take 1324.

@@ -19,6 +19,7 @@ from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise
 from sparsebench.results.pruning import Pruning
+from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
 NOTHING = Markup("")
@@ -50,7 +51,7 @@ class Frames:
 
         `clear` says that a case is faster than its baseline, `undecided` that it is not told apart.
         """
-        raced = self.cases[(self.cases.status == "ok") & ~self.cases.twin.astype(bool)]
+        raced = self.cases[(self.cases.status == Status.OK) & ~self.cases.twin.astype(bool)]
         return raced.assign(clear=clear(raced), undecided=undecided(raced))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:

@@ -18,10 +18,13 @@ def percent(level: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Write a ratio with three significant digits: 12.3×."""
-    if pd.isna(ratio):
-        return "–"
-    return f"{ratio:.{max(0, min(3, 2 - _magnitude(ratio)))}f}×"
+    """Write a ratio with three significant digits and its sign: 12.3×."""
+    return "–" if pd.isna(ratio) else f"{three(ratio)}×"
+
+
+def three(ratio: float) -> str:
+    """Write a ratio with three significant digits, at most three after the point: 12.3."""
+    return f"{ratio:.{max(0, min(3, 2 - _magnitude(ratio)))}f}"
 
 
 def significant(value: Any, digits: int = 3) -> str:

@@ -13,9 +13,8 @@ import pandas as pd
 
 from sparsebench.reports.figures._html import times
 from sparsebench.results.noise import LAUNCH_US
-from sparsebench.results.statistics import FALSE_DISCOVERIES, MOST, Outcome
+from sparsebench.results.statistics import FALSE_DISCOVERIES, MOST, IntervalKind, Outcome
 
-SURE = "95 %"  # how summary.py begins the name of a confidence interval
 UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 
 
@@ -62,11 +61,9 @@ def above_floor(line: "pd.Series[Any]") -> str:
 
 
 def intervals(cases: pd.DataFrame) -> str:
-    """Name the intervals of these cases for what they are."""
-    kinds = sorted(cases.interval.unique())
-    sure = [f"{kind} (Hodges-Lehmann)" for kind in kinds if kind.startswith(SURE)]
-    looks = [
-        kind.replace("over", "the range over", 1) for kind in kinds if not kind.startswith(SURE)
-    ]
+    """Say what the intervals of these cases are."""
+    exact = cases.interval_kind == IntervalKind.CONFIDENCE
+    sure = [f"{interval} (Hodges-Lehmann)" for interval in sorted(cases.interval[exact].unique())]
+    looks = sorted(cases.interval[~exact].unique())
     caution = ". Ranges are no verdict." if sure else "; they are not confidence intervals."
-    return f"Intervals are {' or '.join(sure + looks)}{caution if looks else '.'}"
+    return f"Intervals: {', '.join(sure + looks)}{caution if looks else '.'}"

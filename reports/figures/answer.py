@@ -27,6 +27,7 @@ from sparsebench.reports.figures._html import (
     plain,
     significant,
     table,
+    three,
     times,
 )
 from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
@@ -139,7 +140,7 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
 def _interval(line: "pd.Series[Any]") -> str:
     if np.isnan(line.speedup):
         return "–"
-    return f"[{times(line.speedup_low)[:-1]}–{times(line.speedup_high)[:-1]}]"
+    return f"[{three(line.speedup_low)}–{three(line.speedup_high)}]"
 
 
 def _at(line: "pd.Series[Any]", x: str) -> str:

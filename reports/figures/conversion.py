@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
 from sparsebench.reports.figures._html import folded, known, note, significant, table
+from sparsebench.results.record import Status
 
 TITLE = "Conversion"
 ORDER = 60
@@ -50,7 +51,7 @@ def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
 
     Runs without reference contests are of a time when every process searched.
     """
-    rows = frames.rows[frames.rows.status == "ok"]
+    rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
     later = rows[~first] if frames.run.reference else rows[:0]
     times = {"first_s": rows[first], "later_s": later}

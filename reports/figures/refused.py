@@ -8,6 +8,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import Frames, named
 from sparsebench.reports.figures._html import folded, note, table
 from sparsebench.results.frame import fields
+from sparsebench.results.record import Status
 
 TITLE = "What did not run"
 ORDER = 80
@@ -19,15 +20,15 @@ def draw(frames: Frames) -> Markup:
     if cases.empty:
         return note("The run has no cases.")
     cases = cases.drop_duplicates(["case_id", "status", "detail"])  # one line for all measures
-    bad = cases[cases.status != "ok"]
-    alone = cases[(cases.status == "ok") & cases.speedup.isna()]
+    bad = cases[cases.status != Status.OK]
+    alone = cases[(cases.status == Status.OK) & cases.speedup.isna()]
     counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
     head = note(f"{len(cases)} cases: {', '.join(counts)}.")
     if len(alone):
         head += note(f"{len(alone)} ok cases have no speed-up: their contest had no ok baseline.")
     reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
-    groups.sort(key=lambda group: group.status.iloc[0] == "unsupported")
+    groups.sort(key=lambda group: group.status.iloc[0] == Status.UNSUPPORTED)
     lines = [_line(group) for group in groups]
     return head + table(["status", ">cases", "reason", "contenders"], lines) if lines else head
 

@@ -12,7 +12,7 @@ from sparsebench.reports.figures._html import note, percent, significant
 from sparsebench.reports.figures._svg import INK, series, swatch
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
-from sparsebench.results.summary import break_even
+from sparsebench.results.summary import NoCrossing, break_even
 
 TITLE = "Speed-up against the baseline"
 ORDER = 20
@@ -75,7 +75,7 @@ def _break_even(axes: Axes, axis: Sweep, group: pd.DataFrame, frames: Frames) ->
 
 
 def _word(line: "pd.Series[Any]") -> str:
-    if line.note == "not reached":
+    if line.note == NoCrossing.ABOVE:
         return f"not up to {percent(line.last_level)}"
     if line.note:
         return f"below {percent(line.first_level)}"

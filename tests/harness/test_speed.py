@@ -15,9 +15,8 @@ from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.reports.build import build
 from sparsebench.results import store
-from sparsebench.results.frame import frame
+from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row, Status
-from sparsebench.results.summary import summarised
 
 WORK = {"sparsity": 0.5, "nnz": 1, "flops": 2.0, "dense_flops": 4.0, "fewest_bytes": 1}
 BYTES = {"stored_bytes": 1, "dense_bytes": 2}
@@ -64,7 +63,7 @@ def test_expanding_a_suite_of_hundreds_of_cases(benchmark: Any) -> None:
 def test_frame_and_summary_of_a_million_samples(benchmark: Any, suite: Suite) -> None:
     whole = run(suite, 96, replicates=3)
     assert sum(len(row.samples_us) for row in whole.rows) > 9e5
-    within(5.0, benchmark, lambda: summarised(whole, frame(whole.rows)), rounds=2)
+    within(5.0, benchmark, analyse, whole, rounds=2)
 
 
 def test_a_report_of_24_problems(benchmark: Any, suite: Suite) -> None:

@@ -21,11 +21,9 @@ from sparsebench.reports.figures._html import percent, significant, times
 from sparsebench.reports.figures._svg import canvas
 from sparsebench.reports.figures._sweep import CHARACTER, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import noise
+from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
-from sparsebench.results.summary import summary
 
 DENSE = Contender("dense", "cublas", baseline=True)
 SPARSE = [
@@ -187,8 +185,8 @@ MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
 
 
 def frames(rows: list[Row]) -> Frames:
-    table, floor = frame(rows), noise(run(rows))
-    return Frames(run(rows), table, summary(table, floor), floor)
+    found = analyse(run(rows))
+    return Frames(run(rows), found.rows, found.cases, found.noise)
 
 
 RUNS: dict[str, Callable[[], Run]] = {
@@ -281,7 +279,9 @@ def test_cases_with_one_reason_are_counted_together() -> None:
 
 def test_a_run_in_several_processes_says_so() -> None:
     rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
-    assert "the range over 3 processes; they are not confidence intervals" in build(run(rows))
+    assert "Intervals: range over 3 processes; they are not confidence intervals" in build(
+        run(rows)
+    )
 
 
 def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:

@@ -20,11 +20,9 @@ from sparsebench.reports.figures._figure import Frames, each_measure, measures
 from sparsebench.reports.figures._html import known
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.reports.figures.conversion import draw as conversion
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import noise
+from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
-from sparsebench.results.summary import summary
 
 WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -98,8 +96,8 @@ def run(
 
 
 def frames(of: Run) -> Frames:
-    table, floor = frame(of.rows), noise(of)
-    return Frames(of, table, summary(table, floor), floor)
+    found = analyse(of)
+    return Frames(of, found.rows, found.cases, found.noise)
 
 
 @cache
@@ -144,8 +142,10 @@ def test_the_largest_speed_up_stands_in_the_table_with_its_outcome() -> None:
 
 
 def test_intervals_are_named_for_what_they_are() -> None:
-    assert "Intervals are 95 % over 8 processes (Hodges-Lehmann)." in page()
-    assert "the range over 5 processes; they are not confidence intervals." in page(processes=5)
+    assert "Intervals: 95 % over 8 processes (Hodges-Lehmann)." in page()
+    assert "Intervals: range over 5 processes; they are not confidence intervals." in page(
+        processes=5
+    )
 
 
 def test_the_noise_floor_is_said_and_drawn_by_class() -> None:
@@ -301,7 +301,7 @@ def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
 
 def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
     text = build(replace(run(), reference=[]))
-    assert "Intervals are 95 % over 8 processes" in text
+    assert "Intervals: 95 % over 8 processes" in text
     assert "Clearly faster: the whole interval is above 1." in text
     assert "no noise floor" in section("cases", text)
 

@@ -155,7 +155,7 @@ def test_several_processes_give_a_geometric_mean_and_a_range() -> None:
     assert line.speedup == pytest.approx(4)
     assert (line.speedup_low, line.speedup_high) == pytest.approx((2, 8))
     assert (line.median_us, line.low_us, line.high_us) == (2.5, 1.25, 5.0)
-    assert (line.interval, line.processes, line.samples) == ("over 3 processes", 3, 3)
+    assert (line.interval, line.processes, line.samples) == ("range over 3 processes", 3, 3)
 
 
 def test_eight_processes_give_an_interval_beside_students() -> None:
@@ -179,7 +179,7 @@ def test_processes_with_another_baseline_are_not_mixed_in() -> None:
     line = summary(frame(rows)).iloc[1]
     assert line.label == "bsr/bsr_triton"
     assert (line.speedup, line.baseline_label) == (pytest.approx(2), "dense/cublas")
-    assert line.interval == "over 2 processes"
+    assert line.interval == "range over 2 processes"
 
 
 def test_one_process_gives_quartiles() -> None:

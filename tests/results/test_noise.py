@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparsebench.results.analysis import analyse
 from sparsebench.results.frame import frame
-from sparsebench.results.noise import classes, floors, noise, pairs
+from sparsebench.results.noise import classes, floors, pairs
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
-from sparsebench.results.summary import break_even, summarised, winners
+from sparsebench.results.summary import break_even, winners
 
 A = Contender("dense", "cublas", baseline=True)
 A_TWIN = replace(A, baseline=False, twin=True)
@@ -85,7 +86,7 @@ def test_no_floor_is_below_half_a_percent() -> None:
 
 def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     rows = contest((A, 10.0), (A_TWIN, noisy(10.0, scale=10)))
-    found = noise(run(rows, PAIR))
+    found = analyse(run(rows, PAIR)).noise
     assert found.floors.keys() == {"launch", "memory"}
     other = frame(contest((A, 100.0), bound_by="compute"))
     assert set(found.floor(other)) == {found.floors["launch"]}
@@ -93,10 +94,10 @@ def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
 
 
 def test_a_run_without_a_pair_has_no_floor_and_its_outcomes_say_so() -> None:
-    cases = summarised(run(contest((A, 100.0), (B, 50.0))))
+    cases = analyse(run(contest((A, 100.0), (B, 50.0)))).cases
     assert list(cases.outcome) == ["", "no_noise_floor"]
     assert cases.floor.isna().all()
-    assert "has no A/A pair" in noise(run([])).sentence
+    assert "has no A/A pair" in analyse(run([])).noise.sentence
 
 
 @pytest.mark.parametrize(
@@ -107,14 +108,14 @@ def test_too_many_different_pairs_make_a_run_unreliable(different: int, of: int,
     for number in range(of):
         shifted = 99.0 if number < different else 100.0
         rows += contest((A, 100.0), (A_TWIN, noisy(shifted)), m=number + 1)
-    found, why = noise(run(rows)).reliability
+    found, why = analyse(run(rows)).noise.reliability
     assert found == word
     assert f"is {word}: {different} of {of} A/A pairs" in why
 
 
 def test_fewer_than_six_processes_leave_reliability_unknown() -> None:
     few = [row for row in PAIR if row.replicate < 5]
-    word, why = noise(run([], few)).reliability
+    word, why = analyse(run([], few)).noise.reliability
     assert word == "unknown"
     assert "expected A/A pairs in 6 or more processes, found none" in why
 
@@ -123,7 +124,7 @@ def test_every_outcome_comes_out_of_a_run() -> None:
     rows = contest((A, 100.0), (B, noisy(50.0)), m=1) + contest((A, 100.0), (B, noisy(200.0)), m=2)
     rows += contest((A, 100.0), (B, noisy(100.0)), m=3)
     rows += contest((A, 100.0), (B, noisy(99.4)), m=4)
-    cases = summarised(run(rows, PAIR))
+    cases = analyse(run(rows, PAIR)).cases
     judged = cases[cases.label == "bsr/bsr_triton"]
     assert list(judged.outcome) == ["faster", "slower", "no_difference", "inconclusive"]
     assert list(judged.interval.unique()) == ["95 % over 8 processes"]
@@ -136,36 +137,36 @@ def test_every_outcome_comes_out_of_a_run() -> None:
 def test_one_lucky_case_among_many_is_not_called_faster() -> None:
     lucky = [0.02 - d for d in (0.016, 0.002, -0.004, 0.008, 0.011, 0.003, -0.006, 0.0)]
     rows = contest((A, 100.0), (B, [100 * float(np.exp(-d)) for d in lucky]), m=1)
-    alone = summarised(run(rows, PAIR))
+    alone = analyse(run(rows, PAIR)).cases
     assert alone.outcome[1] == "faster"
     assert 0.0005 < alone.q[1] <= 0.05
     for m in range(2, 52):
         rows += contest((A, 100.0), (B, noisy(100.0)), m=m)
-    among = summarised(run(rows, PAIR))
+    among = analyse(run(rows, PAIR)).cases
     assert among.q[1] > 0.05
     assert among.outcome[1] == "inconclusive"
 
 
 def test_five_processes_are_a_look_without_an_outcome() -> None:
     rows = [row for row in contest((A, 100.0), (B, 50.0)) if row.replicate < 5]
-    line = summarised(run(rows, PAIR)).iloc[1]
-    assert (line.outcome, line.interval) == ("", "over 5 processes")
+    line = analyse(run(rows, PAIR)).cases.iloc[1]
+    assert (line.outcome, line.interval) == ("", "range over 5 processes")
     assert np.isnan(line.q)
 
 
 def test_short_times_are_also_compared_above_the_launch_floor() -> None:
     nothing = contest((A, 4.0), (A_TWIN, 4.0), m=1, reference=True)
     rows = contest((A, 10.0), (B, 7.0), m=2) + contest((A, 10.0), (B, 4.0), m=3)
-    cases = summarised(run(rows, nothing))
+    cases = analyse(run(rows, nothing)).cases
     assert cases.speedup[1] == pytest.approx(10 / 7)
     assert cases.speedup_above_floor[1] == pytest.approx(6 / 3)
     assert np.isnan(cases.speedup_above_floor[3])  # no time above the floor
-    assert summarised(run(rows)).speedup_above_floor.isna().all()
+    assert analyse(run(rows)).cases.speedup_above_floor.isna().all()
 
 
 def test_twins_and_reference_rows_win_nothing() -> None:
     rows = contest((A, 100.0), (B, 50.0), (B_TWIN, 49.0), (A_TWIN, 1.0))
-    cases = summarised(run(rows, PAIR))
+    cases = analyse(run(rows, PAIR)).cases
     assert len(cases) == 4
     assert list(winners(cases).label) == ["bsr/bsr_triton"]
     assert list(break_even(cases).label) == ["bsr/bsr_triton"]
@@ -176,9 +177,9 @@ def test_a_tie_is_judged_by_the_ratio_of_the_two() -> None:
     together = np.array(noisy(1.0, scale=20))  # what moves both alike
     second = Contender("csr", "cusparse_csr")
     close = contest((A, 100.0), (B, together * 50), (second, together * noisy(51.0)))
-    best = winners(summarised(run(close, PAIR))).iloc[0]
+    best = winners(analyse(run(close, PAIR)).cases).iloc[0]
     assert best.low_us < 51 < best.high_us
     assert best.lead == pytest.approx(51 / 50, rel=1e-3)
     assert not best.tied
     equal = contest((A, 100.0), (B, together * 50), (second, together * noisy(50.0)))
-    assert winners(summarised(run(equal, PAIR))).iloc[0].tied
+    assert winners(analyse(run(equal, PAIR)).cases).iloc[0].tied

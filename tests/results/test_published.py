@@ -1,5 +1,6 @@
 """What is published can be read, says where it comes from, and is about the bits we draw today."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,24 @@ from places import PUBLISHED, ROOT
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.run.validate import validate
 from sparsebench.reports.picture import picture
-from sparsebench.results import bundle, store
-from sparsebench.results.inspection import inspect
-from sparsebench.results.record import Problem
-from sparsebench.results.summary import summarised
+from sparsebench.results import store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.record import DEFAULTS_ONCE, ONCE, Problem
 
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 
 
+NO_SOURCES = {"dlmc", "trained"}  # their suites take files that the repository does not hold
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: str(p.relative_to(PUBLISHED)))
-def test_a_published_run_is_whole_and_names_its_commit(path: Path) -> None:
-    bundle.verify(path)
+def test_a_published_run_validates_and_names_its_commit(path: Path, tmp_path: Path) -> None:
+    *_, plan = validate(path, data=tmp_path)
+    assert plan.startswith("plan: not checked" if path.name in NO_SOURCES else "plan: ")
+    assert ("cannot be expanded" in plan) == (path.name in NO_SOURCES)
     run = store.read(path)
-    assert list(inspect(run))
     assert run.state["contests"]["done"] == run.state["contests"]["of"]
     assert len(run.rows) == sum(run.state["cases"].values())
     assert len(run.environment["commit"]) == 40
@@ -31,7 +36,7 @@ def test_a_published_run_is_whole_and_names_its_commit(path: Path) -> None:
 
 def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
     run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-4096")
-    picture(summarised(run), tmp_path / "speedup.svg")
+    picture(analyse(run).cases, tmp_path / "speedup.svg")
     assert "blocks of 128" in (tmp_path / "speedup.svg").read_text()
 
 
@@ -47,3 +52,21 @@ def test_a_cpu_draws_the_bits_that_the_gpu_drew(path: Path) -> None:
     for problem, digest in digests.values():
         drawn = operands.operands(problem, load_op(problem.op), torch.device("cpu"), None)
         assert drawn.digest == digest
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad", *DEFAULTS_ONCE])
+def test_an_op_still_has_the_defaults_of_its_oldest_rows(op: str) -> None:
+    defaults, once = load_op(op).defaults, DEFAULTS_ONCE.get(op, ONCE)
+    assert {name: defaults[name] for name in once} == once
+
+
+def test_an_op_that_gains_a_field_keeps_the_ids_of_its_rows() -> None:
+    fields = {"m": 4, "n": 64, "k": 64, "dtype": "bf16"}
+    old = {"op": "ffn", "fields": fields | {"activation": "silu"}, "seed": 1, "source": None}
+    op = load_op("ffn")
+    now = Problem("ffn", op.defaults | fields, 1, defaults=op.defaults)
+    assert Problem.from_json(old).id == Problem.from_json(asdict(now)).id == now.id
+    wider = op.defaults | {"bias": False}  # the op of some later commit
+    assert Problem("ffn", wider | fields, 1, defaults=wider).id == now.id
+    assert Problem("ffn", wider | fields | {"bias": True}, 1, defaults=wider).id != now.id
+    assert Problem("ffn", wider | fields | {"skew": "zipf"}, 1, defaults=wider).id != now.id

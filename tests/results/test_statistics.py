@@ -1,18 +1,14 @@
 """results/statistics.py: small numbers by hand, and the promise, kept on simulated clocks."""
 
-import time
-from typing import Any
-
 import numpy as np
 import pytest
 from scipy import stats
 
 from sparsebench.harness.sim.clock import Spec, samples
-from sparsebench.results.frame import frame
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import (
     FEWEST,
     Floats,
+    IntervalKind,
     Outcome,
     block_logs,
     hodges_lehmann,
@@ -22,7 +18,6 @@ from sparsebench.results.statistics import (
     q_values,
     student,
 )
-from sparsebench.results.summary import summary
 
 EIGHT = np.arange(8.0)
 RUNS = 500
@@ -62,6 +57,12 @@ def test_many_ratios_are_judged_at_once() -> None:
     logs = np.random.default_rng(1).normal(0, 1, (3, 8))
     for method in (hodges_lehmann, student):
         assert list(method(logs).low) == pytest.approx([method(line).low for line in logs])
+
+
+def test_an_interval_is_named_with_its_processes() -> None:
+    assert IntervalKind.CONFIDENCE.over(8) == "95 % over 8 processes"
+    assert IntervalKind.RANGE.over(3) == "range over 3 processes"
+    assert IntervalKind.QUARTILES.over(1) == "quartiles in one process"
 
 
 def test_an_interval_has_four_outcomes() -> None:
@@ -134,25 +135,3 @@ def test_a_planted_difference_is_found(
     pairs = np.abs(simulated(call_us, 1, RUNS, seed=4))
     floors = np.maximum(0.005, np.expm1(np.quantile(pairs, 0.95, axis=1)))
     assert np.mean(np.exp(found.low) > 1 + floors) >= three_percent
-
-
-def test_a_million_samples_are_summarised_in_seconds() -> None:
-    rows = list(_rows(problems=100, processes=8, sizes=(24, 8)))
-    assert sum(len(row.samples_us) for row in rows) > 1e6
-    start = time.perf_counter()
-    cases = summary(frame(rows))
-    assert time.perf_counter() - start < 10  # 2 s alone; other work may share the cores
-    assert len(cases) == 700
-
-
-def _rows(problems: int, processes: int, sizes: tuple[int, int]) -> Any:
-    contenders = [Contender("dense", "cublas", baseline=True)]
-    contenders += [Contender("bsr", f"kernel_{i}") for i in range(6)]
-    draw = np.random.default_rng(5)
-    for number in range(problems):
-        problem = Problem("linear", {"m": number, "n": 64, "k": 64, "dtype": "bf16"})
-        for process in range(processes):
-            for contender in contenders:
-                taken = tuple(draw.normal(100, 1, sizes[0] * sizes[1]).round(3).tolist())
-                case = Case(problem, contender)
-                yield Row(case, Status.OK, process, samples_us=taken, samples_per_block=sizes[1])

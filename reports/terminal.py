@@ -1,4 +1,4 @@
-"""The answer of a run for a terminal: who wins each problem, and where each format breaks even.
+"""The answer of a run on a terminal: who wins each problem, and where each format breaks even.
 
 An interval never stands alone: beside it is its outcome, and below the noise floor of the run and
 whether its A/A pairs make it reliable. Fewer than FEWEST processes give a look, and it says so.
@@ -13,43 +13,46 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.compare import Comparison
-from sparsebench.results.frame import fields, frame
-from sparsebench.results.noise import Noise, noise
+from sparsebench.results.frame import fields
+from sparsebench.results.noise import Noise
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
-from sparsebench.results.summary import break_even, summary, winners
+from sparsebench.results.summary import break_even, winners
 
 WORDS = ["fastest", "contender", "baseline", "op", "pattern", "dtype", "source"]
 WORDS += ["outcome", "outcome a", "outcome b"]
 VERDICT = 8  # processes for a verdict; FEWEST is the least that gives one
 
 
-def answer(run: Run) -> Group:
+def answer(found: Analysis) -> Group:
     """Return the tables that `sparsebench run` ends with."""
-    cases, floor = _judged(run)
-    if not (cases.status == "ok").any():
+    cases = _by_size(found.cases)
+    if not (cases.status == Status.OK).any():
         return Group("nothing was measured: the report says why")
     even = break_even(cases)
     tables = [_fastest(cases), *([] if even.empty else [_crossings(even)])]
-    return Group(*tables, *_trust(cases, floor))
+    return Group(*tables, *_trust(cases, found.noise))
 
 
-def counted(run: Run) -> dict[str, int]:
-    """Count the suite's cases by how they ended; an ok one was so in every process and measure."""
-    cases, _ = _judged(run)
-    worst_first = cases[~cases.twin.astype(bool)].sort_values("status", key=lambda s: s == "ok")
+def counted(found: Analysis) -> dict[str, int]:
+    """Count the suite's cases by status; `ok` means ok in every process, scope and cache state."""
+    cases = _by_size(found.cases)
+    asked = cases[~cases.twin.astype(bool)]
+    worst_first = asked.sort_values("status", key=lambda status: status == Status.OK)
     statuses = worst_first.drop_duplicates("case_id").status.value_counts()
     return {str(status): int(count) for status, count in statuses.items()}
 
 
-def answer_json(run: Run) -> dict[str, Any]:
-    """Return the same for a script."""
-    cases, floor = _judged(run)
+def answer_json(found: Analysis) -> dict[str, Any]:
+    """Return the answer for a script."""
+    cases = _by_size(found.cases)
     tables = {"winners": winners(cases), "break_even": break_even(cases)}
-    found = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-    word, why = floor.reliability
-    return found | {"noise_floor": floor.floors, "reliability": word, "reliability_why": why}
+    said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    word, why = found.noise.reliability
+    floors = {"noise_floor": found.noise.floors}
+    return said | floors | {"reliability": word, "reliability_why": why}
 
 
 def comparison(found: Comparison) -> Group:
@@ -85,13 +88,10 @@ def comparison(found: Comparison) -> Group:
     return Group(table, agree, only)
 
 
-def _judged(run: Run) -> tuple[pd.DataFrame, Noise]:
-    """Return the cases by size, since a run draws their order, and the noise floor."""
-    rows = frame(run.rows)
-    floor = noise(run, rows)
-    cases = summary(rows, floor)
+def _by_size(cases: pd.DataFrame) -> pd.DataFrame:
+    """Sort cases by the fields of their problems: a run takes them in a random order."""
     names = ["op", *fields(cases), "source"]
-    return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True), floor
+    return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
 def _sizes(column: pd.Series) -> pd.Series:
@@ -134,9 +134,9 @@ def _crossings(even: pd.DataFrame) -> Table:
     return table
 
 
-def _trust(cases: pd.DataFrame, floor: Noise) -> list[str]:
+def _trust(cases: pd.DataFrame, noise: Noise) -> list[str]:
     """Say how far the numbers can be trusted, in a line each."""
-    lines = [floor.sentence, floor.reliability[1]]
+    lines = [noise.sentence, noise.reliability[1]]
     if (cases.processes < FEWEST).all():
         few = f"Fewer than {FEWEST} processes give a look, not a verdict"
         lines.append(f"{few}: --replicates {VERDICT} gives one.")

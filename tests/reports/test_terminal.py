@@ -1,4 +1,4 @@
-"""harness/answer.py: what a run ends with on a terminal."""
+"""reports/terminal.py: what a run ends with on a terminal."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console, Group
 
-from sparsebench.harness.answer import answer, answer_json, comparison
+from sparsebench.reports.terminal import answer, answer_json, comparison
+from sparsebench.results.analysis import analyse
 from sparsebench.results.compare import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
@@ -32,7 +33,7 @@ def run(processes: int, bsr_us: float) -> Run:
 def said(shown: Run | Group) -> str:
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(answer(shown) if isinstance(shown, Run) else shown)
+        console.print(answer(analyse(shown)) if isinstance(shown, Run) else shown)
     return " ".join(capture.get().split())  # a narrow table wraps its title
 
 
@@ -55,7 +56,7 @@ def test_an_outcome_stands_beside_its_interval(bsr_us: float, outcome: str) -> N
 
 def test_three_processes_give_a_look_and_it_is_said_once() -> None:
     text = said(run(3, 50.0))
-    assert "interval: over 3 processes" in text
+    assert "interval: range over 3 processes" in text
     assert text.count("a look, not a verdict: --replicates 8 gives one") == 1
     assert "1.996 to 2.002 - Break-even" in text
 
@@ -76,7 +77,7 @@ def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None
 
 
 def test_a_script_is_told_the_same() -> None:
-    found = answer_json(run(8, 50.0))
+    found = answer_json(analyse(run(8, 50.0)))
     assert found["noise_floor"] == {"memory": 0.005}
     assert found["reliability"] == "reliable"
     assert [(line["label"], line["outcome"]) for line in found["winners"]] == [
