@@ -13,7 +13,14 @@ from pathlib import Path
 from sparsebench.errors import ResultError
 from sparsebench.reports.published._pages import pages
 from sparsebench.reports.published._runs import Published, published
-from sparsebench.reports.published._summary import figure, headline, list_of_runs, pruned, trained
+from sparsebench.reports.published._summary import (
+    figure,
+    headline,
+    list_of_runs,
+    pruned,
+    terminal,
+    trained,
+)
 from sparsebench.reports.published._table import rendered
 from sparsebench.reports.published.tables import QUESTIONS, SECTIONS
 
@@ -67,6 +74,7 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
     return {
         "headline": headline(QUESTIONS, runs),
         "figure": figure(runs),
+        "terminal": terminal(runs),
         "runs": list_of_runs(runs),
         **{table.name: rendered(table, runs) for part in SECTIONS.values() for table in part},
         "pruning": "\n\n".join(map(pruned, sorted((home / "pruning").glob("*.json")))),

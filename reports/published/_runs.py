@@ -4,11 +4,10 @@
     results/published/pruning/*.json, sparsity/*.json  ─>  what pruning and training cost
 
 The cases have five more columns, for tables: `run`, `shape` (n × k), `asked` (the level in
-per cent), `ours` (a kernel of this project, dense ones left out) and `chosen` (what a portfolio
-ran where that was dense).
+per cent), `ours` (a kernel of this project, dense ones left out) and `dense` (a portfolio that
+chose a dense kernel).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,7 @@ from sparsebench.results.environment import device_name, flat
 from sparsebench.results.noise import Noise
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
+from sparsebench.results.summary import chose_dense
 
 # Kernels of kernels/bsr, spense and sparse_activations, by what their names begin with.
 OURS = ("bsr_", "spense_", "ffn_sparse", "ffn_few", "ffn_step_sparse", "mlp_sparse")
@@ -94,11 +94,5 @@ def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
         shape=[f"{n} × {k}" for n, k in sizes],
         asked=[f"{np.round(100 * level, 2):g} %" for level in cases.level],
         ours=cases.kernel.str.startswith(OURS),
-        chosen=[chosen(choice) for choice in cases.choice],
+        dense=chose_dense(cases),
     )
-
-
-def chosen(choice: str) -> str:
-    """Name the dense kernel that a portfolio ran, by its row's `choice`; "" where it ran none."""
-    made = json.loads(choice) if isinstance(choice, str) else {}
-    return f"dense, {made['by']}" if made.get("way") == "dense" else ""

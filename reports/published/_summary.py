@@ -9,10 +9,12 @@ pruning    results/published/pruning/*.json     trained    results/published/spa
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from rich.console import Console
 
 from sparsebench.reports.picture import drawn
 from sparsebench.reports.published._runs import Published
@@ -24,10 +26,13 @@ from sparsebench.reports.published._table import (
     markdown,
     matched,
 )
+from sparsebench.reports.terminal import answer
 from sparsebench.results import pruning
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
 
 LEVEL = 0.9  # that the caption names
+BLOCK, COLUMNS = "64", 72  # of the example of a terminal
 PICTURE, PICTURED = "reports/site/nvidia-h200/speedup.svg", "sparsity-4096"
 
 
@@ -91,7 +96,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     active = line.get("active")
     level = line["asked"] if pd.isna(active) else f"{active:g} of {line['n']} on"
     count = f"{run.processes} process{'es' if run.processes > 1 else ''}, a {run.weight}"
-    ran = " (dense)" if line["chosen"] else ""
+    ran = " (dense)" if line["dense"] else ""
     block = f", blocks of {line['block']}" if line["format"] == "bsr" else ""
     return [
         question.text,
@@ -130,6 +135,17 @@ def figure(runs: Mapping[str, Published]) -> str:
             f"From the published run [{run.name}](/{run.home}), by `sparsebench.reports.picture`.",
         ]
     )
+
+
+def terminal(runs: Mapping[str, Published]) -> str:
+    """Return what `sparsebench run` prints at its end, of one block of the pictured run."""
+    run = runs[PICTURED]
+    cases = run.cases[run.cases.block == BLOCK]
+    text = StringIO()
+    console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
+    console.print(answer(Analysis(pd.DataFrame(), run.noise, cases)))
+    lines = text.getvalue().splitlines()
+    return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 
 def pruned(path: Path) -> str:

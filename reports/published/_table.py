@@ -156,7 +156,7 @@ def _grid(table: Table, found: pd.DataFrame) -> str:
             if column in cells:
                 raise ResultError(f"table {table.name}: expected one problem at {row} {column}")
             other = f"`{line['kernel']}`" if several and line["kernel"] != usual else ""
-            cells[column] = f"{line['figure']} {'dense' if line['chosen'] else other}".rstrip()
+            cells[column] = f"{line['figure']} {'dense' if line['dense'] else other}".rstrip()
         kernel = [f"`{usual}`"] if several else []
         lines.append([_value(table, row), *kernel, *(cells.get(key, "") for key in keys)])
     kernel = ["kernel"] if several else []

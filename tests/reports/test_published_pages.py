@@ -11,7 +11,7 @@ from places import KERNELS, PUBLISHED, ROOT
 from sparsebench.errors import ResultError
 from sparsebench.reports.published import __main__ as command
 from sparsebench.reports.published._pages import pages
-from sparsebench.reports.published._runs import OURS, Published, chosen, published
+from sparsebench.reports.published._runs import OURS, Published, published
 from sparsebench.reports.published._table import Figure, Table, matched, rendered
 from sparsebench.reports.published.tables import SECTIONS
 
@@ -59,9 +59,7 @@ def test_a_cell_of_a_portfolio_that_chose_a_dense_kernel_says_so(
 ) -> None:
     (ffn,) = (table for table in EVERY if table.name == "ffn")
     found = matched(ffn, runs)
-    assert found.chosen.str.startswith("dense").sum() == rendered(ffn, runs).count(" dense |") > 0
-    assert chosen('{"way": "dense", "by": "cublas_ffn"}') == "dense, cublas_ffn"
-    assert chosen('{"way": "few"}') == chosen("{}") == ""
+    assert found.dense.sum() == rendered(ffn, runs).count(" dense |") > 0
 
 
 def test_kernels_are_ours_by_their_folder() -> None:
