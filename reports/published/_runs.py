@@ -26,7 +26,7 @@ from sparsebench.results.store import Run
 from sparsebench.results.summary import chose_dense
 
 # Kernels of kernels/bsr, spense and sparse_activations, by what their names begin with.
-OURS = ("bsr_", "spense_", "ffn_sparse", "ffn_few", "ffn_step_sparse", "mlp_sparse")
+OURS = ("bsr_", "spense_", "ffn_sparse", "ffn_few", "ffn_step_sparse", "mlp_sparse", "mlp_few")
 
 
 @dataclass(frozen=True)
