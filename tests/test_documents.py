@@ -22,7 +22,8 @@ SKIPPED = {
     "shared",
     "node_modules",
 }  # folders that hold no document of ours
-FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn", "suites", "tests"]
+FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn"]
+FOLDERS += ["reports", "results", "suites", "tests"]
 PLAIN = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"{f}/README.md" for f in FOLDERS)]
 TOP = "formats|harness|kernels|reports|results|suites|tests"
 
