@@ -11,8 +11,8 @@ the samples, one a round, in the order taken:
 
     timer()    call: += sample    timer()
 
-So its times are device time (on a CPU the host clock's). timing.py decides the number of rounds, not
-a --benchmark option. A wrong output has no time. All is one process: a look, not a verdict, and a
+So its times are device time (on a CPU the host clock's). timing.py decides the number of rounds, no
+--benchmark option does. A wrong output has no time. All is one process: a look, not a verdict, and a
 kernel that crashes or hangs takes pytest with it.
 """
 
