@@ -1,1 +1,1 @@
-"""Storage formats, one a file: layout, converter, inverse."""
+"""Storage formats, one in each file: layout, conversion, inverse."""

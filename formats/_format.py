@@ -1,6 +1,6 @@
-"""The contract that every file in formats/ keeps, and the tensor helpers they share.
+"""The contract of every file in formats/, and the tensor helpers that they share.
 
-A format file holds one frozen dataclass and names it FORMAT. The harness finds it by file name.
+A format file has one frozen dataclass and names it FORMAT. The harness finds it by file name.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class Format(ABC):
     @classmethod
     @abstractmethod
     def from_dense(cls, dense: Tensor, /, *_: Any, **params: Any) -> Self:
-        """Convert on the tensor's own device, vectorised, or raise FormatError."""
+        """Convert a matrix [rows, columns] on its own device, vectorised. Raises FormatError."""
 
     @abstractmethod
     def to_dense(self) -> Tensor:
@@ -31,13 +31,14 @@ class Format(ABC):
 
     @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
-        """Name every array that a kernel reads: what counts as stored bytes."""
+        """Return every array that a kernel reads, by name: they count as stored bytes."""
 
     def sample(self, dense: Tensor) -> Self:
-        """Return the values of another matrix where this one stores elements: a gradient's layout.
+        """Return the elements of another matrix at the positions that this one stores.
 
-        The elements are the array `values`, in the other matrix's dtype; all other arrays stay.
-        Raises FormatError where the layout cannot, or the sizes differ.
+        A weight gradient has this layout. The result's `values` have the dtype of the other matrix;
+        its other arrays are this one's. Raises FormatError if the format does not have this
+        operation or the sizes differ.
         """
         name = type(self).__name__.lower()
         raise FormatError(f"{name} has no room for the values of another matrix: it has no sample")

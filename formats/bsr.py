@@ -8,7 +8,7 @@ offsets  int32 [ceil(n/r) + 1]  where each block row starts in `columns`
 columns  int32 [blocks]         block column of each stored block, ascending within a block row
 values   dtype [blocks, r, c]   row-major blocks; zeros where an edge block leaves the matrix
 
-Any block fits any matrix: the blocks of the last row and column may stick out, and are padded.
+Any block fits any matrix: blocks of the last block row and column are padded with zeros.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from sparsebench.formats._format import (
 
 @dataclass(frozen=True)
 class Bsr(Format):
-    """A matrix of r x c blocks, blocks of zeros left out."""
+    """A matrix of r x c blocks; blocks of zeros are not stored."""
 
     shape: tuple[int, int]
     offsets: Tensor
@@ -56,7 +56,7 @@ class Bsr(Format):
         return self.values.shape[1], self.values.shape[2]
 
     def to_dense(self) -> Tensor:
-        """Put the blocks back and cut what sticks out."""
+        """Return the matrix: blocks at their positions, padding cut off."""
         (n, k), (r, c) = self.shape, self.block
         block_rows, block_columns = -(-n // r), -(-k // c)
         blocks = self.values.new_zeros(block_rows, block_columns, r, c)
@@ -65,7 +65,7 @@ class Bsr(Format):
         return padded[:n, :k].contiguous()
 
     def sample(self, dense: Tensor) -> Self:
-        """Take every element of the blocks that are stored; zeros beyond the matrix."""
+        """Return all elements of the stored blocks of another matrix; zeros in the padding."""
         require_size(dense, self.shape)
         blocks = _in_blocks(dense, *self.block)
         at = rows_of(self.offsets), slice(None), self.columns.long()
@@ -77,7 +77,7 @@ class Bsr(Format):
 
 
 def _in_blocks(dense: Tensor, r: int, c: int) -> Tensor:
-    """View a matrix as [block rows, r, block columns, c], padded with zeros to whole blocks."""
+    """Return a matrix as [block rows, r, block columns, c], padded with zeros to whole blocks."""
     n, k = dense.shape
     padded = pad(dense, (0, -k % c, 0, -n % r)) if n % r or k % c else dense
     return padded.view(padded.shape[0] // r, r, padded.shape[1] // c, c)

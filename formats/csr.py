@@ -39,7 +39,7 @@ class Csr(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
-        """Convert; a bit pattern other than +0.0 is a value."""
+        """Convert; every bit pattern except +0.0 is stored. Raises FormatError."""
         require_matrix(dense)
         n, k = dense.shape
         rows, columns = is_stored(dense).nonzero(as_tuple=True)
@@ -51,14 +51,14 @@ class Csr(Format):
         return cls((n, k), offsets_of(rows, n), columns.to(torch.int32), values)
 
     def to_dense(self) -> Tensor:
-        """Put the non-zeros back."""
+        """Return the matrix."""
         n, k = self.shape
         dense = self.values.new_zeros(n, k)
         dense[rows_of(self.offsets), self.columns.long()] = self.values
         return dense
 
     def sample(self, dense: Tensor) -> Self:
-        """Take the elements that are stored."""
+        """Return the elements of another matrix at the stored positions."""
         require_size(dense, self.shape)
         return replace(self, values=dense[rows_of(self.offsets), self.columns.long()])
 

@@ -1,4 +1,4 @@
-"""Dense row-major storage: the identity format, and every dense baseline's input.
+"""Dense row-major storage: the matrix itself, and the input of every dense baseline.
 
 values  dtype [n, k]
 """

@@ -1,4 +1,4 @@
-"""Spense: weights [n, k] of which one part is 2:4 sparse and the rest, at the end, is dense.
+"""Spense: weights [n, k] of which the first part is 2:4 sparse and the last part is dense.
 
     split rows        s s s s s s      split columns    s s s s | d d      s  sparse: of every 4
                       s s s s s s                       s s s s | d d         elements of a row at
@@ -6,8 +6,8 @@
                       d d d d d d                       s s s s | d d      d  dense
 
 W is cut into tiles of 64 rows x 256 bytes of each row: 128 columns of 16 bits or 256 of 8 bits. The
-sparse part ends with a whole tile (two tiles, of rows), rounded in favour of the dense part; where
-W ends inside a tile, the rest of it is zero.
+sparse part is rounded down to whole tiles; with split rows, to pairs of tiles. Where W ends inside
+a tile, the rest of the tile is zero.
 
 sparse  uint8 [row tiles, column tiles, 9216 or 10240]
 dense   uint8 [row tiles, column tiles, 16384]
@@ -15,20 +15,20 @@ dense   uint8 [row tiles, column tiles, 16384]
     a sparse tile    | values, 64 x 128 bytes            | metadata, 1 or 2 KiB     |
     a dense tile     | half the columns, 64 x 128 bytes  | the others, as much again |
 
-Rows of 128 bytes lie as Hopper's tensor cores read them: 16-byte piece p of row r is at piece
-p ^ r % 8 (the 128-byte swizzle). A tile is one piece of memory, that one bulk copy brings.
+Rows of 128 bytes are swizzled for Hopper's tensor cores: 16-byte piece p of row r is at piece
+p ^ r % 8 (the 128-byte swizzle). A tile is contiguous, so that one bulk copy loads it.
 
-A group of 4 has 2 values and 4 bits, first | second << 2: which of the 4 they are. Where fewer are
-stored, positions are filled up with others, whose value is the zero that is there. The 4-bit codes
-are in the order of wgmma's registers. A product covers 8 (16 bits) or 16 groups of 64 rows; bits 0
-to 31 of a word, the first four or eight codes at the low end, and where the word is among those of
-the tile (row 16w + 8h + g):
+A group of 4 has 2 values and a code of 4 bits, first | second << 2: their positions in the group.
+If fewer than 2 elements are stored, other positions are added, with the zeros that are there. Codes
+are packed into 32-bit words, in the order of wgmma's registers, first codes in the low bits.
+Instruction s of a tile covers 8 groups (16 bits) or 16 groups (8 bits) of each of 64 rows. The
+codes of row 16w + 8h + g are in these words of the tile:
 
     16 bits   groups 8s + 4c + 0..3 of row h = 0, then of h = 1      word [w, g, c, s]
     8 bits    groups 16s + 8c + 0..7                                 word [w, g, c, h, s]
 
-so that a thread reads the four words s of a tile together. Stored are 0.5625 of a dense W's bytes
-at 16 bits, 0.625 at 8, in the sparse part.
+so that a thread reads its words of all four s together. A sparse tile has 0.5625 of the bytes of a
+dense one at 16 bits, and 0.625 at 8 bits.
 Source: Lee et al., arXiv 2606.10445, section 3; PTX ISA 9.0, wgmma.mma_async.sp.
 """
 
@@ -47,16 +47,16 @@ SPLITS = "rows", "columns"
 ROWS, ROW_BYTES = 64, 128  # of a swizzled matrix in shared memory
 SPAN_BYTES = 2 * ROW_BYTES  # of W's rows in a tile
 VALUE_BYTES, DENSE_BYTES = ROWS * ROW_BYTES, ROWS * SPAN_BYTES
-ROW_STEP = 128  # a part of the rows is a multiple of it, as a GEMM's tile is
-# By which of 4 elements are stored, bits 0 to 3: the positions of the two values. 7, 11, 13, 14 and
-# 15 are more than two.
+ROW_STEP = 128  # split rows: rows of the sparse part are a multiple of it, as a GEMM's tile is
+# The positions of the two values of a group, for each mask of stored elements (bits 0 to 3). Masks
+# 7, 11, 13, 14 and 15 have more than two elements, and are not used.
 PAIRS = [(0, 1), (0, 1), (0, 1), (0, 1), (0, 2), (0, 2), (1, 2), (0, 1)]
 PAIRS += [(0, 3), (0, 3), (1, 3), (0, 1), (2, 3), (0, 1), (0, 1), (0, 1)]
 
 
 @dataclass(frozen=True)
 class Spense(Format):
-    """Sparse tiles and dense tiles; `sparse_shape` is the part of W that the sparse ones are."""
+    """Sparse tiles and dense tiles; `sparse_shape` is rows and columns of the sparse part."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -68,10 +68,12 @@ class Spense(Format):
     def from_dense(
         cls, dense: Tensor, /, *, dense_fraction: float = 0.0, split: str = "rows"
     ) -> Self:
-        """Convert; the last `dense_fraction` of the rows or columns may have any elements.
+        """Convert a matrix [n, k] of fp16, bf16 or fp8 (e4m3).
 
-        A bit pattern other than +0.0 is an element. A group of the sparse part with more than two
-        is a FormatError that names the first.
+        dense_fraction  fraction of the rows or columns (`split`), the last ones, that are dense
+
+        Every bit pattern except +0.0 is an element. Raises FormatError, which names the first group
+        of the sparse part with more than two elements.
         """
         require_matrix(dense)
         require(
@@ -95,7 +97,7 @@ class Spense(Format):
         return "columns" if self.sparse_shape[1] < self.shape[1] else "rows"
 
     def to_dense(self) -> Tensor:
-        """Put both parts back where they were."""
+        """Return the matrix of both parts."""
         (n, k), (rows, columns) = self.shape, self.sparse_shape
         dense = torch.zeros(n, k, dtype=BITS[self.dtype.itemsize], device=self.sparse.device)
         rest = dense[:, columns:] if columns < k else dense[rows:]
@@ -124,13 +126,13 @@ def sparse_shape_of(n: int, k: int, size: int, fraction: float, split: str) -> t
 
 @cache
 def _swizzled(device: torch.device) -> Tensor:
-    """Return int64 [512]: which 16-byte piece of 64 rows of 128 bytes lies where, and back."""
+    """Return int64 [512], the 128-byte swizzle of 16-byte pieces of 64 rows: its own inverse."""
     row, piece = torch.arange(ROWS, device=device)[:, None], torch.arange(8, device=device)
     return (row * 8 + (piece ^ row % 8)).flatten()
 
 
 def _swizzle(tiles: Tensor) -> Tensor:
-    """Permute the 16-byte pieces of uint8 [..., 8192]; the same permutation takes them back."""
+    """Swizzle uint8 [..., 8192]; a second call undoes it."""
     pieces: Tensor = tiles.unflatten(-1, (-1, 16))
     return pieces.index_select(-2, _swizzled(tiles.device)).flatten(-2)
 

@@ -1,6 +1,6 @@
-"""TwELL, tile-wise ELLPACK: sparse activations [tokens, features] in tiles of few slots.
+"""TwELL, tile-wise ELLPACK: sparse activations [tokens, features] in tiles of a few slots each.
 
-A tile is `tile` columns of one token, and has room for `capacity` entries. With 4 and 2:
+A tile is `tile` columns of one token, and has slots for `capacity` entries. With 4 and 2:
 
     a . b . | . . . .      counts  2 0      columns  0 2  . .      values  a b  . .
     . c . . | d e f .              1 2               1 .  4 5              c .  d e
@@ -9,19 +9,20 @@ A tile is `tile` columns of one token, and has room for `capacity` entries. With
 
 counts         int32 [m, tiles]            entries in each tile, at most the capacity
 columns        int16 [m, tiles, capacity]  columns of the matrix, to be read as unsigned
-values         dtype [m, tiles, capacity]  zeros, as in `columns`, in the slots not in use
+values         dtype [m, tiles, capacity]  free slots are zero, in `columns` too
 spill_offsets  int32 [m + 1]               where each token starts in the spill
 spill_columns  int16 [spilled]             as `columns`: ascending within a token
 spill_values   dtype [spilled]
 
-tiles is ceil(n / tile). A tile is filled from its left; what finds no room goes to the spill, so
-that any matrix fits. The published layout is the setting of 256 and 31 in bf16 without a spill, a
-value, its column or a count to a word: 32 words of 32 bits a tile, which one warp loads at once.
+tiles is ceil(n / tile). A tile takes its entries from the left. Entries beyond the capacity go to
+the spill, so any matrix fits. The published layout has tile 256, capacity 31, bf16 and no spill. A
+tile is then 32 words of 32 bits, which one warp loads at once:
 
     words  [m, tiles * (capacity + 1)]    count  e0  e1  ...  | count  e0  e1  ... |
            an entry e: column in bits 15..0, bits of the bf16 value in bits 31..16
 
-Where its own kernel overfills a tile, entries are lost; `from_words` and `words` refuse.
+The published kernel loses entries beyond the capacity. Here `from_words` and `words` raise
+FormatError instead.
 Source: Cetin et al., arXiv 2603.23198, section 3.2; github SakanaAI/sparser-faster-llms.
 """
 
@@ -46,7 +47,7 @@ MOST_COLUMNS = 2**16
 
 @dataclass(frozen=True)
 class Twell(Format):
-    """Tiles of `capacity` slots each, and the entries that found none."""
+    """Tiles of `capacity` slots each, and the spilled entries."""
 
     shape: tuple[int, int]
     tile: int
@@ -59,7 +60,10 @@ class Twell(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /, *, tile: int = 256, capacity: int = 31) -> Self:
-        """Convert; a bit pattern other than +0.0 is an entry, and entries are in column order."""
+        """Convert a matrix [m, n]; every bit pattern except +0.0 is an entry, in column order.
+
+        tile, capacity  columns and slots of a tile. Raises FormatError.
+        """
         require_matrix(dense)
         m, n = dense.shape
         tiles = _tiles(n, tile, capacity)
@@ -95,9 +99,9 @@ class Twell(Format):
     ) -> Self:
         """Read the published layout: 32-bit words [m, tiles * (capacity + 1)], values bf16.
 
-        Entries keep their order, which in the published kernel is that of arrival. Words after the
-        last entry of a tile are not read. Raises FormatError where a count exceeds the capacity
-        (entries are lost), or a column is not in its tile.
+        Entries keep their order: the published kernel writes them as its threads arrive. Words
+        after the last entry of a tile are not read. Raises FormatError if a count exceeds the
+        capacity (entries are lost) or a column is outside its tile.
         """
         m, n = shape
         tiles = _tiles(n, tile, capacity)
@@ -135,14 +139,14 @@ class Twell(Format):
 
     @property
     def capacity(self) -> int:
-        """Return how many entries a tile has room for."""
+        """Return the slots of a tile."""
         return self.values.shape[2]
 
     def words(self) -> Tensor:
-        """Write the published layout: uint32 [m, tiles * (capacity + 1)], unused words zero.
+        """Return the published layout: uint32 [m, tiles * (capacity + 1)], unused words zero.
 
-        Raises FormatError where it has no place for this one: values other than bf16, a spill, or
-        a tile that is no whole multiple of its words.
+        Raises FormatError if values are not bf16, entries are spilled, or capacity + 1 does not
+        divide the tile.
         """
         dtype, spilled = self.values.dtype, len(self.spill_values)
         _require_packable(self.tile, self.capacity)
@@ -151,14 +155,14 @@ class Twell(Format):
             spilled == 0,
             f"expected at most {self.capacity} entries in each tile, found {spilled} beyond",
         )
-        # The low half of a word comes first in memory: GPUs and the CPUs beside them agree.
+        # Little-endian, as GPUs and their hosts are: the low half of a word comes first in memory.
         halves = torch.stack((self.columns, self.values.view(torch.int16)), dim=-1)
         entries = halves.view(torch.int32).squeeze(-1)
         packed = torch.cat((self.counts[..., None], entries), dim=-1)
         return packed.flatten(1).view(torch.uint32)
 
     def to_dense(self) -> Tensor:
-        """Put the entries of the tiles back, and those of the spill."""
+        """Return the matrix of the entries of tiles and spill."""
         dense = self.values.new_zeros(self.shape)
         used = _used(self.counts, self.capacity)
         dense[used.nonzero()[:, 0], _unsigned(self.columns[used])] = self.values[used]
@@ -178,7 +182,7 @@ class Twell(Format):
 
 
 def _tiles(n: int, tile: int, capacity: int) -> int:
-    """Return how many tiles a token of n features has; raise FormatError on a bad setting."""
+    """Return how many tiles a token of n features has. Raises FormatError."""
     require(tile > 0, f"expected a tile of at least 1 column, found {tile}")
     require(
         0 < capacity <= tile,
@@ -191,7 +195,7 @@ def _tiles(n: int, tile: int, capacity: int) -> int:
 
 
 def _require_packable(tile: int, capacity: int) -> None:
-    """Raise FormatError unless the words of a tile, one more than its capacity, divide it."""
+    """Raise FormatError unless capacity + 1, the words of a tile, divides the tile."""
     require(
         tile % (capacity + 1) == 0,
         f"expected a capacity that is one less than a divisor of the tile of {tile} for packed "
@@ -205,7 +209,7 @@ def _used(counts: Tensor, capacity: int) -> Tensor:
 
 
 def _unsigned(columns: Tensor) -> Tensor:
-    """Return int64 columns of those in 16 bits: torch indexes by no unsigned type of that size."""
+    """Return columns of 16 bits as int64, read as unsigned: torch cannot index by uint16."""
     return columns.long() & 0xFFFF
 
 

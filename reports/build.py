@@ -1,9 +1,9 @@
-"""A run as one HTML file that opens offline: every figure of reports/figures/, in their order.
+"""A run as one HTML file that opens offline, with every figure of reports/figures/ in its order.
 
     run ─> analysis ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
 
-Nothing is fetched: style, script, drawings and the CSV are inside. Only the links to the run's own
-files point out of the page, to the directory beside it.
+The page loads nothing: style, script, drawings and the CSV are inside. Only the links to the files
+of the run point out of the page.
 """
 
 import os
@@ -41,9 +41,9 @@ class Figure:
 
 
 def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None) -> str:
-    """Return the report, and write it where a path is given; a figure that fails is named.
+    """Return the report, and write it if a path is given; RuntimeError names a figure that fails.
 
-    `pruning` is what pruning cost, to be set against the run's times.
+    `pruning` has the errors that one figure draws against the run's speed-ups.
     """
     found = analyse(run)
     frames = Frames(run, found.rows, found.cases, found.noise, pruning)
@@ -68,7 +68,7 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
 
 
 def figures() -> list[Figure]:
-    """Return the figures in their order on the page, other packages' too. Raises SuiteError."""
+    """Return the figures by their place on the page, other packages' too. Raises SuiteError."""
     found = []
     for name, place in modules("reports.figures").items():
         title, module = load("reports.figures", name), import_module(place)
@@ -84,7 +84,7 @@ def _drawn(figure: Figure, frames: Frames) -> Markup:
 
 
 def _facts(frames: Frames) -> list[tuple[str, str]]:
-    """Say in one line each what ran where, and how much of it came out."""
+    """Return names and values: when, where, which versions, how many cases are ok."""
     run, cases = frames.run, frames.cases
     known = flat(run.environment)
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
@@ -103,7 +103,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
 
 
 def _trust(frames: Frames) -> list[tuple[str, str]]:
-    """Say how far the numbers can be trusted, and how loudly: a stamp, or quiet lines."""
+    """Return sentences on how far the numbers can be trusted, each a `stamp` or `quiet`."""
     cases, (word, why) = frames.cases, frames.noise.reliability
     found = [("stamp" if word is Reliability.UNRELIABLE else "quiet", why)]
     if len(cases) and (cases.processes < FEWEST).all():
@@ -120,6 +120,6 @@ def _trust(frames: Frames) -> list[tuple[str, str]]:
 
 
 def _links(run: Path, out: Path | None) -> list[tuple[str, str]]:
-    """Name the run's files and where they are from the page: beside it unless it is elsewhere."""
+    """Return the run's files and their paths, relative to the folder of the page."""
     home = Path(os.path.relpath(run.resolve(), out.resolve().parent)) if out else Path()
     return [(name, (home / name).as_posix()) for name in DATA if (run / name).exists()]

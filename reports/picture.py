@@ -1,9 +1,9 @@
 """The README's figure, from a published run: python -m sparsebench.reports.picture RUN FILE.svg
 
-    a panel for each block size        speed-up over the baseline, logarithmic
-                                       against the sparsity; the dotted line is 1 / (1 - s)
+    one panel per block size    speed-up over the baseline (logarithmic) against the sparsity s
+                                dotted: 1 / (1 - s)
 
-Of our kernels the fastest at each level is drawn; bands are the interval that the run has.
+Our line is the fastest of our kernels at each level. Bands are the intervals of the run.
 """
 
 import sys
@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 
-OURS = "sparsebench, the faster"
+OURS = "sparsebench, the fastest kernel"
 SERIES = {
     "torch_bsr": "PyTorch BSR, tuned",
     "stk": "STK",
@@ -31,20 +31,25 @@ SERIES = {
 }
 
 
-def picture(cases: pd.DataFrame, out_path: Path) -> None:
-    """Draw the summarised cases of a sweep of sparsity and block."""
+def drawn(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the cases that the figure shows, with their `series`."""
     cases = cases[cases.speedup.notna() & ~cases.twin & (cases.op == "linear")]
     shipped = cases.options.astype(str).str.contains("False")
     named = cases.assign(series=cases.kernel.map(SERIES))[~shipped]
     ours = cases[cases.kernel.str.startswith(("bsr_triton", "bsr_wgmma", "bsr_small"))]
     fastest = ours.loc[ours.groupby(["block", "level"]).speedup.idxmax()].assign(series=OURS)
-    drawn = pd.concat([fastest, named[named.series.notna()]])
+    return pd.concat([fastest, named[named.series.notna()]])
+
+
+def picture(cases: pd.DataFrame, out_path: Path) -> None:
+    """Draw the summarised cases of a sweep of sparsity and block."""
+    shown = drawn(cases)
     sns.set_theme(style="whitegrid", context="paper")
-    blocks = sorted(drawn.block.unique(), key=float)
+    blocks = sorted(shown.block.unique(), key=float)
     figure, axes = plt.subplots(1, len(blocks), figsize=(11, 3.1), sharey=True, layout="tight")
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))
     for block, axis in zip(blocks, axes, strict=True):
-        _panel(axis, drawn[drawn.block == block], palette, f"blocks of {block}")
+        _panel(axis, shown[shown.block == block], palette, f"blocks of {block}")
     axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
     handles = [Line2D([], [], color=color, marker="o", ms=4) for color in palette.values()]
     figure.legend(handles, palette, loc="lower center", ncols=len(palette), frameon=False)

@@ -1,6 +1,6 @@
 """The answer of a run on a terminal: who wins each problem, and where each format breaks even.
 
-An interval never stands alone: beside it is its outcome, and below the noise floor of the run and
+Every interval has its outcome beside it. Below the tables are the noise floor of the run, and
 whether its A/A pairs make it reliable. Fewer than FEWEST processes give a look, and it says so.
 """
 
@@ -23,7 +23,7 @@ from sparsebench.results.summary import break_even, winners
 
 WORDS = ["fastest", "contender", "baseline", "op", "pattern", "dtype", "source"]
 WORDS += ["outcome", "outcome a", "outcome b"]
-VERDICT = 8  # processes for a verdict; FEWEST is the least that gives one
+VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
 
 
 def answer(found: Analysis) -> Group:
@@ -56,7 +56,7 @@ def answer_json(found: Analysis) -> dict[str, Any]:
 
 
 def comparison(found: Comparison) -> Group:
-    """Return two runs side by side, and on how many cases they agree."""
+    """Return two runs side by side, and how many of their cases agree."""
     names = [name for name in found.cases.columns if name not in ("op", "level", "format")]
     columns, constant = _split(found.cases, names[names.index("cache") + 1 : names.index("kernel")])
     table = _table(
@@ -101,7 +101,7 @@ def _sizes(column: pd.Series) -> pd.Series:
 
 
 def _fastest(cases: pd.DataFrame) -> Table:
-    """Return the best of each problem, with the interval of its speed-up and what that says."""
+    """Return the fastest case of each problem, with the interval and outcome of its speed-up."""
     best = winners(cases)
     interval = " and ".join(sorted({str(i) for i in cases.interval.dropna()}))
     columns, constant = _split(best, ["op", *fields(best), "source", "scope", "cache"])
@@ -135,7 +135,7 @@ def _crossings(even: pd.DataFrame) -> Table:
 
 
 def _trust(cases: pd.DataFrame, noise: Noise) -> list[str]:
-    """Say how far the numbers can be trusted, in a line each."""
+    """Return sentences on how far the numbers can be trusted."""
     lines = [noise.sentence, noise.reliability[1]]
     if (cases.processes < FEWEST).all():
         few = f"Fewer than {FEWEST} processes give a look, not a verdict"
@@ -148,7 +148,7 @@ def _trust(cases: pd.DataFrame, noise: Noise) -> list[str]:
 
 
 def _outcome(line: Mapping[Any, Any]) -> str:
-    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`; a dash for none."""
+    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`, or a dash for none."""
     more, words = line["more_processes"], _said(line["outcome"])
     return words if pd.isna(more) else f"{words} (+{more} more processes)"
 
@@ -158,7 +158,7 @@ def _said(outcome: str) -> str:
 
 
 def _split(table: pd.DataFrame, names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the fields that vary, for columns, and those that do not, as text."""
+    """Return the fields that vary, for columns, and the constant ones as text."""
     values = {name: table[name].astype(str).unique() for name in names if name in table}
     varying = [name for name, found in values.items() if len(found) > 1]
     fixed = [(n, found[0]) for n, found in values.items() if len(found) == 1]

@@ -1,1 +1,1 @@
-"""What came back: records, runs on disk, pandas frames."""
+"""What came back: records, runs on disk, and what is computed from them."""

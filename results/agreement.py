@@ -1,13 +1,13 @@
-"""Do two runs of one plan agree? Cell by cell, and what that shows depends on where the second ran.
+"""Do two runs of one plan agree? Compared cell by cell; what it shows depends on the machines.
 
 a cell    a case against its baseline, in one scope and cache state
-agreed    the same outcome in both; where one has too few processes for an outcome, that the
-          intervals of the speed-up overlap, or that the speed-ups are no further apart than
-          the larger of the two noise floors
+agreed    both runs have the same outcome; if one has no outcome (too few processes), the
+          intervals of the speed-up overlap, or the speed-ups are no further apart than the
+          larger of the two noise floors
 
-the same machine   by the GPU's UUID: the machine repeats itself
-the same kind      by the device's name: what was found is true of more than one unit
-another device     it carries over; times are not compared, only ratios to the local baseline
+the same machine   equal UUIDs of the GPUs: the machine repeats its results
+the same kind      equal names of the devices: the results hold for more than one unit
+another device     the results carry over; only ratios to the local baseline are compared
 """
 
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, Outcome
 from sparsebench.results.store import Run
 
-ENOUGH = 0.95  # of the cells: of intervals that hold with 95 %, one in twenty misses
+ENOUGH = 0.95  # of the cells: a 95 % interval misses in one case of twenty
 
 
 class Place(StrEnum):
-    """Where a run was measured again. A CPU has no UUID: it is of the same kind at most."""
+    """Where a run was measured again. A CPU has no UUID: at most it is of the same kind."""
 
     SAME_MACHINE = "the same machine"
     SAME_KIND = "the same kind of device"
@@ -36,13 +36,13 @@ class Place(StrEnum):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two runs compared; `found.cases.agree` says it of each cell, and is NA where there is none.
+    """Two runs compared. `found.cases.agree` is True or False for a cell, NA for any other line.
 
-    cells         how many both runs can be held to
-    agreed        how many of them agree
-    looks         how many have no outcome in one of the runs, so that intervals were compared
-    one_sided     how many cases are unsupported in one of the runs
-    same_code     of how many kernels the compiled code is the same, and of how many it is known
+    cells      how many cells were compared
+    agreed     how many of them agree
+    looks      how many of them have no outcome in one of the runs: their intervals were compared
+    one_sided  how many cases are unsupported in one run only
+    same_code  in how many cases the compiled code is the same, and in how many it is known
     """
 
     place: Place
@@ -55,18 +55,18 @@ class Agreement:
 
     @property
     def reproduced(self) -> bool:
-        """Say whether enough of the cells agree."""
+        """Say whether at least 95 % of the cells agree."""
         return self.agreed >= ENOUGH * self.cells
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Return the same for a script."""
+        """Return the numbers for a script."""
         named = {"place": str(self.place), "reproduced": self.reproduced, "cells": self.cells}
         return named | {"agreed": self.agreed, "looks": self.looks, "one_sided": self.one_sided}
 
     @property
     def sentences(self) -> list[str]:
-        """Say what was shown and where, and what was not compared."""
+        """Return sentences: the result, the machine, and what was not compared."""
         word = "Reproduced" if self.reproduced else "Not reproduced"
         a, b = self.found.name_a, self.found.name_b
         where = f"{self.place}, {b}"
@@ -86,13 +86,13 @@ class Agreement:
 
 
 def agreement(first: Run, second: Run) -> Agreement:
-    """Hold two runs against each other; ResultError where no cell is in both."""
+    """Compare two runs; ResultError if they have no cell in common."""
     found = compare(first, second)
     cases = found.cases.copy()
-    judged = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
+    have_outcomes = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
     floor = np.log1p(cases[["floor_a", "floor_b"]].max(axis=1))
     close = np.log(cases.speedup_b_over_a).abs() <= floor
-    cases["agree"] = cases.agree.mask(cases.agree.notna() & ~judged & close, True)
+    cases["agree"] = cases.agree.mask(cases.agree.notna() & ~have_outcomes & close, True)
     cells = int(cases.agree.notna().sum())
     if not cells:
         expected = "a case with a speed-up in either and supported in both"
@@ -106,7 +106,7 @@ def agreement(first: Run, second: Run) -> Agreement:
         replace(found, cases=cases),
         cells,
         int(cases.agree.sum()),
-        int((cases.agree.notna() & ~judged).sum()),
+        int((cases.agree.notna() & ~have_outcomes).sum()),
         int(one_sided.sum()),
         _same_code(first, second),
     )
@@ -121,7 +121,7 @@ def _place(first: Run, second: Run) -> Place:
 
 
 def _same_code(first: Run, second: Run) -> tuple[int, int]:
-    """Count the cases whose kernels are compiled to the same code, and those where it is known."""
+    """Count the cases with the same compiled code in both runs, and those with known code."""
     before, now = ({r.case.id: r.code for r in run.rows if r.code} for run in (first, second))
     known = before.keys() & now.keys()
     return sum(before[case] == now[case] for case in known), len(known)

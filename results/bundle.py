@@ -1,11 +1,11 @@
-"""A run as a bundle: files that prove themselves unchanged wherever they were copied to.
+"""A run as a bundle: a directory whose manifest proves that no file was changed since.
 
-    lock.txt        every distribution that was installed where it ran: pip install -r lock.txt
+    lock.txt        every distribution that was installed when it ran: pip install -r lock.txt
     manifest.json   {"schema": ..., "files": {"rows.jsonl": SHA-256, "suite.yaml": SHA-256, ...}}
 
-The manifest names every file of the run but itself and what is no evidence: the report, which can
-be written again, and what kernels printed. Rows count by their text: gzip -9 leaves it true.
-The manifest's own SHA-256 names the bundle.
+The manifest names every file of the run but three: itself, the report (it can be written again)
+and worker.log (what kernels printed). The digest of the rows is of their text: they may be
+compressed later. The SHA-256 of the manifest names the bundle.
 """
 
 import gzip
@@ -25,11 +25,11 @@ MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
 UNSEALED = {MANIFEST, "report.html", "worker.log"}
-TORCH_INDEX = "https://download.pytorch.org/whl"  # has what PyPI has not: torch==2.13.0+cpu
+TORCH_INDEX = "https://download.pytorch.org/whl"  # PyPI lacks builds such as torch==2.13.0+cpu
 
 
 def seal(path: Path) -> None:
-    """Write lock.txt and manifest.json: the last thing done to a run, again after a resume."""
+    """Write lock.txt and manifest.json: the last step of a run, and again of a resumed one."""
     (path / LOCK).write_text(lock())
     found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     names = sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED)
@@ -39,18 +39,18 @@ def seal(path: Path) -> None:
 
 
 def unseal(path: Path) -> None:
-    """Take the manifest away: the run is about to be written to."""
+    """Remove the manifest, before the run is written to again."""
     (path / MANIFEST).unlink(missing_ok=True)
 
 
 def identity(path: Path) -> str:
-    """Return what names a bundle, wherever it lies: the SHA-256 of its manifest."""
+    """Return the name of a bundle: the SHA-256 of its manifest."""
     _manifest(path)
     return _sha256(_content(path, MANIFEST))
 
 
 def verify(path: Path) -> list[str]:
-    """Hold every file against the manifest and return their names; ResultError at the first."""
+    """Check every file by its digest and return the names; ResultError at the first difference."""
     files = _manifest(path)
     for name, expected in files.items():
         found = _sha256(_content(path, name))
@@ -61,7 +61,7 @@ def verify(path: Path) -> list[str]:
 
 
 def lock() -> str:
-    """Return what is installed, a `name==version` a line; sparsebench itself is its commit."""
+    """Return one `name==version` per line; without sparsebench, which its commit names."""
     found: dict[str, str] = {}
     for distribution in distributions():
         if distribution.name:  # the first of a name is the one that is imported
@@ -76,7 +76,7 @@ def lock() -> str:
 
 
 def _manifest(path: Path) -> dict[str, str]:
-    """Read manifest.json: relative names of files below the run, and all that a run consists of."""
+    """Return the SHA-256 of each file by its name; ResultError if a required one is missing."""
     file = path / MANIFEST
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
@@ -96,7 +96,7 @@ def _manifest(path: Path) -> dict[str, str]:
 
 
 def _require_whole_lines(path: Path) -> None:
-    """Refuse rows of an older schema, whose reader fills in defaults, and a torn last line."""
+    """Refuse rows of an older schema (the reader would fill in defaults) and a torn last line."""
     first, *_, last = _content(path, ROWS).decode().split("\n")
     expected = json.dumps({"schema": ROWS_SCHEMA})
     if first != expected or last:
@@ -105,7 +105,7 @@ def _require_whole_lines(path: Path) -> None:
 
 
 def _content(path: Path, name: str) -> bytes:
-    """Return a file's bytes; of the rows their text, where they were compressed since."""
+    """Return the bytes of a file; for rows that were compressed, the bytes of their text."""
     file, zipped = path / name, path / f"{ROWS}.gz"
     try:
         if name == ROWS and not file.exists() and zipped.exists():

@@ -1,9 +1,9 @@
-"""Two runs side by side, case by case: joined on the id of a case, which names the same bits.
+"""Two runs side by side, joined on the id of a case: equal ids have equal operands.
 
-time_b_over_a      how the machines differ
-speedup_b_over_a   how the contenders differ, each against the baseline of its own machine
-agree              the same outcome in both; where one has none (too few processes, or no noise
-                   floor), that the intervals of the speed-ups overlap
+time_b_over_a      median time in b over that in a
+speedup_b_over_a   speed-up in b over that in a, each over the baseline of its own run
+agree              both runs have the same outcome; if one has none (too few processes, or no
+                   noise floor), the intervals of the speed-ups overlap
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
 class Comparison:
     """Two runs compared.
 
-    cases   a line for each case in both; columns end in _a and _b
-    only_a  the lines of a's summary that b does not have, and only_b likewise
+    cases   one line per case, scope and cache state of both; columns end in _a and _b
+    only_a  lines of a's summary that b lacks; only_b likewise
     """
 
     name_a: str
@@ -41,16 +41,16 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Join two runs; a ResultError where they share no case, or a case with other operands."""
-    ours, theirs = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
-    shared = ours[KEYS].merge(theirs[KEYS])
+    """Join two runs; ResultError if they share no case, or if operands of one problem differ."""
+    in_a, in_b = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
+    shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
-        found = f"{len(ours)} and {len(theirs)} with none in common"
+        found = f"{len(in_a)} and {len(in_b)} with none in common"
         raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {found}")
     _require_equal_operands(a, b)
-    named = ["op", *fields(ours), "level", "format", "kernel", "label", "baseline", "twin"]
-    cases = ours[[*KEYS, *named, *SIDES]].merge(
-        theirs[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
+    named = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
+    cases = in_a[[*KEYS, *named, *SIDES]].merge(
+        in_b[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
     )
     cases["time_b_over_a"] = cases.median_us_b / cases.median_us_a
     cases["speedup_b_over_a"] = cases.speedup_b / cases.speedup_a
@@ -58,19 +58,19 @@ def compare(a: Run, b: Run) -> Comparison:
     cases.loc[other, "speedup_b_over_a"] = float("nan")
     cases["agree"] = _agree(cases)
     names = device_name(a.environment), device_name(b.environment)
-    return Comparison(*names, cases, _without(ours, shared), _without(theirs, shared))
+    return Comparison(*names, cases, _without(in_a, shared), _without(in_b, shared))
 
 
 def _agree(cases: pd.DataFrame) -> pd.Series:
-    """Say of each line whether the runs agree; NA where there is nothing to agree on.
+    """Say for each line whether the runs agree; NA where there is nothing to compare.
 
-    That is a baseline itself, a twin, a line without a speed-up in either run, over different
-    baselines, or unsupported in one. A line with a speed-up in one run only is no agreement.
+    NA is a baseline, a twin, and a line that has a speed-up in neither run, other baselines in
+    each, or no support in one. A speed-up in one run only is a disagreement.
     """
-    judged = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
+    have_outcomes = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
     low = cases[["speedup_low_a", "speedup_low_b"]].max(axis=1, skipna=False)
     high = cases[["speedup_high_a", "speedup_high_b"]].min(axis=1, skipna=False)
-    agree = (low <= high).mask(judged, cases.outcome_a == cases.outcome_b).astype("boolean")
+    agree = (low <= high).mask(have_outcomes, cases.outcome_a == cases.outcome_b).astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
     there = compared(cases.assign(baseline_label=base))
     there &= base == cases.baseline_label_b.fillna(base)
@@ -80,7 +80,7 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
 
 
 def _require_equal_operands(a: Run, b: Run) -> None:
-    """Refuse problems of one id whose operands have unequal digests: their times say nothing."""
+    """Refuse problems of one id with different digests: their times cannot be compared."""
     digests = {row.case.problem.id: row.digest for row in a.rows if row.digest}
     for row in b.rows:
         expected = digests.get(row.case.problem.id)

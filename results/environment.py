@@ -1,7 +1,7 @@
 """Where a run ran, as read from its environment.json.
 
-Read here: `gpu.name` or `cpu.name`, `versions.<package>`, `commit`, `dirty`; whatever else is
-in the file is shown as it is.
+Code reads `gpu.name`, `gpu.uuid`, `cpu.name`, `versions.<package>`, `commit`, `dirty` and
+`ceilings`. Reports show every other field as it is.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def device_name(environment: Mapping[str, Any]) -> str:
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested data as text by dotted name; what is empty or None is left out."""
+    """Return nested data as text by dotted name, without empty values and None."""
     facts: dict[str, str] = {}
     for name, value in data.items():
         if isinstance(value, Mapping):

@@ -1,12 +1,13 @@
-"""Rows as a table, a line a row: whatever is computed from samples is computed on reading.
+"""Rows as a table, one line per row. Whatever follows from samples is computed here, on reading.
 
-The contenders of a contest are timed in turn, a block of samples each. With B_i and T_i the medians
-of block i of the baseline and of a contender, taken within moments of each other,
+The contenders of a contest are timed in turn, one block of samples each. B_i and T_i are the median
+times of block i of the baseline and of a contender:
 
     speedup = exp(median over i of log(B_i / T_i))
 
-so a clock that drifts moves both. A slow contender has fewer blocks: the first ones are paired.
-A row of a contest that was throttled or power-limited is marked, never dropped.
+Both blocks were taken within moments of each other, so a drifting clock moves both. A slow
+contender has fewer blocks; they are paired with the first ones of the baseline. A row of a
+contest that was throttled or power-limited is marked, never dropped.
 """
 
 import json
@@ -42,11 +43,11 @@ NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "a
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", *COUNTS, *NUMBERS, "baseline_label"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
-POWER_LIMITED = 0.2  # of the contest's time: less is a short peak
+POWER_LIMITED = 0.2  # mark from this share of the contest's time on; less is a short peak
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a line a row, in order. Units stand in column names; what is unknown is NaN or NA."""
+    """Return one line per row, in order. Column names hold units; unknown values are NaN or NA."""
     rows = list(rows)
     problems = [row.case.problem.id for row in rows]
     label = _labels(problems, rows)
@@ -76,7 +77,7 @@ def to_csv(table: pd.DataFrame, path: Path) -> None:
 
 
 def to_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as Parquet; a ResultError says what to install where pyarrow is missing."""
+    """Write a table as Parquet; ResultError if pyarrow is missing."""
     try:
         table.to_parquet(path, index=False, engine="pyarrow")
     except ImportError as error:
@@ -85,7 +86,7 @@ def to_parquet(table: pd.DataFrame, path: Path) -> None:
 
 
 def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:
-    """Return contender -> label; format parameters are added to labels that are not unique."""
+    """Return a function from contender to label; parameters are added if labels are not unique."""
     seen: dict[tuple[str, str], set[str]] = {}
     for problem, row in zip(problems, rows, strict=True):
         contender = row.case.contender
@@ -140,7 +141,7 @@ def _measured(row: Row) -> dict[str, Any]:
 
 
 def _mark(telemetry: Mapping[str, float]) -> str:
-    """Say what slowed the GPU down while the contest ran, by NVML's counters; "" if nothing did."""
+    """Name what slowed the GPU down during the contest, by NVML's counters; "" if nothing did."""
     window_us = 1e6 * telemetry.get("seconds", np.nan)
     marks = {
         "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,

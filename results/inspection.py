@@ -1,8 +1,8 @@
-"""Is a run whole and of one piece? Its rows against each other and against its other files.
+"""Is a run complete and consistent? Rows are checked against each other and the other files.
 
     finished ─> of one device ─> the same cases in every replicate ─> samples ─> operands
 
-Each check says in a line what it found right; the first thing wrong is a ResultError.
+Each check yields one line that says what is right; the first error is a ResultError.
 """
 
 import math
@@ -19,10 +19,10 @@ from sparsebench.results.store import Run
 
 
 def inspect(run: Run) -> Iterator[str]:
-    """Check a run's rows against each other and its other files: a line for each thing checked.
+    """Yield one line per check; ResultError at the first error.
 
-    Finished; of one device; the same cases in every replicate, none twice; samples in ok rows and
-    no others, finite and positive; one set of operands a problem. ResultError at the first wrong.
+    The run is finished. All rows are of one device. Every replicate has the same cases, each once.
+    Only ok rows have samples, finite and positive. A problem has the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
@@ -49,7 +49,7 @@ def _one_device(run: Run, rows: list[Row]) -> str:
 
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:
-    """Return how many replicates there are, each with the rows of every other one."""
+    """Return how many replicates there are; ResultError if they differ in their cases."""
     count = run.state["flags"]["replicates"]
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
     for row in rows:
@@ -80,7 +80,7 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
 
 
 def _equal_operands(run: Run, rows: list[Row]) -> int:
-    """Return how many problems there are, each drawn alike in every process."""
+    """Return how many problems there are; ResultError if operands of one of them differ."""
     digests: dict[str, str] = {}
     for row in rows:
         if row.digest:
@@ -92,6 +92,6 @@ def _equal_operands(run: Run, rows: list[Row]) -> int:
 
 
 def _where(run: Run, row: Row) -> str:
-    """Name a row: file, problem, contender, measure and process."""
+    """Name a row: file, problem, contender, scope, cache state and replicate."""
     named = f"problem {row.case.problem.id} {row.case.contender.label} {row.scope} {row.cache}"
     return f"{run.path / ROWS}: {named} in replicate {row.replicate}"

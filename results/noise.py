@@ -1,13 +1,14 @@
-"""The noise floor of a run: how far apart equal things came out in it.
+"""The noise floor of a run: the difference that it measured between equal kernels.
 
     A/A pair   one kernel twice in one contest, prepared twice
     d_p        its log-ratio in process p: the median over blocks of log(A_i / a_i)
-    floor      of a class of ops: the larger of 0.5 % and the 95th percentile of |d_p|
+    floor      of a class: the larger of 0.5 % and the 95th percentile of |d_p|
 
-The class is what a time is made of: `launch` below 20 µs, else `memory` or `compute` by the bound,
-`other` where none is known, and `op` for times as called from Python. Of every sample on an H200
-4.5 µs are the cost of two events around the replay of an almost empty graph: ratios of short ops
-are compressed by it, and are also given above it.
+A class says what a time is made of: `launch` below 20 µs, else `memory` or `compute` by the bound,
+`other` if the bound is unknown, and `op` for times as called from Python.
+
+An almost empty graph takes 4.5 µs between two events on an H200. Every sample holds this time, so
+speed-ups of short ops come out too close to 1: they are also given without it.
 """
 
 from collections.abc import Hashable
@@ -23,10 +24,10 @@ from sparsebench.results.frame import fields
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
 LAUNCH_US = 20.0
-NOTHING_BYTES = 2**16  # weights that any device reads within its launch cost
-LEAST = 0.005  # no floor is below it: a run has few pairs
-PERCENTILE = 0.95  # of single processes, not of their mean: a floor errs upwards
-CHANCE = 0.05  # of a pair to differ, and of so many pairs to differ, where nothing is wrong
+NOTHING_BYTES = 2**16  # any device reads weights of this size within the cost of a launch
+LEAST = 0.005  # of any floor: a run has few pairs
+PERCENTILE = 0.95  # over single processes, not over means of pairs: the floor is rather too high
+CHANCE = 0.05  # that a pair differs, or that so many pairs differ, although nothing is wrong
 TOO_MANY = 0.1  # of the pairs
 
 PAIR = ["class", "label", "problem", "reference", "scope", "cache", "median_us", "bound_by"]
@@ -50,10 +51,10 @@ class Reliability(StrEnum):
 class Noise:
     """What a run's A/A pairs say.
 
-    pairs      a line a pair: its class, d_p of each process, and from FEWEST processes on the
-               interval of its ratio, and whether that excludes 1 (`different`)
-    floors     by class, a fraction (0.005 is 0.5 %); empty where the run has no pair
-    launch_us  by scope and cache, the time of almost nothing
+    pairs      one line per pair: its class, and d_p of each process (`logs`); from FEWEST
+               processes on also the interval of its ratio, and whether it excludes 1 (`different`)
+    floors     a fraction by class (0.005 is 0.5 %); empty if the run has no pair
+    launch_us  median time of an almost empty op, by scope and cache state
     """
 
     pairs: pd.DataFrame
@@ -61,20 +62,20 @@ class Noise:
     launch_us: dict[Hashable, float]
 
     def floor(self, table: pd.DataFrame) -> pd.Series:
-        """Return the floor of each line of a frame or a summary; NaN where the run has none.
+        """Return the floor of each line of a frame or a summary; NaN if the run has none.
 
-        A class without a pair takes the largest floor of the others.
+        A class without a pair takes the largest floor.
         """
         largest = max(self.floors.values(), default=np.nan)
         return classes(table).map(self.floors).astype("float64").fillna(largest)
 
     @property
     def sentence(self) -> str:
-        """Name the floors for a reader."""
+        """Return a sentence with the floor of each class."""
         if not self.floors:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
         named = [f"{name} {100 * floor:.2g} %" for name, floor in sorted(self.floors.items())]
-        return f"Noise floor: {', '.join(named)}; any other op takes the largest."
+        return f"Noise floor: {', '.join(named)}; every other class takes the largest."
 
     @property
     def reliability(self) -> tuple[Reliability, str]:
@@ -108,7 +109,7 @@ def classes(table: pd.DataFrame) -> pd.Series:
 
 
 def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Return a line for each A/A pair of these frames; see Noise."""
+    """Return one line per A/A pair of these frames; see Noise."""
     found: dict[Hashable, dict[int, dict[str, Any]]] = {}
     for table in tables:
         for line in table[table.aa_log.notna()].to_dict("records"):
@@ -145,6 +146,6 @@ def _problem(line: dict[str, Any], names: list[str]) -> str:
 
 
 def _launch_us(reference: pd.DataFrame) -> dict[Hashable, float]:
-    """Return the median time of the reference op that does almost nothing."""
+    """Return the median time of the reference op whose weights take at most NOTHING_BYTES."""
     nothing = reference[(reference.dense_bytes <= NOTHING_BYTES).fillna(False)]
     return nothing.groupby(["scope", "cache"]).median_us.median().to_dict()

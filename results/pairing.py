@@ -1,10 +1,10 @@
-"""Who is compared with whom: rows of one contest, block by block.
+"""Which rows are compared: those of one contest, block by block.
 
     A  baseline      speed-up of B = exp(median over blocks of log(A_i / B_i))
     B  contender
     b  its twin      A/A log       =     median over blocks of log(B_i / b_i)
 
-A contest is one problem in one process, scope and cache state; a later attempt is another contest.
+Rows are of one contest if they share problem, process, attempt, scope and cache state.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,8 +16,9 @@ from sparsebench.results.statistics import Floats, block_logs, by_block
 def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
     """Return, for each row, its baseline and (where it is a twin) its original.
 
-    `problems` are the ids of the rows' problems. The baseline is the first that is ok; None where
-    no such row is in the contest.
+    `problems` are the ids of the rows' problems. The baseline is the first baseline row that is
+    ok, the original the first ok row of the same format, kernel, parameters and options; None if
+    the contest has no such row.
     """
     baselines: dict[Hashable, Row] = {}
     originals: dict[Hashable, Row] = {}
@@ -37,9 +38,9 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
     ]
 
 
-def logs_over(ours: Row, theirs: Row) -> Floats:
-    """Return log(theirs / ours) of each block that both have: above 0 where ours is faster."""
-    blocks = (by_block(row.samples_us, row.samples_per_block) for row in (theirs, ours))
+def logs_over(row: Row, base: Row) -> Floats:
+    """Return log(time of base / time of row) of each block that both have."""
+    blocks = (by_block(each.samples_us, each.samples_per_block) for each in (base, row))
     return block_logs(*blocks)
 
 

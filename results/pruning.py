@@ -6,7 +6,7 @@
      "outcomes": [{"method": "wanda", "region": "scored", "dense": 0.5, "sparsity": 0.25,
                    "errors": {"gate": 0.126, ..., "output": 0.124}, "loss": 2.698}, ...]}
 
-A report sets it beside the times of a run whose contenders leave as much dense.
+A report draws it against the speed-ups of a run whose contenders leave the same fraction dense.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,13 @@ Cost = Annotated[FiniteFloat, Field(ge=0)]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a recipe came to: errors on held-out tokens, means over layers; a model's loss in nats.
+class Pruned:
+    """What pruning by one method and region cost, on held-out tokens.
 
-    dense   the fraction of features that was left so;  sparsity  that of weights pruned
-    errors  ||XW^T - XW'^T|| / ||XW^T|| by part; OUTPUT's is always there
+    dense     fraction of the features left dense
+    sparsity  fraction of all weights that were pruned, 0 to 1
+    errors    by part, means over layers: ||XW^T - XW'^T|| / ||XW^T||; OUTPUT is always one of them
+    loss      of the pruned model, in nats per token; None for a layer
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
@@ -45,11 +47,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What was pruned, from which tokens, what it cost: an outcome a recipe.
+    """What was pruned, with which tokens, and what each way to prune cost.
 
-    weights      the file's name, with the tensors pruned unless it is a model;  sha256  the file's
-    tokens_from  whose tokens: so many to calibrate on, and so many others, held out
-    loss         the dense model's on the latter, in nats; None of a layer
+    weights      name of the file; of a layer, also the tensors
+    sha256       of the file
+    tokens_from  where the tokens came from
+    calibration  how many tokens the pruning looked at
+    held_out     how many other tokens errors and losses are of
+    loss         of the dense model on the held-out tokens, in nats per token; None for a layer
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
@@ -61,10 +66,10 @@ class Pruning:
     calibration: int
     held_out: int
     loss: FiniteFloat | None
-    outcomes: Annotated[Sequence[Outcome], Field(min_length=1)]
+    outcomes: Annotated[Sequence[Pruned], Field(min_length=1)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `read` reads, but for writing it down."""
+        """Return the data that `read` reads."""
         return asdict(self)
 
 

@@ -2,10 +2,10 @@
 
     Problem    one op on one set of operands, the same bits on every machine
     Contender  a format and the kernel that multiplies it
-    Case       a problem given to a contender; its id names it for ever
-    Row        one measured case in one process: raw samples; what derives is computed on reading
+    Case       a problem given to a contender; its id never changes
+    Row        one case in one process, scope and cache state, with its raw samples
 
-Plain data: no torch, no sibling import, and everything goes to JSON and back unchanged.
+Plain data: no torch, no import of sparsebench, and JSON gives back what was written.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from enum import StrEnum
 from typing import Any, Self
 
 ROWS_SCHEMA = "sparsebench/rows@2"
-OLDER_ROWS = ("sparsebench/rows@1",)  # what they lack has its default
+OLDER_ROWS = ("sparsebench/rows@1",)  # a field that they lack has its default
 
 Value = bool | int | float | str | list[int] | None
-"""What a field of a problem or a parameter of a contender may hold (a list is a block's r x c)."""
+"""What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
 
 # The defaults of rows that were written before rows named their own. Neither table ever grows.
 ONCE: Mapping[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
@@ -32,7 +32,7 @@ DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
 
 
 class Status(StrEnum):
-    """How a case ended. Only `ok` rows carry samples; every other row says why in `detail`."""
+    """How a case ended. Only `ok` rows have samples; every other row has the reason in `detail`."""
 
     OK = "ok"
     UNSUPPORTED = "unsupported"
@@ -45,7 +45,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A file that operands come from: its SHA-256 is its identity, `path` where it was found."""
+    """A file that operands come from. Its SHA-256 identifies it; `path` is where it was found."""
 
     path: str
     sha256: str
@@ -100,9 +100,10 @@ class Problem:
 class Contender:
     """A format and a kernel, by name.
 
-    `params` go to the format (`block`; `wd.block` for the weight wd alone), `options` to the kernel
-    (`tuned`). A `baseline` is a contender that others are compared with; a `twin` is the second A
-    of an A/A pair.
+    params    of the format: `block` for all weights, `wd.block` for the weight wd alone
+    options   of the kernel, such as `tuned`
+    baseline  whether speed-ups are against it
+    twin      whether it is the second half of an A/A pair: a kernel that is there twice
     """
 
     format: str
@@ -119,7 +120,7 @@ class Contender:
         return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
 
     def params_of(self, weight: str) -> dict[str, Value]:
-        """Return the parameters of one weight: those of all, and its own in their place."""
+        """Return the parameters of one weight; its own replace those of all weights."""
         of_all = {name: value for name, value in self.params.items() if "." not in name}
         own = f"{weight}."
         return of_all | {
@@ -131,14 +132,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem given to one contender: complete, so that it alone can be run again."""
+    """One problem given to one contender: all that is needed to run it again."""
 
     problem: Problem
     contender: Contender
 
     @property
     def id(self) -> str:
-        """Hash the canonical JSON; being a baseline is a role, not an identity."""
+        """Hash the canonical JSON, without `baseline`: that is a role and no identity."""
         contender = asdict(self.contender)
         del contender["baseline"]
         return _digest({"problem": self.problem.id, "contender": contender})
@@ -151,42 +152,42 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What one case gave in one process.
+    """What one case gave in one process, for one scope and cache state.
 
-    A contest is one problem in one process, all its contenders timed in turn: rows that share
-    `replicate` and problem were measured side by side, block by block. `samples_us` holds them in
-    the order taken, `samples_per_block` at a time.
+    A contest is one problem in one process, its contenders timed in turn, block by block. So rows
+    of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in the
+    order taken: `samples_per_block` of each block.
     """
 
     case: Case
     status: Status
     replicate: int = 0
-    attempt: int = 0
-    reference: bool = False  # of a noise-floor contest that every run has, not of the suite
+    attempt: int = 0  # of the contest; a later one follows a crash or a hang
+    reference: bool = False  # of a noise-floor contest, which every run has
     device: str = "cpu"  # GPU UUID, or the name of the CPU
     scope: str = "kernel"  # kernel: device time; op: as called from Python, host cost included
     cache: str = "cold"  # the L2 cache before each sample: cold (flushed) or hot
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""
-    choice: Mapping[str, Any] = field(default_factory=dict)  # what the kernel settled on
-    code: str | None = None  # digest of the compiled kernel, where it is ours
+    choice: Mapping[str, Any] = field(default_factory=dict)  # what `prepare` chose
+    code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
     digest: str | None = None  # of the operands
-    flops: float | None = None  # of the non-zeros: what a kernel that wastes nothing does
+    flops: float | None = None  # of non-zeros alone: no padding, no skipped zeros
     dense_flops: float | None = None
     fewest_bytes: int | None = None
-    bound_us: float | None = None  # the least time that this device's ceilings allow (ceilings.py)
+    bound_us: float | None = None  # least time by the measured ceilings of this device
     bound_by: str | None = None  # memory or compute
     stored_bytes: int | None = None
     dense_bytes: int | None = None
-    held_bytes: int | None = None  # device memory kept between calls: packing, output, workspace
-    peak_bytes: int | None = None  # the most while preparing and at the first call, held included
+    held_bytes: int | None = None  # kept between calls on the device: packing, output, workspace
+    peak_bytes: int | None = None  # most on the device during prepare and the first call
     convert_us: float | None = None
     prepare_s: float | None = None
-    energy_j: float | None = None  # of a call, hot and back to back, from the board's sensor
+    energy_j: float | None = None  # of one hot call, from the sensor of the board
     energy_window_s: float | None = None
     telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
     samples_us: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""What a few processes say about a ratio, and no more than that.
+"""What a few processes say about a ratio of times.
 
     d_p       one log-ratio a process: the median over blocks of log(T_baseline / T_contender)
     Walsh     (d_p + d_q) / 2 over all p <= q
@@ -11,9 +11,9 @@
                1/(1+floor)      1      1+floor
 
 The process is the unit of replication: samples of one process are not independent (Hoefler & Belli
-2015, doi:10.1145/2807591.2807644). k is exact and supposes only that d_p is symmetric about its
-centre: below FEWEST processes there is no such interval. No outlier is ever dropped; one among
-eight moves the ratio little. Everything but `outcome` takes natural logs, processes last.
+2015, doi:10.1145/2807591.2807644). k is exact if d_p is symmetric about its centre; below FEWEST
+processes no such interval exists. No outlier is dropped; one among eight moves the ratio little.
+All functions but `outcome` take natural logs; the last axis is processes.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-FEWEST = 6  # 2 of the 2^6 sign patterns are 3.1 %; with 5 processes the widest interval is 93.75 %
-MOST = 100  # no run takes more processes than that
-TAIL = 0.025  # of 95 %, on each side
+FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
+MOST = 100  # processes that more_processes looks ahead to
+TAIL = 0.025  # probability on each side of a 95 % interval
 FALSE_DISCOVERIES = 0.05
 
 Floats = NDArray[np.float64]
 
 
 class Outcome(StrEnum):
-    """What an interval says; `inconclusive` is never to be read as `no_difference`."""
+    """What an interval says. `inconclusive` does not mean `no_difference`."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -62,7 +62,7 @@ class IntervalKind(StrEnum):
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95 % interval, in the units of what was given."""
+    """An estimate with its 95 % interval, in the units of the input."""
 
     estimate: Any
     low: Any
@@ -70,19 +70,19 @@ class Interval:
 
 
 def by_block(samples: Sequence[float], size: int) -> Floats:
-    """Return samples [blocks, size] as they were taken; those after the last whole one are left."""
+    """Return samples [blocks, size] in the order taken, without an incomplete last block."""
     size = min(size, len(samples))
     whole = len(samples) // size * size
     return np.reshape(samples[:whole], (-1, size))
 
 
-def block_logs(theirs: Floats, ours: Floats) -> Floats:
-    """Return log(theirs / ours) by block, for samples of shape (..., blocks, samples a block).
+def block_logs(base: Floats, other: Floats) -> Floats:
+    """Return log(base / other) by block, for samples of shape (..., blocks, samples per block).
 
-    Blocks of one index were taken within moments of each other. The one with fewer blocks is
-    paired with the first of the other.
+    Blocks of one index were taken within moments of each other. If one has fewer blocks, they are
+    paired with the first blocks of the other.
     """
-    over, under = np.median(theirs, axis=-1), np.median(ours, axis=-1)
+    over, under = np.median(base, axis=-1), np.median(other, axis=-1)
     pairs = min(over.shape[-1], under.shape[-1])
     logs: Floats = np.log(over[..., :pairs] / under[..., :pairs])
     return logs
@@ -103,7 +103,7 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
 
 
 def student(logs: ArrayLike) -> Interval:
-    """Return the mean and Student's 95 % interval: a check, exact where d_p is normal."""
+    """Return the mean and Student's 95 % interval, which is exact if d_p is normal: a check."""
     values = _enough(logs)
     mean, error = values.mean(axis=-1), stats.sem(values, axis=-1)
     half = stats.t.ppf(1 - TAIL, values.shape[-1] - 1) * error
@@ -113,8 +113,8 @@ def student(logs: ArrayLike) -> Interval:
 def p_value(logs: ArrayLike, floor: float) -> Floats:
     """Return p for 'the ratio is no further from 1 than the floor', a fraction.
 
-    Twice the smaller of two one-sided t-tests, one at each end of the floor: p <= 0.05 where
-    Student's interval lies beyond one of them. With no floor it is the two-sided t-test.
+    It is twice the smaller p of two one-sided t-tests, one at each end of the floor. So p <= 0.05
+    if Student's interval lies beyond one end. Without a floor it is the two-sided t-test.
     """
     values = _enough(logs)
     beyond = np.abs(values.mean(axis=-1)) - np.log1p(floor)
@@ -124,7 +124,7 @@ def p_value(logs: ArrayLike, floor: float) -> Floats:
 
 
 def q_values(p: ArrayLike) -> Floats:
-    """Return the false-discovery rate at which each line of a table is found.
+    """Return for each p the smallest false-discovery rate at which it counts as found.
 
     Benjamini & Hochberg 1995: of the lines with q <= 0.05, at most 5 % are expected to be wrong.
     """
@@ -144,16 +144,16 @@ def outcome(low: float, high: float, floor: float) -> Outcome:
 
 
 def more_processes(logs: ArrayLike, floor: float) -> int | None:
-    """Say how many more processes would decide, if they scatter about the same mean as these.
+    """Return how many more processes would decide, if they have the same mean and deviation.
 
-    The fewest, up to MOST in all, at which Student's half-width is less than the way from the
-    mean to the nearer end of the floor; None where no such number is.
+    That is the fewest, up to MOST in all, at which half of Student's interval is less than the
+    distance from the mean to the nearer end of the floor; None if there is no such number.
     """
     values = _enough(logs)
-    way = abs(abs(values.mean()) - np.log1p(floor))
+    distance = abs(abs(values.mean()) - np.log1p(floor))
     counts = np.arange(values.size + 1, MOST + 1)
     halves = stats.t.ppf(1 - TAIL, counts - 1) * values.std(ddof=1) / np.sqrt(counts)
-    deciding = counts[halves < way]
+    deciding = counts[halves < distance]
     return int(deciding[0]) - values.size if deciding.size else None
 
 

@@ -1,15 +1,15 @@
-"""A run on disk: a directory that is valid at every moment, and that can be moved.
+"""A run on disk: a directory that is valid at every moment and can be moved.
 
-    suite.yaml        the suite, byte for byte: a run is reproduced by its own copy
+    suite.yaml        the suite, byte for byte: what reproduces the run
     environment.json  GPU, driver, clocks, library versions, commit, host
-    run.json          flags in force, status (running, finished, interrupted), where the time went
-    rows.jsonl        a schema line, then a row a line, appended contest by contest and synced
+    run.json          flags, status (running, finished, interrupted), seconds by phase
+    rows.jsonl        a schema line, then one row per line; appended and synced per contest
     worker.log        whatever kernels and compilers printed
     lock.txt          every installed distribution; written when the run is sealed (bundle.py)
     manifest.json     the SHA-256 of every file, likewise
 
-Published runs hold rows.jsonl.gz. Every file says its schema and version. A row holds every field
-of Row, no more and no less; rows of an older schema have the defaults of the fields they lack.
+Published runs hold rows.jsonl.gz. Every JSON file names its schema and version. A row has exactly
+the fields of Row; in rows of an older schema a missing field has its default.
 """
 
 import gzip
@@ -33,7 +33,7 @@ RUN_SCHEMA = "sparsebench/run@1"
 class Run:
     """A run as read from disk.
 
-    `rows` are the suite's; `reference` those of the noise-floor contests that every run has.
+    `rows` are of the suite, `reference` of the noise-floor contests that every run has.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Run:
 
 
 def create(path: Path, suite_text: str, environment: Mapping[str, Any]) -> None:
-    """Make a new run directory; refuse one that is there."""
+    """Make a new run directory; ResultError if it exists."""
     if path.exists():
         raise ResultError(f"{path}: expected a new directory, found one; --resume continues a run")
     path.mkdir(parents=True)
@@ -64,12 +64,12 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def set_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace run.json at once, so that a reader sees the old or the new."""
+    """Replace run.json atomically: a reader sees the old file or the new one."""
     _write_json(path / "run.json", {"schema": RUN_SCHEMA, **state})
 
 
 def keep(path: Path, rows: Iterable[Row]) -> None:
-    """Rewrite rows.jsonl with these rows alone: what a resumed run starts from."""
+    """Rewrite rows.jsonl with these rows alone, before a run is resumed."""
     whole = path / "rows.jsonl"
     fresh = path / "rows.jsonl.new"
     fresh.write_text(json.dumps({"schema": ROWS_SCHEMA}) + "\n")
@@ -100,7 +100,7 @@ def read(path: Path | str) -> Run:
 
 
 def rows(path: Path) -> list[Row]:
-    """Return all the rows that are on disk, reference ones included; whole ones only."""
+    """Return all rows on disk, reference rows included, without an incomplete last line."""
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         with gzip.open(zipped, "rt") as file:

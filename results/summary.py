@@ -1,8 +1,8 @@
-"""A frame as answers: one line a case over its processes, then who wins and from where on.
+"""A frame as answers: one line per case over its processes, the fastest case, the break-even.
 
-A process is the unit of replication: allocation, tuning and clocks differ between processes, and
-more samples in one of them cannot show it. From FEWEST processes on a speed-up has an interval and
-an outcome (statistics.py); with fewer it has a range: a look, not a verdict.
+The process is the unit of replication: allocation, tuning and clocks differ between processes, and
+more samples in one process cannot show that. From FEWEST processes on a speed-up has an interval
+and an outcome (statistics.py): a verdict. With fewer it has a range: a look.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields
 from sparsebench.results.noise import Noise
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, hodges_lehmann, student
-from sparsebench.results.verdict import judged
+from sparsebench.results.verdict import with_verdicts
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
@@ -35,17 +35,18 @@ class NoCrossing(StrEnum):
 
 
 def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
-    """Return a line a case: medians over its processes, and its speed-up over the baseline.
+    """Return one line per case, scope and cache state: medians over its processes, and verdicts.
 
-    The speed-up is the Hodges-Lehmann estimate, `speedup_low` and `speedup_high` its 95 % interval,
-    `t_low` and `t_high` Student's. Below FEWEST processes it is the geometric mean, with the range
-    over processes where there are several, else the quartiles in the one; `interval` says which.
-    `speedups` holds each process's own; `low_us` and `high_us` are the range or quartiles of times.
-    `ran` is the label, and of a portfolio also the kernel that it chose.
+    speedup       Hodges-Lehmann estimate; below FEWEST processes the geometric mean
+    speedup_low   and speedup_high: the interval, of the kind in `interval_kind`; `interval` is text
+    t_low         and t_high: Student's 95 % interval, from FEWEST processes on
+    speedups      the speed-up of each process
+    low_us        and high_us: range of the processes' medians; of one process the quartiles
+    ran           the label; of a portfolio also the kernel that it chose
+    level         sparsity asked for; of weights from a file the sparsity found
 
-    A case is ok when it was in every process; else it has the status and detail of the first where
-    it was not, and no numbers. `level` is the sparsity asked for, or the achieved one where none
-    was asked for: weights from a file. Verdicts (verdict.py) need the run's noise floor.
+    A case that is not ok in every process has the status and detail of the first process where it
+    is not, and no numbers. Verdicts (verdict.py) need the noise of the run.
     """
     cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in table.to_dict("records"):
@@ -56,16 +57,17 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}
     summed = pd.DataFrame(lines, columns=[*kept, *SUMMED])
-    return judged(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
+    return with_verdicts(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
 
 
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest case of each problem, baselines included, and its lead; `ran` names it.
 
-    The fastest has the largest speed-up, and `lead` is its ratio to the runner-up, process by
-    process; `tied` says that the 95 % interval of that ratio does not lie above 1. Below FEWEST
-    processes and without a baseline it has the least median time, `lead` is the runner-up's time
-    over its own, and `tied` says that the ranges of their times overlap.
+    From FEWEST processes on the fastest case has the largest speed-up. `lead` is its ratio to the
+    runner-up, process by process; `tied` says that the 95 % interval of `lead` is not above 1.
+
+    With fewer processes or no baseline the fastest case has the least median time. `lead` is the
+    time of the runner-up over its own; `tied` says that the ranges of their times overlap.
     """
     raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     raced = raced.assign(ratio=raced.speedup.where(raced.t_low.notna()))
@@ -77,7 +79,7 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     lead = (second.median_us / best.median_us).to_numpy(copy=True)
     tied = (second.low_us <= best.high_us).to_numpy(copy=True)
     for i, pair in enumerate(zip(best.speedups, second.speedups, strict=True)):
-        if _judged_together(*pair):
+        if _comparable(*pair):
             ratio = hodges_lehmann(np.subtract(*np.log(pair)))
             lead[i], tied[i] = np.exp(ratio.estimate), not ratio.low > 0
     return best.assign(runner_up=second.ran, lead=lead, tied=tied)
@@ -86,10 +88,10 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the sparsity from which on each contender stays faster than the baseline.
 
-    `break_even` lies between two measured levels, on a straight line of log speed-up over log
-    density (a kernel whose time follows its non-zeros moves on one); where it is NaN, `note` says
-    'below the first level' or 'not reached'. A level at which a portfolio chose a dense kernel is
-    not faster; after such a level `break_even` is the next one.
+    `break_even` is interpolated between two measured levels, with log speed-up linear in log
+    density, as it is if the time follows the non-zeros. Where it is NaN, `note` is a NoCrossing.
+    A level at which a portfolio chose a dense kernel is not faster; after such a level `break_even`
+    is the next one.
     """
     keys = ["op", *(name for name in fields(cases) if name != "sparsity"), "scope", "cache"]
     keys += ["format", "kernel", "label", "baseline_label"]
@@ -109,8 +111,8 @@ def chose_dense(cases: pd.DataFrame) -> pd.Series:
     return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
 
 
-def _judged_together(first: Any, second: Any) -> bool:
-    """Say whether two speed-ups by process are over one baseline in the same FEWEST processes."""
+def _comparable(first: Any, second: Any) -> bool:
+    """Say whether both have a speed-up in each of the same FEWEST or more processes."""
     known = isinstance(first, tuple) and isinstance(second, tuple)
     return known and len(first) == len(second) >= FEWEST and not np.isnan([first, second]).any()
 
@@ -141,14 +143,14 @@ def _ran(label: str, chosen: str) -> str:
 
 
 def _paired(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keep the processes that have a speed-up over the same baseline: the most common one."""
+    """Keep the processes with a speed-up over the most common baseline."""
     paired = [process for process in processes if not np.isnan(process["speedup"])]
     bases = Counter(process["baseline_label"] for process in paired).most_common(1)
     return [process for process in paired if process["baseline_label"] == bases[0][0]]
 
 
 def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the speed-up and the times of a case with their intervals, and what those are."""
+    """Return the speed-up and the times of a case, with their intervals."""
     count, times = len(used), [process["median_us"] for process in used]
     speedups = tuple(process["speedup"] for process in used)
     logs = np.log(speedups)

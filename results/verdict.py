@@ -1,12 +1,14 @@
-"""Verdicts on a table of cases: each against its baseline, and all of them together.
+"""Verdicts on a table of cases: each one against its baseline, with a correction for their number.
 
-    outcome         by the interval of the speed-up and the noise floor (statistics.py); faster and
-                    slower also need q <= 5 %, else inconclusive: of many cases some come out so
-    more_processes  how many would decide what is inconclusive
-    above floor     (baseline - launch) / (case - launch), medians less the time of almost nothing
+    outcome              by the interval of the speed-up and the noise floor (statistics.py);
+                         faster and slower also need q <= 5 %, else inconclusive: among many
+                         equal cases some look faster by chance
+    more_processes       how many more would decide an inconclusive case
+    speedup_above_floor  (baseline - launch) / (case - launch), of median times; launch is the
+                         time of an almost empty op
 
-Below FEWEST processes there is none; nor for a baseline against itself, nor for a twin, whose
-ratio is the noise. A run without A/A pairs has no noise floor, and its outcomes say so.
+Below FEWEST processes a case has no verdict; nor has a baseline, nor a twin, whose ratio is noise.
+A run without A/A pairs has no noise floor; the outcome of its cases is NO_FLOOR.
 """
 
 import numpy as np
@@ -26,8 +28,8 @@ NO_FLOOR = "no_noise_floor"
 DIFFERENT = (Outcome.FASTER, Outcome.SLOWER)
 
 
-def judged(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
-    """Return a summary with its verdicts; `outcome` is "" where there is none."""
+def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
+    """Return a summary with its verdicts; a case without one has the outcome ""."""
     floor = noise.floor(cases) if noise else pd.Series(np.nan, cases.index)
     floor = floor.where(cases.median_us.notna())
     table = cases.assign(
@@ -68,14 +70,14 @@ def _outcome(low: float, high: float, floor: float, q: float) -> Outcome:
 
 
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:
-    """Return the ratio of what the medians have above the launch floor; NaN where one has not."""
+    """Return the ratio of the medians less the launch time; NaN where one is not above it."""
     measures = pd.MultiIndex.from_frame(cases[["scope", "cache"]])
     launch_us = measures.map(noise.launch_us if noise else {}).to_numpy(dtype=float)
     place = ["problem_id", "scope", "cache"]
     medians = cases.set_index([*place, "label"]).median_us
     bases = pd.MultiIndex.from_frame(cases[[*place, "baseline_label"]])
-    ours = cases.median_us.to_numpy(dtype=float) - launch_us
-    theirs = medians.reindex(bases).to_numpy(dtype=float) - launch_us
-    known = (ours > 0) & (theirs > 0)
-    ratio = np.divide(theirs, ours, out=np.full(len(cases), np.nan), where=known)
+    case_us = cases.median_us.to_numpy(dtype=float) - launch_us
+    base_us = medians.reindex(bases).to_numpy(dtype=float) - launch_us
+    known = (case_us > 0) & (base_us > 0)
+    ratio = np.divide(base_us, case_us, out=np.full(len(cases), np.nan), where=known)
     return pd.Series(ratio, cases.index)

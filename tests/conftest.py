@@ -10,7 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
+sys.path += [str(HERE), str(HERE / "kernels" / "spense")]  # the latter: emulations are shared
 
 import compile_record  # noqa: E402  (it is in the folder that was just added)
 
@@ -18,6 +18,8 @@ PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers: `wrong.zeros`, `faulty.hangs`
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
+os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
+torch.set_num_threads(1)
 COMPILE = "compile"  # a test's property: a digest of compile_record.py
 
 

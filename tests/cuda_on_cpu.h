@@ -82,7 +82,7 @@ static void __syncthreads() { meet(mine().all, threads); }
 static void in_step(int barrier, int count) { meet(mine().named[barrier], count); }
 static int cluster_number() { return now->cta / cluster_size; }
 static Cta& of_cluster(int cta) { return ctas[cluster_number() * cluster_size + cta]; }
-static void cluster_in_step() { meet(clusters[cluster_number()], cluster_size * threads); }
+static void cluster_sync() { meet(clusters[cluster_number()], cluster_size * threads); }
 static int cta_number() { return first + now->cta; }
 static int thread_number() { return now->thread; }
 static char* dynamic_shared() { return mine().dynamic.data(); }
@@ -157,7 +157,7 @@ static int __reduce_add_sync(u32, int value) {
   warp_in_step();
   return sum;
 }
-static float wide(unsigned short bits) {
+static float to_float(unsigned short bits) {
   float f;
 #if FP16
   _Float16 h;
@@ -180,13 +180,13 @@ static u32 narrow(float f) {
   return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 #endif
 }
-static u32 pair_of(float low, float high) { return narrow(low) | narrow(high) << 16; }
-static u32 on(u32 pair) {
-  return (wide(pair & 0xffff) <= 0 ? 0 : 0xffff) | (wide(pair >> 16) <= 0 ? 0 : 0xffff0000);
+static u32 pack_pair(float low, float high) { return narrow(low) | narrow(high) << 16; }
+static u32 positive_mask(u32 pair) {
+  return (to_float(pair & 0xffff) <= 0 ? 0 : 0xffff) | (to_float(pair >> 16) <= 0 ? 0 : 0xffff0000);
 }
 // m16n8k16: lane 4 g + t has A[g, g + 8][2 t, 2 t + 1 and + 8], B[2 t, 2 t + 1 and + 8][g] and
 // D[g, g + 8][2 t, 2 t + 1].
-static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+static void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
   std::memcpy(warp()[lane()], own, sizeof own);
   warp_in_step();
@@ -195,7 +195,7 @@ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     for (int k = 0; k < 16; k++) {
       const u32 left = warp()[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
       const u32 right = warp()[column * 4 + k % 8 / 2][4 + k / 8];
-      d[e] += wide(left >> 16 * (k % 2) & 0xffff) * wide(right >> 16 * (k % 2) & 0xffff);
+      d[e] += to_float(left >> 16 * (k % 2) & 0xffff) * to_float(right >> 16 * (k % 2) & 0xffff);
     }
   }
   warp_in_step();

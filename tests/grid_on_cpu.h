@@ -1,5 +1,5 @@
-// What ffn_few.cu asks for beyond mma_on_cpu.h: copies that mbarriers count, flags. All of the
-// grid's CTAs run together. A copy lands at once or, with LATE, when its barrier is waited for.
+// Stands in for ffn_ptx.cuh, which ffn_few.cu and ffn_sparse.cu include: copies, barriers, flags,
+// as the PTX ISA defines them. A copy lands at once or, with LATE, when its barrier is waited for.
 
 #include "mma_on_cpu.h"
 
@@ -26,37 +26,56 @@ static u32 __shfl_sync(u32, u32 value, int from) {
 
 static uint4 __ldcg(const uint4* p) { return *p; }
 
-// ---- copies that barriers count ----
+// ---- copies and barriers ----
 
-static void inits_are_done() {}
-static void show_to_copies() {}
-static void bring(u32 to, const void* from, int bytes, u32 barrier) {
+static u64 evict_last_policy() { return 0; }
+static u64 evict_first_policy() { return 0; }
+static void cp_async_16(u32 to, const char* from, bool pred, u64 = 0) { copy(to, from, 16, pred); }
+static void cp_async_arrive(u32 barrier) {
+  cp_async_commit();
+  cp_async_wait<0>();
+  mbarrier_arrive(barrier);
+}
+static void prefetch_l2(const void*) {}
+static void bulk_prefetch_l2(const void* from, int bytes) {
+  if ((u64)from % 16 || bytes % 16) std::abort();
+}
+template <class T> T load_once(const T* from) { return *from; }
+static void store_once(uint4* to, uint4 v) { *to = v; }
+static void expect_tx(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
+static void fence_barrier_init() {}
+static void fence_proxy_async() {}
+static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
   if ((u64)from % 16) std::abort();
   counted_copy(mine(), to, from, bytes, barrier);
 }
+static void named_barrier_sync(int barrier, int threads) { in_step(barrier, threads); }
+template <int BARRIER, int THREADS> void named_barrier_sync() { in_step(BARRIER, THREADS); }
+template <int REGISTERS> void warpgroup_reg_alloc() {}
+template <int REGISTERS> void warpgroup_reg_dealloc() {}
 
 // ---- flags and words ----
 
-static void tell(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag; }
-static u32 told(u32 at) {
+static void store_flag(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag; }
+template <int FLAGS> u32 load_flags(u32 at) {
   others_first();
   u32 flags = 0;
-  std::memcpy(&flags, dynamic_shared() + at, CTAS);
+  std::memcpy(&flags, dynamic_shared() + at, FLAGS);
   return flags;
 }
-static void publish(u64* to, u64 word) { *to = word; }
-static u64 seen(const u64* word) {
+static void store_relaxed(u64* to, u64 word) { *to = word; }
+static u64 load_relaxed(const u64* from) {
   others_first();
-  return *word;
+  return *from;
 }
-static void count_me(int* counter) { ++*counter; }
-static int counted(const int* counter) {
+static void add_release(int* counter) { ++*counter; }
+static int load_acquire(const int* counter) {
   others_first();
   return *counter;
 }
 
 // In four neighbouring lanes, word t of lane q goes to word q of lane t.
-static void exchange(u32 (&words)[4]) {
+static void quad_transpose(u32 (&words)[4]) {
   std::memcpy(warp()[lane()], words, sizeof words);
   warp_in_step();
   for (int t = 0; t < 4; t++) words[t] = warp()[lane() / 4 * 4 + t][lane() % 4];
@@ -64,16 +83,12 @@ static void exchange(u32 (&words)[4]) {
 }
 
 static std::map<Fiber*, int> rounds;  // of a thread's cluster, when it came
-static void come_to_cluster(bool) {
+static void cluster_arrive() {
   Meeting& m = clusters[cluster_number()];
   rounds[now] = m.round;
   if (++m.arrived == cluster_size * threads) m.arrived = 0, m.round++;
 }
-static void wait_for_cluster() {
+static void cluster_arrive_relaxed() { cluster_arrive(); }
+static void cluster_wait() {
   while (clusters[cluster_number()].round == rounds[now]) others_first();
-}
-static void adders_in_step() { in_step(1, 64); }
-static void listers_in_step() { in_step(2, 288); }
-static void send_to_l2(const void* from, int bytes) {
-  if ((u64)from % 16 || bytes % 16) std::abort();
 }

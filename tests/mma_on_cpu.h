@@ -1,6 +1,5 @@
-// What spense_mma.cu and ffn_sparse.cu ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A
-// copy lands at once or, with LATE, when its group is waited for, so that a wait too few and one too
-// late are seen.
+// What kernels that use mma ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands at
+// once or, with LATE, when its group is waited for, so that a wait too few and one too late are seen.
 
 #include "cuda_on_cpu.h"
 
@@ -31,7 +30,7 @@ struct Copies { std::vector<std::vector<Copy>> groups{1}; };
 static std::map<Fiber*, Copies> copies;  // of a thread; the last group is still open
 
 // The same in all CTAs: what is not in dynamic shared memory comes after it.
-static u32 address_of(const void* p) {
+static u32 smem_address(const void* p) {
   const auto at = (const char*)p - dynamic_shared(), size = (long)mine().dynamic.size();
   return at >= 0 && at < size ? at : size + ((const char*)p - fixed_shared());
 }
@@ -47,12 +46,9 @@ static void copy(u32 to, const char* from, int bytes, bool there) {
   else land(c);
 }
 static void copy_16(u32 to, const char* from, bool there) { copy(to, from, 16, there); }
-static u64 lasting() { return 0; }
-static u64 passing() { return 0; }
-static void copy_16(u32 to, const char* from, bool there, u64) { copy(to, from, 16, there); }
 static void copy_8(u32 to, const char* from) { copy(to, from, 8, true); }
-static void end_of_copies() { copies[now].groups.emplace_back(); }
-template <int LEFT> void copies_left() {
+static void cp_async_commit() { copies[now].groups.emplace_back(); }
+template <int LEFT> void cp_async_wait() {
   auto& groups = copies[now].groups;
   while (groups.size() > LEFT + 1) {
     for (const Copy& c : groups.front()) land(c);
@@ -73,19 +69,18 @@ static void proceed(Barrier& b) {
   if (b.missing < 0) std::fprintf(stderr, "too many arrivals\n"), std::abort();
   if (!b.missing && !b.bytes) b.missing = b.arrivals, b.phase++;
 }
-static void init(u32 barrier, int arrivals) {
+static void mbarrier_init(u32 barrier, int arrivals) {
   const u32 size = mine().dynamic.size();
   char* at = barrier < size ? dynamic_shared() + barrier : fixed_shared() + (barrier - size);
   mine().barriers.push_back((u64*)at), *(u64*)at = BARRIER;
   barriers[{&mine(), barrier}] = Barrier{arrivals, arrivals, 0, 0};
 }
-static void arrive_expecting(u32 barrier, int bytes) {
+static void mbarrier_arrive_expect_tx(u32 barrier, int bytes) {
   Barrier& b = barriers.at({&mine(), barrier});
   b.bytes += bytes, b.missing--;
   proceed(b);
 }
-static void expect(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
-static void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
+static void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 static void land(Cta& cta, Barrier& b, const Copy& c) {
   if (c.to + c.bytes.size() > cta.dynamic.size()) std::abort();
   std::memcpy(cta.dynamic.data() + c.to, c.bytes.data(), c.bytes.size());
@@ -99,40 +94,32 @@ static void counted_copy(Cta& cta, u32 to, const void* from, int bytes, u32 barr
   if (LATE) b.copies.push_back(c);
   else land(cta, b, c);
 }
-static u32 of_cta(u32 address, int cta) { return address | cta << 24; }
-static void push(u32 to, float4 v, u32 barrier) {
+static u32 map_shared_rank(u32 address, int cta) { return address | cta << 24; }
+static void st_async(u32 to, float4 v, u32 barrier) {
   if (to >> 24 != barrier >> 24) std::abort();
   counted_copy(of_cluster(to >> 24), to & 0xffffff, &v, sizeof v, barrier & 0xffffff);
 }
-static void cluster_has_read() { cluster_in_step(); }
-static void wait(u32 barrier, u32 parity, const char*) {
+static void cluster_sync_relaxed() { cluster_sync(); }
+static void mbarrier_wait(u32 barrier, u32 parity, const char*) {
   for (;; others_first()) {
     Barrier& b = barriers.at({&mine(), barrier});
     for (const Copy& c : std::exchange(b.copies, {})) land(mine(), b, c);
     if ((b.phase & 1) != (int)parity) return;
   }
 }
-static void arrive_after_copies(u32 address) {
-  end_of_copies();
-  copies_left<0>();
-  arrive(address);
-}
-static void wait_for_stream() {}
-static void let_next_start() {}
-static void prefetch(const void*) {}
-template <class T> T read_once(const T* from) { return *from; }
-static void write_once(uint4* to, uint4 v) { *to = v; }
+static void wait_on_dependent_grids() {}
+static void launch_dependent_grids() {}
 
 // ---- matrices of 8 x 8: lane 4 g + q has elements 2 q and 2 q + 1 of row g ----
 
-static void matrices(u32 (&v)[4], u32 address) {
+static void ldmatrix_x4(u32 (&v)[4], u32 address) {
   if (address % 16) std::abort();
   warp()[lane()][0] = address;
   warp_in_step();
   for (int i = 0; i < 4; i++) v[i] = ld_shared_u32(warp()[8 * i + lane() / 4][0] + lane() % 4 * 4);
   warp_in_step();
 }
-static u32 transposed(u32 v) {
+static u32 movmatrix_trans(u32 v) {
   warp()[lane()][0] = v;
   warp_in_step();
   u32 pair = 0;
@@ -144,9 +131,9 @@ static u32 transposed(u32 v) {
   return pair;
 }
 
-static void matrices_by_columns(u32 (&v)[4], u32 address) {
-  matrices(v, address);
-  for (u32& word : v) word = transposed(word);
+static void ldmatrix_x4_trans(u32 (&v)[4], u32 address) {
+  ldmatrix_x4(v, address);
+  for (u32& word : v) word = movmatrix_trans(word);
 }
 
 // mma.sp, m16n8k32. A[row][8 c + 2 q, + 1] of the stored columns is in register row / 8 + 2 c of
@@ -170,7 +157,7 @@ void mma_sp(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 word) {
         const int k = 4 * j + which[i];
         const u32 pair = warp()[from + j % 4][row / 8 + j / 4 * 2];
         const u32 other = of_b[base + token * 4 + k % 8 / 2][k / 8];
-        d[e] += wide(pair >> 16 * i & 0xffff) * wide(other >> 16 * (k % 2) & 0xffff);
+        d[e] += to_float(pair >> 16 * i & 0xffff) * to_float(other >> 16 * (k % 2) & 0xffff);
       }
     }
   }

@@ -40,7 +40,7 @@ from sparsebench.harness.pruning.model import (
     prune_model,
     python_reference,
 )
-from sparsebench.results.pruning import SCHEMA, Outcome, Pruning
+from sparsebench.results.pruning import SCHEMA, Pruned, Pruning
 
 HELD_OUT = 0.25
 
@@ -174,14 +174,14 @@ def _linear(
 
 def _outcomes(
     make: Callable[[Recipe], _Made], recipes: Sequence[Recipe], to: Path | None
-) -> list[Outcome]:
+) -> list[Pruned]:
     outcomes = []
     for recipe in recipes:
         made = make(recipe)
         dense = made.dense / made.features
         errors = {name: fmean(layer[name] for layer in made.errors) for name in made.errors[0]}
         sparsity = (1 - dense) / 2
-        outcomes.append(Outcome(recipe.method, recipe.region, dense, sparsity, errors, made.loss))
+        outcomes.append(Pruned(recipe.method, recipe.region, dense, sparsity, errors, made.loss))
         if to:
             _write(to, made, recipe)
     return outcomes

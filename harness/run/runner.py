@@ -29,6 +29,7 @@ from sparsebench.results.record import Case, Contender, Row, Status
 COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
 SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.worker")
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
+END_TIMEOUT_S = 60.0  # for a child that nobody asks any more; writing a core takes seconds
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
 WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
 
@@ -138,7 +139,7 @@ class Worker:
             with suppress(BrokenPipeError):
                 self._child.stdin.close()
         try:
-            code = self._child.wait(timeout=5)
+            code = self._child.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
             code = self._child.wait()

@@ -1,8 +1,6 @@
-// Nothing: a kernel of clusters, to ask the driver how many of them run at one time.
+// An empty kernel with clusters of CTAS: the driver is asked how many of them run at one time.
 //
-// A cluster is of one GPC. An H200's 132 SMs are in GPCs of unlike sizes: with an SM to a CTA it
-// runs 66 clusters of two, 30 of four and 15 of eight.
-//
-// Compiled with -DCTAS, of a cluster.
+// The CTAs of a cluster share a GPC. An H200's 132 SMs are in GPCs of different sizes. With one CTA
+// an SM it runs 66 clusters of two, 30 of four and 15 of eight.
 
 extern "C" __global__ void __cluster_dims__(CTAS) nothing() {}

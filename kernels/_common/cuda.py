@@ -1,14 +1,13 @@
-"""What the CUDA C++ kernels share: NVRTC, tensor maps for the copy engine, a launch through CuPy.
+"""Compile CUDA C++ kernels (NVRTC), describe matrices to TMA, load (CuPy) and launch (driver).
 
     NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> BoundKernel: call it
 
-CuPy's own RawModule(code=...) compiles for sm_90; wgmma needs sm_90a, and NVRTC takes one target
-alone. So NVRTC is called here, and CuPy loads what it gave. A kernel that asks nothing of Hopper
-alone is compiled for the device's own target.
+wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this file calls
+NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the device.
 
-A tensor map is 128 bytes that describe a matrix to the copy engine (TMA): address, sizes, strides,
-and the box that one instruction copies. Maps go into a kernel by value (__grid_constant__): in
-device memory they would need a fence before their first use.
+A tensor map is 128 bytes that describe a matrix to TMA: address, sizes, strides, and the box that
+one instruction copies. A kernel gets it by value (__grid_constant__). In device memory it would
+need a fence before its first use.
 """
 
 import ctypes
@@ -29,39 +28,39 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.results.record import Problem
 
-HEADERS = Path(__file__).parent  # *.cuh, which every family's kernels may include
+HEADERS = Path(__file__).parent  # *.cuh for all families; a family's own lie beside its kernels
 HOPPER = (9, 0)
-HOPPERS_OWN = "sm_90a"  # the target with wgmma, and nothing newer
+HOPPERS_OWN = "sm_90a"  # the target that has wgmma; it runs on 9.0 alone
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
-ADDRESSES = 256  # of operands for which a plan keeps the arguments, each about a kilobyte
+ADDRESSES = 256  # sets of operands of which a plan keeps the arguments, 1 KB each
 
 Constants = tuple[tuple[str, int], ...]
 Arguments = tuple[Any, Any]
-"""What cuLaunchKernel takes, a pointer to each argument, and the memory that they point to."""
+"""Pointers to the arguments, for cuLaunchKernel, and the memory that holds the arguments."""
 
 
 class Layout:
-    """A kernel's parameters, in the letters of `struct`: Layout("128s", "P")(map, address)."""
+    """A kernel's parameters as formats of `struct`: Layout("128s", "P")(map, address)."""
 
     def __init__(self, *parameters: str) -> None:
-        """Lay them out one after the other; the driver knows where the kernel has them."""
+        """Lay them out one after the other; the driver copies each to its place in the kernel."""
         sizes = [calcsize("".join(parameters[: i + 1])) for i in range(len(parameters))]
         self._starts = [end - calcsize(p) for end, p in zip(sizes, parameters, strict=True)]
         self._pack, self._memory = Struct("".join(parameters)).pack, ctypes.c_char * sizes[-1]
         self._pointers = ctypes.c_void_p * len(parameters)
 
     def __call__(self, *args: int | bytes) -> Arguments:
-        """Return arguments in memory of their own, which nothing writes into later."""
+        """Return arguments in new memory, which never changes."""
         memory = self._memory.from_buffer_copy(self._pack(*args))
         base = ctypes.addressof(memory)
         return self._pointers(*[base + start for start in self._starts]), memory
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: its number, and up to three words of 64 bytes."""
+    """CUlaunchAttribute: its number, and a value of 64 bytes, three words of which are used."""
 
     _fields_ = [
         *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
@@ -86,10 +85,12 @@ CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel that is ready on a device, and its grid; `code` is a digest of its machine code.
+    """A kernel that is loaded on a device, and its grid.
 
-    All CTAs of a grid that is there `together` run at the same time, and may wait for one another.
-    One that comes `early` waits by itself for what is before it in the stream (hopper.cuh).
+    code      digest of the machine code
+    together  cooperative launch: all CTAs run at the same time, and may wait for each other
+    early     programmatic dependent launch: the kernel itself waits for the kernel before it in
+              the stream (hopper.cuh)
     """
 
     kernel: Any
@@ -104,7 +105,7 @@ class Loaded:
     def enqueue(self, args: Arguments) -> None:
         """Enqueue the kernel on torch's current stream of the device. Raises RuntimeError.
 
-        By the driver: CuPy's own launch and torch's Stream objects take longer than all of this.
+        It calls the driver: CuPy's launch and torch's Stream objects take longer than all this.
         """
         _set_device()(self.device)  # a new thread has no context
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton ask
@@ -159,9 +160,9 @@ def unsupported_on_hopper(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say what keeps X @ W.T, or X @ W if transposed, from every kernel here, or None.
+    """Say why no CUDA kernel of bsr computes X @ W.T (X @ W if transposed), or None.
 
-    TMA has conditions of its own: `tensor_map`.
+    TMA has further conditions: `tensor_map`.
     """
     (n, k), values = w.shape, w.values
     depth, width = (n, k) if transposed else (k, n)
@@ -177,7 +178,7 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
 
 
 def target_of(device: torch.device) -> str:
-    """Return what to compile for, to run what every GPU has on this one: sm_80."""
+    """Return the device's own target, such as sm_80, without features of one architecture."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -191,7 +192,7 @@ def load(
     device: torch.device,
     target: str = HOPPERS_OWN,
 ) -> tuple[Any, str]:
-    """Return a kernel of NAME.cu, ready on the device, and the digest of its code."""
+    """Return the kernel `function` of NAME.cu, loaded on the device, and its code's digest."""
     import cupy
 
     code = compiled(name, constants, target)
@@ -204,11 +205,12 @@ def load(
 
 
 def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:
-    """Return the machine code of NAME.cu; needs no GPU. Raises RuntimeError."""
+    """Return the cubin of NAME.cu. Needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
-    source = source_of(name).read_text()
-    shared = {p.name.encode(): p.read_bytes() for p in HEADERS.glob("*.cuh")}
+    path = source_of(name)
+    source, headers = path.read_text(), [*HEADERS.glob("*.cuh"), *path.parent.glob("*.cuh")]
+    shared = {p.name.encode(): p.read_bytes() for p in headers}
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
     program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
@@ -224,7 +226,7 @@ def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> byte
 
 
 def source_of(name: str) -> Path:
-    """Return the path of NAME.cu, in whichever family's folder it is."""
+    """Return the path of NAME.cu in the folder of its family."""
     return next(HEADERS.parent.glob(f"*/{name}.cu"))
 
 
@@ -250,10 +252,11 @@ def tensor_map(
     dtype: torch.dtype,
     box: tuple[int, int],
 ) -> bytes:
-    """Describe a fp16 or bf16 matrix that is copied in boxes of rows x columns, swizzled.
+    """Return the tensor map of a fp16 or bf16 matrix [height, width], for swizzled boxes.
 
-    A row of a box has 32, 64 or 128 bytes, and the pattern of the swizzle as many (hopper.cuh).
-    What a box has outside of the matrix is read as zero and not written. Raises Unsupported.
+    box  rows x columns. A row has 32, 64 or 128 bytes, and the swizzle as many (hopper.cuh)
+
+    Outside of the matrix a box reads zeros and writes nothing. Raises Unsupported.
     """
     (height, width), (rows, columns), size = shape, box, dtype.itemsize
     step = strides[0] * size

@@ -1,12 +1,12 @@
-"""What stands between the products of a feed-forward layer, in Triton.
+"""The element-wise kernels between the products of a feed-forward layer, in Triton.
 
     before    X [m, k] in 16 bits ──> X in e4m3                        `quantised`, in fp8 alone
                                       and a scale for each token       `scaled`, for layers
     between   G | U [m, 2 n] ───────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
 
-To e4m3 they round to the nearest and keep NaN, and what is beyond 448 becomes 448: Triton's cast
-is cvt.rn.satfinite there. s scales sums of fp8; act(s G) is not rounded. Both read and write an
-element once, and nothing else.
+Rounding to e4m3 is to the nearest; NaN stays NaN, and values beyond 448 become 448, since Triton
+casts by cvt.rn.satfinite. s scales sums of fp8 products. act(s G) is not rounded. Each element is
+read once and written once.
 """
 
 from functools import lru_cache
@@ -20,18 +20,18 @@ from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem
 
-TOKENS, FEATURES = 16, 128  # that a program writes
-BOUND = 256  # launches of `scaled` kept, one for each number of tokens and layout of rows
+TOKENS, FEATURES = 16, 128  # of a program
+BOUND = 256  # launches of `scaled` that are kept, one for each shape and stride
 
 
 def hidden(
     products: Tensor, activation: str, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> BoundKernel:
-    """Return the program of H [m, n] from products [m, 2 n], contiguous.
+    """Return the kernel of H [m, n] from products [m, 2 n], contiguous.
 
-    activation  silu, relu, relu2 or gelu_tanh, GELU by its tanh approximation
-    dtype       of H; that of the products if None
-    scale       that the products are multiplied by first
+    activation  silu, relu, relu2 or gelu_tanh (GELU in its tanh approximation)
+    dtype       of H; None is that of the products
+    scale       factor of the products, applied first
     """
     m, n = len(products), products.shape[1] // 2
     h = products.new_empty(m, n, dtype=dtype)
@@ -41,7 +41,7 @@ def hidden(
 
 
 def quantised(x: Tensor) -> BoundKernel:
-    """Return the program of X [m, k] in e4m3, of rows of any stride."""
+    """Return the kernel of X [m, k] in e4m3; rows of X may have any stride."""
     (m, k), out = x.shape, x.new_empty(x.shape, dtype=DTYPES["fp8"])
     tokens, grid = _tiles(m, k)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES}
@@ -49,10 +49,10 @@ def quantised(x: Tensor) -> BoundKernel:
 
 
 def scaled(x: Tensor, out: Tensor) -> Tensor:
-    """Write X [m, k], of rows of any stride, in e4m3, and return fp32 [m] that it is to be times.
+    """Write X [m, k] in e4m3 into `out`, and return the scale of each token, fp32 [m].
 
-    Of each token the largest element is 448; `out` is contiguous. Both start at multiples of 16
-    bytes. Enqueued at once, on the current stream.
+    X = out * scale; the largest element of a token becomes 448. Rows of X may have any stride, and
+    `out` is contiguous. Both start at multiples of 16 bytes. Enqueues on the current stream.
     """
     (scales,) = _scaling(x.shape, x.stride(0), x.dtype, x.device)(x, out)
     return scales
@@ -62,7 +62,7 @@ def scaled(x: Tensor, out: Tensor) -> Tensor:
 def _scaling(
     shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
-    """Return what makes the scales of X and of room for X in e4m3; bound once on each device."""
+    """Return the launch that makes X in e4m3 and its scales; bound once on each device."""
     (m, k), columns = shape, triton.next_power_of_2(shape[1])
     x = torch.empty_strided(shape, (stride, 1), dtype=dtype, device="meta")
     out = torch.empty(shape, dtype=DTYPES["fp8"], device="meta")
@@ -73,12 +73,12 @@ def _scaling(
 
 
 def scale_of(problem: Problem, columns: int) -> float:
-    """Return what sums of products with weights [n, columns] are multiplied by: 1, but in fp8."""
+    """Return the factor of products with weights [n, columns]: unit_scale in fp8, otherwise 1."""
     return unit_scale(columns) if problem["dtype"] == "fp8" else 1.0
 
 
 def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
-    """Return the tokens of a program, and the grid."""
+    """Return the tokens of a program and the grid."""
     tokens = min(TOKENS, triton.next_power_of_2(m))
     return tokens, (triton.cdiv(m, tokens) * triton.cdiv(n, FEATURES),)
 
@@ -133,7 +133,7 @@ def _quantise(  # type: ignore[no-untyped-def]
 def _scale(x, out, scales, k, x_stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     values = tl.load(x + row * x_stride + column, column < k, 0.0).to(tl.float32)
-    # By rounded division: one element in a thousand lies between two of e4m3, and is to be even.
+    # div_rn: one element in a thousand lies halfway between two e4m3, and must round to even.
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values)), 448.0), 1e-30)  # of zeros, too
     tl.store(scales + row, scale)
     rounded = tl.div_rn(values, scale).to(out.dtype.element_ty)

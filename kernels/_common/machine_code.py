@@ -1,8 +1,8 @@
-"""A digest of a compiled kernel that is equal wherever the same code was compiled.
+"""A digest of a compiled kernel that is equal on every machine that compiled the same code.
 
-A cubin is an ELF file. Triton's also names the folder that the kernel's source lies in
-(.debug_line): two installations of one version would differ. Only the sections count that a GPU
-runs, or is configured by:
+A cubin is an ELF file. Triton's also holds the path of the kernel's source (.debug_line), so two
+installations of one version would differ. The digest covers only the sections that a GPU runs or
+is configured by:
 
     .text.NAME        instructions
     .nv.constant*     constants
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from struct import unpack_from
 
 COUNTED = b".text.", b".nv.constant", b".nv.info"
-SECTION_NUMBERS = 0x3A  # where an ELF64 header has the size of a section header, count, names
-NO_BITS = 8  # the type of a section without bytes in the file
+SECTION_NUMBERS = 0x3A  # in an ELF64 header: size of a section header, their count, index of names
+NO_BITS = 8  # type of a section without bytes in the file
 
 
 def digest(*cubins: bytes) -> str:
-    """Return the SHA-256 of the sections that count, the first 16 digits."""
+    """Return the first 16 digits of the SHA-256 of the sections that count."""
     found = hashlib.sha256()
     for cubin in cubins:
         for name, content in sorted(_sections(cubin)):

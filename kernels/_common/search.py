@@ -1,15 +1,15 @@
-"""Choosing between several ways to compute the same product: time each briefly, keep the fastest.
+"""A short search: time several ways to compute the same product, and keep the fastest.
 
-    warm every candidate (it compiles); those that raise are left out
-    capture each in a CUDA graph, where it can be: as the harness times it
-    rounds 1 to 3    a sample of each, in turn, the L2 cache flushed before it
-    rounds from 4 on a sample of each that is left: whose least is clearly above the best drop out
-    the lowest median wins
+    warm-up          call every candidate once, which compiles it; drop those that raise
+    capture          each in a CUDA graph, as the harness does, where that is possible
+    rounds 1 to 3    take a sample of each candidate in turn, with a cold L2 cache
+    further rounds   drop a candidate whose least sample is 1.25 times the best; sample the others
+    result           the lowest median
 
-Before each round the GPU is given a head start of flushes, so that launches queue up behind it and
-the events enclose the work alone, not the time the host takes to launch it. A call of cuSPARSELt
-takes the host 300 us, longer than any head start: 17 ways to call it, not captured, all looked
-alike, and the one that was taken was up to 1.7 times as slow as the best.
+Each round starts with flushes that keep the GPU busy while the host launches. So the events enclose
+the work alone, not the time of the launch. A call of cuSPARSELt takes the host 300 us, longer than
+the flushes: without capture, 17 ways to call it looked alike, and the choice was up to 1.7 times as
+slow as the best.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ROUNDS = 7
-SHORT_US, SHORT_ROUNDS = 100.0, 25  # short ones scatter by 2 to 6 % a sample, and cost little
-# A candidate that is this much slower than the best in its best of TRIALS is not timed again. One
-# sample is no judge: in a published run it cost torch's BSR a third (block 32, 95 %).
+SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 %, and cost little
+# From round TRIALS on, a candidate is dropped whose least sample is DROP times the best. Dropping
+# after one sample cost torch's BSR a third in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
 
 
@@ -66,10 +66,10 @@ def fastest_launch(
 def fastest(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
 ) -> int:
-    """Return the index of the fastest candidate; the first one where there is nothing to compare.
+    """Return the index of the fastest candidate; 0 for a single one, and on a CPU.
 
-    `threads` > 1 makes the first calls, which compile, in parallel. Raises Unsupported, with each
-    reason, when every candidate raises.
+    With `threads` > 1 the first calls, which compile, run in parallel. Raises Unsupported, with
+    each reason, if every candidate raises.
     """
     if len(candidates) == 1 or device.type != "cuda":
         return 0
@@ -99,14 +99,14 @@ def _warm(
     if threads == 1:
         reasons = [attempt(candidate) for candidate in candidates]
     else:
-        # Only a runtime call makes the device's context current in a new thread.
+        # In a new thread, only a call of the CUDA runtime makes the device's context current.
         with ThreadPoolExecutor(threads, "", partial(torch.cuda.synchronize, device)) as pool:
             reasons = list(pool.map(attempt, candidates))
-        # Whoever raised is called again, alone: CPython 3.11's parser, which compiling a Triton
-        # kernel calls, can fail in several threads at a time (cpython issue 106905).
+        # What raised is called again, alone: Triton calls CPython's parser, which can fail in
+        # several threads at a time (CPython 3.11, issue 106905).
         pairs = zip(reasons, candidates, strict=True)
         reasons = [reason and attempt(candidate) for reason, candidate in pairs]
-    torch.cuda.synchronize(device)  # an illegal access surfaces here, and is nobody's reason
+    torch.cuda.synchronize(device)  # an illegal access raises here: no candidate's reason
     running = [i for i, reason in enumerate(reasons) if reason is None]
     if not running:
         raise Unsupported("no candidate runs: " + "; ".join(sorted({str(r) for r in reasons})))
@@ -114,7 +114,7 @@ def _warm(
 
 
 def _reason(candidate: Callable[[], object], device: torch.device) -> str | None:
-    """Call the candidate; say why it cannot run, or None."""
+    """Call the candidate; return why it cannot run, or None."""
     try:
         with torch.cuda.device(device):  # the current device is a property of the thread
             candidate()
@@ -128,7 +128,10 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
 def _captured(
     candidate: Callable[[], object], device: torch.device, pool: Any
 ) -> Callable[[], object]:
-    """Return a replay of the candidate, or itself. All share memory: their products are unused."""
+    """Return the replay of a graph of the candidate, or the candidate if it cannot be captured.
+
+    All graphs share memory, since no product is used.
+    """
     graph = torch.cuda.CUDAGraph()
     try:
         with (

@@ -1,7 +1,7 @@
-"""What the Triton kernels share: where they run, and when the tensor memory accelerator (TMA) may.
+"""The launches of Triton kernels, and the choice of how they read their operands: TMA or pointers.
 
-Two paths read the operands: TMA (box copies, compute capability 9 and newer), and pointers with
-masks (any shape, any alignment). The choice is made in `prepare` and recorded.
+TMA copies boxes, on compute capability 9.0 and newer. Pointers with masks take any shape and any
+alignment. `prepare` chooses the path, and records it in Launch.choice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from sparsebench.results.record import Problem
 Path = Literal["tma", "pointers"]
 Precision = Literal["ieee", "tf32"]  # of products of fp32, as tl.dot names it
 
-SHARED_BYTES = 96 * 1024  # of operands in flight: two programs share an SM of an A100 or H100
-SM_BYTES = 220 * 1024  # of 227 KB that a program may have on Hopper and Blackwell
+SHARED_BYTES = 96 * 1024  # of operands in flight, so that two programs share an SM of an H100
+SM_BYTES = 220 * 1024  # of operands in flight; a program on Hopper or Blackwell may have 227 KB
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
-ADDRESSES = 64  # of a program's matrices for which a template keeps the boxes
+ADDRESSES = 64  # sets of addresses of which a template keeps the boxes
 SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
 
 
@@ -32,7 +32,7 @@ SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-
 class BoundKernel:
     """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer.
 
-    `before` is a program that writes what this one reads.
+    `before` is a kernel that writes what this one reads.
     """
 
     kernel: Any
@@ -62,11 +62,11 @@ class BoundKernel:
 
 
 class Template:
-    """Programs of tensors without data, device meta: call it with operands to run them on those.
+    """Kernels bound to tensors without data (device meta): call it with operands to run them.
 
-    Operands take the places of those given here, and must have their shapes, strides and dtypes, at
-    multiples of 16 bytes. What else has no data is made anew at each call. So Triton binds and
-    compiles once; later launches are given addresses.
+    Operands replace those given here. They must have the same shapes, strides and dtypes, and start
+    at multiples of 16 bytes. Other tensors without data are allocated at each call. Triton compiles
+    and binds once; later launches only pass addresses.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Template:
 
 
 class _Launch:
-    """A program of a template; `place` says which tensor is which, by id."""
+    """A kernel of a template; `place` is the index of each tensor, by its id."""
 
     def __init__(self, program: BoundKernel, place: Mapping[int, int]) -> None:
         self._program, self._args = program, [*program.args]
@@ -111,7 +111,7 @@ class _Launch:
         self._boxes: dict[tuple[int, ...], list[tuple[int, TensorDescriptor]]] = {}
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
-        """Enqueue the kernel; from the second call on by addresses alone."""
+        """Enqueue the kernel; from the second call on, with addresses alone."""
         args = self._args.copy()
         if self._run:
             for at, i in self._plain:
@@ -132,7 +132,7 @@ class _Launch:
             self._run = compiled[(*grid, 1, 1)[:3]]
 
     def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
-        """Return boxes of matrices at addresses, mostly the same: the allocator repeats itself."""
+        """Return the boxes at these addresses, which are kept: the allocator repeats itself."""
         if (boxes := self._boxes.get(addresses)) is None:
             if len(self._boxes) == ADDRESSES:
                 self._boxes.clear()
@@ -145,7 +145,7 @@ class _Launch:
 
 
 class _Place(NamedTuple):
-    """Where a matrix starts: what a descriptor needs of a tensor, without the memory."""
+    """Address and dtype of a matrix: all that a descriptor needs of a tensor."""
 
     address: int
     dtype: torch.dtype
@@ -179,7 +179,10 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def choose_path(path: Path | None, reason: str | None, device: torch.device) -> Path:
-    """Return the path asked for, or the best one here; raise Unsupported if it cannot be taken."""
+    """Return the path asked for, or the best one. Raises Unsupported.
+
+    `reason` says why TMA cannot be used; None if it can.
+    """
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
     reason = "compute capability below 9.0" if old else reason
     if path == "tma" and reason:
@@ -188,47 +191,47 @@ def choose_path(path: Path | None, reason: str | None, device: torch.device) -> 
 
 
 def precision_of(dtype: str) -> Precision:
-    """Return how a problem's products are made; of 16-bit operands they are exact."""
+    """Return the precision of a problem's products; products of 16-bit operands are exact."""
     return "tf32" if dtype == "tf32" else "ieee"
 
 
 def without_tensor_cores(itemsize: int, precision: Precision) -> bool:
-    """Say whether products need the units of fp32: of all our types, fp32 itself."""
+    """Say whether tensor cores cannot make the products: those of fp32 in full precision."""
     return itemsize == 4 and precision == "ieee"
 
 
 def whole_tile(side: int) -> int:
-    """Return the least side of a tile that holds so many rows or columns: a power of two."""
+    """Return the smallest side of a tile, a power of two, that holds `side` rows or columns."""
     return max(SMALLEST_TILE, 1 << (side - 1).bit_length())
 
 
-def misaligned(*matrices: Tensor) -> str | None:
-    """Say which matrix TMA cannot address, or None."""
+def unsupported_alignment(*matrices: Tensor) -> str | None:
+    """Say why TMA cannot address one of the matrices, or None."""
     for t in matrices:
         if t.data_ptr() % TMA_ALIGNMENT or t.stride(1) != 1:
             return f"a {list(t.shape)} operand is not aligned to {TMA_ALIGNMENT} bytes"
-        if reason := odd_row(t.stride(0), t.element_size()):
+        if reason := unsupported_row(t.stride(0), t.element_size()):
             return reason
     return None
 
 
-def odd_row(columns: int, itemsize: int) -> str | None:
-    """Say why TMA cannot address rows of this many elements, or None."""
+def unsupported_row(columns: int, itemsize: int) -> str | None:
+    """Say why TMA cannot address rows of so many elements, or None."""
     size = columns * itemsize
     fits = size % TMA_ALIGNMENT == 0
     return None if fits else f"rows of {size} bytes, not a multiple of {TMA_ALIGNMENT}"
 
 
 def box(matrix: Tensor, rows: int, columns: int, path: Path) -> Any:
-    """Return what a kernel reads or writes the matrix through: a descriptor or the tensor."""
+    """Return the argument for a matrix: a descriptor of boxes for TMA, or the tensor."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns]) if path == "tma" else matrix
 
 
 def fitting_depth(tokens: int, features: int, depth: int, warps: int, path: Path) -> int:
-    """Return the depth at which the tile's registers suffice on this path; 0 if at none.
+    """Return the depth at which a tile needs no more registers than there are; 0 if none does.
 
-    Pointers cost registers for addresses and masks: at most 64 sums a thread, and 32 of k from 32
-    sums on, compile without a spill for compute capability 8.0 to 10.0.
+    Pointers need registers for addresses and masks. They compile without a spill for 8.0 to 10.0
+    up to 64 sums a thread, and from 32 sums on with a depth of at most 32.
     """
     sums = tokens * features // (32 * warps)
     if path == "tma":
@@ -240,7 +243,7 @@ def stages(
     tokens: int, features: int, depth: int, itemsize: int, path: Path, precision: Precision = "ieee"
 ) -> int:
     """Return how many tiles of both operands to keep in flight."""
-    # Each costs a pointer registers; fp32 arithmetic is slow enough to hide any load.
+    # By pointers, each stage costs registers; fp32 arithmetic is slow enough to hide any load.
     most = 3 if without_tensor_cores(itemsize, precision) else 8 if path == "tma" else 4
     held = most_stages(tokens, features, depth, itemsize)
     return min(most, held, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))
@@ -249,16 +252,16 @@ def stages(
 def most_stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
     """Return how many tiles of both operands one SM holds.
 
-    A tile of Y in fp32 leaves through shared memory of its own; one of 16 bits, through a stage's.
+    A tile of Y in fp32 needs shared memory of its own; one of 16 bits reuses a stage.
     """
     out = tokens * features * itemsize if itemsize == 4 else 0
     return (SM_BYTES - out) // (itemsize * (tokens + features) * depth)
 
 
 def options(warps: int, path: Path) -> dict[str, int]:
-    """Return how to compile.
+    """Return the options of the compiler.
 
-    Left to itself, ptxas spills a register or two of some tiles to reach a rounder occupancy:
-    pointers are given all the registers that a thread can name.
+    Kernels with pointers may use all 255 registers. Otherwise ptxas spills one or two of some tiles
+    to reach a higher occupancy.
     """
     return {"num_warps": warps} | ({} if path == "tma" else {"maxnreg": 255})

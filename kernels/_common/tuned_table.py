@@ -4,14 +4,14 @@
     kernels/tuned                                                  the package's
       └─ sm90_132.json                   a table: compute capability, number of multiprocessors
 
-An entry says which configuration of a kernel won at some sizes. Other sizes take an entry of
+An entry names the configuration of a kernel that won at some sizes. A problem takes an entry with
 
-    the same kernel, dtype and block      and the caller's path, where its choice has one
-    the same code of the kernel           a digest of it; comments, docstrings, imports left out
-    m, n, k and density at most 2x off    of several the nearest: least sum of |log2| of the ratios
+    the same kernel, dtype and block      and the caller's path, if it insists on one
+    the same code of the kernel           by its digest, without comments, docstrings and imports
+    m, n, k and density within 2x         the nearest: least sum of |log2| of the ratios
 
-Where the user's table has none the package's is asked. Where that has none there is none: `prepare`
-times a few configurations, and a layer takes the first of them.
+The user's table is asked first, then the package's. If neither has an entry, `prepare` times a few
+configurations, and a layer takes the first of them.
 """
 
 import ast
@@ -36,21 +36,21 @@ from sparsebench.errors import TableError, Unsupported
 from sparsebench.kernels._kernel import Operands
 
 SCHEMA: Final = "sparsebench/tuned@1"
-REACH = 1.0  # |log2| of a ratio of sizes: a factor of 2
+REACH = 1.0  # |log2| of a ratio of sizes, at most: a factor of 2
 BREAKS = {NEWLINE: ";", INDENT: "{", DEDENT: "}"}  # tokens before a statement
 
 Tuned = bool | Literal["wide"]
-"""What a kernel's option `tuned` may be: true, the table or a search of a few; false, the default,
-with neither; wide, a search of the kernel's whole space, by which tables are made."""
+"""A kernel's option `tuned`: true takes a table's entry or a short search, false the default
+configuration. "wide" searches the kernel's whole space, to make tables."""
 
 C = TypeVar("C")  # a kernel's dataclass of a configuration
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Y[m, n] = X[m, k] @ W[n, k].T or a gradient of it, as far as a table looks.
+    """What a table knows of a problem: Y[m, n] = X[m, k] @ W[n, k].T or a gradient of it.
 
-    dtype    as a suite names it
+    dtype    by its name in a suite
     block    r and c of W's blocks; None where W is dense
     density  stored blocks over all blocks
     """
@@ -64,7 +64,7 @@ class Sizes:
 
 
 def blocked(m: int, n: int, k: int, dtype: str, block: tuple[int, int], stored: int) -> Sizes:
-    """Return the sizes of a layer whose weights store so many blocks of r x c."""
+    """Return the sizes of a layer whose weights store `stored` blocks of r x c."""
     (r, c), every = block, ceil(n / block[0]) * ceil(k / block[1])
     return Sizes(m, n, k, dtype, (r, c), max(stored, 1) / every)
 
@@ -73,9 +73,11 @@ def blocked(m: int, n: int, k: int, dtype: str, block: tuple[int, int], stored: 
 class Entry:
     """A line of a table: at `sizes` the fastest configuration of `kernel` was `choice`.
 
-    time_us     its median there; `untuned_us` that of the default, timed in turn with it, if it ran
-    source      digest of the kernel's code then
-    case        id of what was measured (results/record.py); `versions` of driver and libraries
+    time_us     median of this configuration
+    untuned_us  median of the default configuration, timed in turn with it; None if it did not run
+    source      digest of the kernel's code at that time
+    case        id of the case that was measured (results/record.py)
+    versions    of driver and libraries
     """
 
     kernel: str
@@ -103,7 +105,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A file: the entries of one kind of GPU, which `gpu` names for a reader."""
+    """A file: the entries of one kind of GPU; `gpu` is its name, for readers."""
 
     schema: Literal["sparsebench/tuned@1"]
     gpu: str
@@ -113,9 +115,9 @@ class Table:
 def lookup(
     kernel: str, sizes: Sizes, device: torch.device, **fixed: Any
 ) -> Mapping[str, Any] | None:
-    """Return the configuration that a table has for these sizes, by field, or None.
+    """Return the fields of the configuration that a table has for these sizes, or None.
 
-    What is `fixed` (path="tma") it must have. Raises TableError.
+    It has the values of `fixed`, such as path="tma". Raises TableError.
     """
     found = _find(kernel, sizes, device, fixed)
     return found[1].choice if found else None
@@ -130,10 +132,13 @@ def choose(
     searched: Sequence[C],
     **fixed: Any,
 ) -> tuple[Sequence[C], dict[str, Any]]:
-    """Return the configurations to time, one alone where it is pinned, and how it came to them.
+    """Return the configurations to time (only the pinned one, if there is one), and their origin.
 
-    `searched` is what a search would time, the default first. The second value belongs into
-    Launch.choice, beside the configuration's own fields. Raises Unsupported and TableError.
+    searched  what a search would time, the default first
+    fixed     values that an entry of a table must have
+
+    The origin belongs into Launch.choice, beside the configuration's fields. Raises Unsupported and
+    TableError.
     """
     if tuned not in (True, False, "wide"):
         raise Unsupported(f"option tuned: expected true, false or wide, found {tuned!r}")
@@ -157,14 +162,14 @@ def choose(
 
 
 def folders() -> dict[str, Path]:
-    """Return where tables are, by whose they are, in the order in which they are asked."""
+    """Return the folders of tables by owner, in the order in which they are asked."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     own = os.environ.get("SPARSEBENCH_TUNED") or cache_home / "sparsebench" / "tuned"
     return {"user": Path(own), "package": Path(str(files("sparsebench.kernels"))) / "tuned"}
 
 
 def file_in(folder: Path, device: torch.device) -> Path:
-    """Return the file of a kind of GPU."""
+    """Return the file of the device's kind of GPU."""
     gpu = torch.cuda.get_device_properties(device)
     return folder / file_name((gpu.major, gpu.minor), gpu.multi_processor_count)
 
@@ -175,9 +180,9 @@ def file_name(capability: tuple[int, int], multiprocessors: int) -> str:
 
 
 def in_force(device: torch.device) -> list[dict[str, Any]] | None:
-    """Return, for a run's record, the tables that are asked: whose, digest, and how many entries.
+    """Return, for a run's record, owner, file, digest and number of entries of each table.
 
-    `current` of them are of the kernels' present code, and can be found. None where there is none.
+    `current` counts the entries of the kernels' present code, which can be found. None: no table.
     """
     if device.type != "cuda":
         return None
@@ -194,7 +199,7 @@ def in_force(device: torch.device) -> list[dict[str, Any]] | None:
 
 @cache
 def read(file: Path) -> Table:
-    """Read a table, once a process. Raises TableError."""
+    """Read a table, once in a process. Raises TableError."""
     try:
         return TypeAdapter(Table).validate_json(file.read_bytes(), strict=True)
     except ValidationError as error:
@@ -209,7 +214,7 @@ def read(file: Path) -> Table:
 
 
 def write(file: Path, table: Table) -> None:
-    """Replace the file at once, an entry a line."""
+    """Replace the file in one step, one line for each entry."""
     head = f'{{"schema": "{table.schema}", "gpu": {json.dumps(table.gpu)}, "entries": [\n'
     lines = ",\n".join(json.dumps(asdict(entry)) for entry in table.entries)
     fresh = file.with_name(file.name + ".new")
@@ -220,10 +225,10 @@ def write(file: Path, table: Table) -> None:
 
 @cache
 def source(kernel: str) -> str:
-    """Return a digest of a kernel's code and of the kernels that it imports; "" if there is none.
+    """Return a digest of the code of a kernel and of the kernels it imports; "" for no kernel.
 
-    Comments, docstrings, layout, import lines and what many kernels share (_NAME.py, NAME.cuh)
-    leave it as it is: a file that moves keeps its entries.
+    It leaves out comments, docstrings, layout, import lines, and shared files (_NAME.py, NAME.cuh):
+    a file that moves keeps its entries.
     """
     python = next(Path(str(files("sparsebench.kernels"))).glob(f"*/{kernel}.py"), None)
     if python is None:
@@ -238,14 +243,14 @@ def source(kernel: str) -> str:
 def loads(programs: int, multiprocessors: int, depth: float, tokens: int, features: int) -> float:
     """Return the elements that the busiest multiprocessor copies into its shared memory.
 
-    The model by which a space is thinned before it is timed: each program multiplies tiles of
-    `tokens` of X by `features` of W over `depth` of k, and reads both from the L2 cache.
+    A long search leaves out what this model rates last. Each program multiplies `tokens` of X by
+    `features` of W over `depth` of k, and reads both from the L2 cache.
     """
     return ceil(programs / multiprocessors) * depth * (tokens + features)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs run side by side."""
+    """Return the number of multiprocessors; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -254,7 +259,7 @@ def multiprocessors(device: torch.device) -> int:
 def _find(
     kernel: str, sizes: Sizes, device: torch.device, fixed: Mapping[str, Any]
 ) -> tuple[str, Entry] | None:
-    """Return the nearest entry within reach, and whose it is."""
+    """Return the nearest entry within reach, and the owner of its table."""
     if device.type != "cuda":
         return None
     for whose, folder in folders().items():
@@ -276,7 +281,7 @@ def _find(
 def _bare_python(code: str) -> str:
     """Return Python code without comments, layout, imports and statements that are a string.
 
-    Without any space: Python 3.12 takes f-strings to pieces where 3.11 has one token.
+    All spaces are removed, because Python 3.12 splits an f-string, which is one token in 3.11.
     """
     kept, before, importing = [], NEWLINE, False
     for token in generate_tokens(StringIO(code).readline):
@@ -297,7 +302,7 @@ def _bare_cuda(code: str) -> str:
 
 
 def _kernels_imported(code: str) -> set[str]:
-    """Return the kernels that Python code imports; what begins with an underscore is plumbing."""
+    """Return the kernels that Python code imports; names with an underscore are no kernels."""
     imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
     names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     ours = (name.split(".")[2:] for name in names if name.startswith("sparsebench.kernels."))

@@ -1,13 +1,13 @@
-"""What each worker of a persistent kernel multiplies, in order: a list of items for each CTA.
+"""The work list of a persistent kernel: the work items of each worker, in order.
 
     item    a group of rows of W and a tile of tokens
-    worker  a CTA, or a cluster of two; there are as many as the GPU holds
+    worker  a CTA, or a cluster of two; as many as the GPU holds
 
         worker 0   |== group 3, token 0 ==|=== group 0, token 512 ===|= 7, 768 =|
         worker 1   |==== group 0, token 0 ====|== group 3, token 256 ==|= 5, 768 =|
 
-Items are given away longest first, each to the worker with the least to do (Graham 1969: at most
-4/3 of the best possible; for uniform random blocks 4 % above the mean).
+Items are assigned longest first, each to the least loaded worker. The last worker then ends at most
+4/3 as late as in the best assignment (Graham 1969); for uniform random blocks, 4 % after the mean.
 """
 
 from heapq import heapreplace
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-WORKERS = 160  # at most 159, and one more start; H200 has 132 SMs, B200 148; -DWORKERS
+WORKERS = 160  # size of the lists in kernel arguments (-DWORKERS): at most 159 workers
 
 Ints = NDArray[np.integer[Any]]
 
 
 def first_of(items: Ints, starts: Ints) -> bytes:
-    """Return a kernel's argument First: the first item [4] of each worker, and `starts`."""
+    """Return the bytes of struct First: the first item [4] of each worker, and `starts`."""
     firsts, padded = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
     firsts[: len(starts) - 1] = items[starts[:-1]]
     padded[: len(starts)] = starts
@@ -30,9 +30,9 @@ def first_of(items: Ints, starts: Ints) -> bytes:
 
 
 def assigned(costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints, Ints]:
-    """Return group and first token of every item, by worker, and where each worker's start.
+    """Return group [items] and first token [items], worker by worker, and starts [workers + 1].
 
-    An item is a group and a tile of `tokens` of m tokens, and costs what its group does.
+    An item is a group and a tile of `tokens` of the m tokens. It costs what its group costs.
     """
     tiles = -(-m // tokens)
     longest_first = np.argsort(-costs, kind="stable").repeat(tiles)

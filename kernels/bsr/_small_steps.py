@@ -1,21 +1,22 @@
-"""The steps of bsr_small.cu: which block rows are multiplied together, and in what order.
+"""Decides for bsr_small.cu which block rows are multiplied together, and in what steps.
 
     row     a block row of W (a block column, for dX): 16 or 32 features of Y
-    unit    32 features: one row of 32, or two of 16, which stay together so that Y is written in
-            rows of 64 bytes (NOTES.md)
-    group   the units of an item, which a CTA multiplies together: those that touch the same strips
-    strip   32 of the products' depth, that is of X's columns
-    step    up to four strips with all the blocks that the group has there; what one slot holds
-    share   of a step, the blocks of one warpgroup's rows
-    place   where in the step's strips a block is: 0 to 7 for blocks of 16, 0 to 3 for 32
+    unit    32 features: a row of 32, or two of 16, so that Y is written in rows of 64 bytes
+            (NOTES.md)
+    group   the units of a work item: units that touch the same strips
+    strip   32 columns of X, the depth of the products
+    step    up to four strips, and all blocks of the group there; it fills one stage
+    share   the blocks of a step in the rows of one warpgroup
+    place   where in the strips of a step a block is: 0 to 7 for blocks of 16, 0 to 3 for 32
 
         strips     0   1   2   3   4        a step: strips 0, 1 and 3 (2 and 4 are not touched)
         row 0      #.  ..  ..  .#  ..         row 0: places 0 and 5
         row 1      ..  .#  ..  ##  ..         row 1: places 3, 4 and 5
 
-A strip costs 64 bytes a token whether one row uses it or all of them, and is the limit. So rows are
-united two by two, four by four, ..., each time those pairs first that share the most. For uniform
-random blocks, n = k = 4096, groups of 256 features touch this part of the strips (as they come):
+A strip costs 64 bytes a token, however many rows use it, and these loads are the limit. So units
+are paired, then pairs of units, and so on; pairs that share the most strips come first. For uniform
+random blocks, n = k = 4096, groups of 256 features touch this part of the strips (in brackets:
+groups in the order of W):
 
     blocks of 32    80 %: 0.73 (0.82)    90 %: 0.47 (0.57)    95 %: 0.26 (0.34)
     blocks of 16    90 %: 0.91 (0.96)    95 %: 0.70 (0.79)    98 %: 0.37 (0.49)
@@ -32,29 +33,29 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.work_list import Ints, assigned
 from sparsebench.kernels.bsr._wgmma_pairs import checked, matched
 
-STRIP, STRIPS = 32, 4  # columns of X; strips in a step
+STRIP, STRIPS = 32, 4  # columns of X in a strip; strips in a step
 UNIT = 32  # features
-ROOMS = 5, 12, 24  # KB of blocks in a step: six, five or four slots where X takes 32 KB of one
-SHARE = 64 // 3  # blocks of a share, at most: 3 bits each in a word of 64
+ROOMS = 5, 12, 24  # KB of blocks in a step: six, five or four stages with 32 KB of X
+SHARE = 64 // 3  # blocks of a share, at most: 3 bits each in 64
 NO_STRIP = 0xFFFF
-READ_AHEAD = 64  # steps past the end, which producers read and do not use
+READ_AHEAD = 64  # steps past the end, which producers read but do not use
 LAST, END = 1 << 8, 1 << 9  # flags of a step: the last of an item, of a worker
 
-# What a step and an item cost a CTA, in bytes of loads at the rate of TMA (67 B/ns an SM): the
-# hand-over of a slot, and storing 256 x 128 of Y. Measured, roughly.
+# The cost of a step (handing over a stage) and of an item (storing 256 x 128 of Y), in bytes that
+# TMA loads in that time (67 B/ns an SM). Measured, roughly.
 HAND_OVER, STORING = 4_000, 40_000
 
 
 @dataclass(frozen=True)
 class Lists:
-    """What a CTA does for each group, whatever the tokens.
+    """What a CTA does for each group, for any token.
 
-    units   int32 [groups, features / 32]: which 32 features; -1 where there are none
-    first   [groups + 1] where the steps of each group start: at least one, which may load nothing
-    steps   int32 [steps, 2 + warpgroups, 4], a Step of the device; no token, no flags
-    order   [blocks] which stored block is where in the packed W
-    strips, blocks  [groups]: how many are loaded
-    room    what a step holds of W at most, in KB
+    units   int32 [groups, features / 32]: numbers of units; -1 where there is none
+    first   [groups + 1]: first step of each group, which has at least one; it may load nothing
+    steps   int32 [steps, 2 + warpgroups, 4]: struct Step, still without token and flags
+    order   [blocks]: the stored block at each position of the packed W
+    strips  [groups]: strips that are loaded;  blocks  [groups]: likewise
+    room    KB of blocks that a step holds at most
     """
 
     units: Ints
@@ -119,10 +120,10 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
 
 
 def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
-    """Return each worker's steps, one after the other, and where they start.
+    """Return the steps, worker by worker, and where each worker's start.
 
-    int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]: every group, every tile of
-    tokens.
+    int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]. The steps cover every group
+    and every tile of tokens.
     """
     group, token, starts = assigned(lists.costs(tokens, block), m, tokens, workers)
     lengths = np.diff(lists.first)[group]
@@ -138,9 +139,9 @@ def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[I
 
 
 def cut(w: Bsr, side: int) -> Bsr:
-    """Return the matrix in square blocks of `side`, which divides its own blocks' sides.
+    """Return the matrix in square blocks of `side`, a divisor of r and c.
 
-    What of an edge block lies outside of W is left out.
+    The part of an edge block outside of W is dropped.
     """
     (r, c), (n, k) = w.block, w.shape
     down, across = r // side, c // side
@@ -160,26 +161,26 @@ def cut(w: Bsr, side: int) -> Bsr:
 
 
 def swizzle(block: int) -> Ints:
-    """Return which 16 bytes of a block [block, block] come where, as TMA would put them."""
+    """Return the order of the 16-byte pieces of a block [block, block] that TMA would write."""
     row, piece = np.ogrid[:block, : block // 8]
     pieces: Ints = row * (block // 8) + (piece ^ row // (64 // block) % (block // 8))
     return pieces.reshape(-1)
 
 
 def sources(order: Tensor, pieces: Tensor) -> Tensor:
-    """Return for each 16 bytes of the packed W which ones of the values they are, int32.
+    """Return, for each 16-byte piece of the packed W, its number among those of the values: int32.
 
-    Blocks come in the order of the steps, the 16 bytes of each in that of `swizzle`.
+    Blocks come in the order of the steps, the pieces of a block in the order of `swizzle`.
     """
     return (order[:, None] * len(pieces) + pieces).flatten().int()
 
 
 def gathered(values: Tensor, source: Tensor) -> Tensor:
-    """Return the blocks packed by what `sources` gave; one of zeros where there is none."""
+    """Return the blocks packed by `sources`; one block of zeros where W stores none."""
     blocks, b, _ = values.shape
     if not blocks:
         return values.new_zeros(1, b, b)
-    # Complex numbers of 16 bytes: one element to copy instead of eight.
+    # As complex128, one element of 16 bytes is copied instead of eight.
     pieces = values.view(-1, 8).view(torch.complex128)
     return pieces.index_select(0, source).view(values.dtype).view(-1, b, b)
 
@@ -199,7 +200,7 @@ def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int) -> Ints
 
 
 def _room(there: Ints, block_bytes: int) -> int:
-    """Return the least room that holds any strip's blocks, and with a reserve most steps'.
+    """Return the least room that holds the blocks of any strip, and of 1.25 mean steps.
 
     `there` counts blocks by group and strip.
     """
@@ -209,10 +210,10 @@ def _room(there: Ints, block_bytes: int) -> int:
 
 
 def _steps(there: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Put strips into steps, in ascending order, with at most so many blocks in each.
+    """Put strips into steps, in ascending order, with at most `most` blocks in each.
 
-    `there` counts blocks by group, strip and warpgroup. Returns for each group and strip which
-    step it is in and which of its strips, and where each group's steps start.
+    `there` counts blocks by group, strip and warpgroup. Returns [groups, strips] the step of each
+    strip, [groups, strips] its position in the step, and [groups + 1] the first step of each group.
     """
     number, slot = np.zeros((2, *there.shape[:2]), np.int64)
     first, total = [0], 0

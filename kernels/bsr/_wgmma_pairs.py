@@ -1,17 +1,18 @@
-"""The steps of bsr_wgmma.cu: which 64 rows of W are multiplied together, and over which columns.
+"""Decides for bsr_wgmma.cu which 64 rows of W are multiplied together, and over which columns.
 
-    slice   64 rows of W, or 64 columns for dX; all of its 64 x 64 tiles lie in one block row
-    group   two slices, which share the X tile of each step; the second may be missing
-    step    64 of the products' depth: an X tile, and W's tile for one half of the group or for both
+    slice   64 rows of W (for dX, 64 columns); its 64 x 64 tiles lie in one block row
+    group   two slices, the halves, which share the X tile of each step; the second may be missing
+    step    64 columns of X: the X tile, and a tile of W for one half or for both
 
         columns touched     slice a   0 . 2 3 . .        steps of the group (a, b)
                             slice b   . . 2 3 . 5        0: a   2: a b   3: a b   5: b
 
-A step costs an X tile (256 tokens: 32 KB) whether one half uses it or both (8 KB of W each), and
-loads are the limit. So slices are paired to share columns: the two halves of a block row first, in
-which no step is skipped; of what is left, the pair that shares the most, and so on. For uniform
-random blocks of 64, n = k = 4096, that is 335 steps at 90 % where pairs by length have 387 and the
-best matching 331; in a band it pairs neighbours.
+Loads are the limit. A step loads an X tile (256 tokens: 32 KB), whether one half uses it or both,
+and 8 KB of W for each half. So slices with many columns in common are paired. The slices of one
+block row come first: they have all columns in common. Of the rest, the pair that shares the most is
+taken, again and again (greedy matching). For uniform random blocks of 64, n = k = 4096, 90 %
+sparsity, that makes 335 steps; pairs by length make 387, the best matching 331. In a band, pairs
+are neighbours.
 """
 
 from dataclasses import dataclass
@@ -25,17 +26,17 @@ from sparsebench.kernels._common.work_list import Ints
 
 SIDE = 64  # of a tile of W: the height of wgmma, and a row of 128 bytes
 NO_SLICE = 0xFFFF
-READ_AHEAD = 32  # steps past the end, which producers read and do not use
+READ_AHEAD = 32  # steps past the end, which producers read but do not use
 
 
 @dataclass(frozen=True)
 class Groups:
     """Pairs of slices with their steps.
 
-    slices  [groups, 2]  NO_SLICE where there is no second one
-    first   [groups + 1] where the steps of each group start: at least one, which may load nothing
-    steps   int32 [steps + READ_AHEAD, 4]: column of X; row of the stored blocks, one for each
-            half; column in the block, 16 bits for each half; -1 where nothing is loaded
+    slices  [groups, 2]: NO_SLICE where there is no second one
+    first   [groups + 1]: first step of each group, which has at least one; it may load nothing
+    steps   int32 [steps + READ_AHEAD, 4]: struct Step. Column of X; for each half the row among
+            the stored blocks; for each half, in 16 bits, the column in the block. -1: no load
     """
 
     slices: Ints
@@ -75,9 +76,9 @@ def packed(pairs: Ints) -> Ints:
 class _Tiles:
     """W's stored 64 x 64 tiles, [tiles] each.
 
-    owner, place  the slice that multiplies it, and the 64 of X's columns that it meets
-    row, column   where it lies in the stored blocks, one below the other
-    slices, places, height  how many there are, and slices in a block row
+    owner, place    the slice it is in, and which 64 columns of X it multiplies
+    row, column     where it is in the stored blocks, stacked [blocks * r, c]
+    slices, places  how many there are;  height: slices in a block row
     """
 
     owner: Ints
@@ -98,7 +99,7 @@ def _tiles(w: Bsr, transposed: bool) -> _Tiles:
     owner, place = np.broadcast_arrays(*((across, down) if transposed else (down, across)))
     sizes, height = ((k, n), c) if transposed else ((n, k), r)
     slices, places = (-(-size // SIDE) for size in sizes)
-    kept = (owner < slices) & (place < places)  # what a last block has outside of W is left out
+    kept = (owner < slices) & (place < places)  # tiles of an edge block outside of W are dropped
     return _Tiles(
         *(owner[kept], place[kept], row[kept], column[kept]), slices, places, height // SIDE
     )
@@ -127,9 +128,9 @@ def _pairs(tiles: _Tiles) -> Ints:
 
 
 def matched(touched: NDArray[np.float32]) -> Ints:
-    """Pair rows [rows, places], those first that touch the most places in common: int [pairs, 2].
+    """Pair the rows of [rows, places] greedily, most places in common first: int [pairs, 2].
 
-    With an odd number of rows one is left.
+    An odd number of rows leaves one over.
     """
     shared = touched @ touched.T
     one, other = np.triu_indices(len(touched), 1)
@@ -143,7 +144,7 @@ def matched(touched: NDArray[np.float32]) -> Ints:
 
 
 def checked(w: Bsr) -> tuple[Ints, Ints]:
-    """Return block row and block column of each block; FormatError if the arrays are no BSR."""
+    """Return block row and block column of each block. Raises FormatError for arrays of no BSR."""
     (n, k), (r, c) = w.shape, w.block
     offsets, columns = w.offsets.cpu().numpy(), w.columns.cpu().numpy()
     rows, width, blocks = -(-n // r), -(-k // c), len(w.values)

@@ -1,12 +1,12 @@
-"""Which worker of bsr_wgmma.cu multiplies what: items of unequal lengths on 132 SMs.
+"""Decides for bsr_wgmma.cu which worker multiplies what: items of unequal lengths on 132 SMs.
 
-    item    a group of slices (_wgmma_pairs.py) and the tokens that a worker multiplies at a time
-    worker  a CTA, or a cluster of two with twice the tokens; there are as many as the GPU holds
+    item    a group of slices (_wgmma_pairs.py) and a tile of tokens
+    worker  a CTA, or a cluster of two with twice the tokens; as many as the GPU holds
 
-Items are assigned longest first (_common/work_list.py). In a worker's list tokens ascend, so that X
-is read from memory all along and not by the first wave: at 90 % of n = k = m = 4096 that one waits
-8 us for X. An item is never split: a hub row that is longer than a worker's fair share is the limit
-of balance.
+Items are assigned longest first (_common/work_list.py). In a worker's list tokens ascend, so that
+X is read from memory during the whole launch. If all workers began with different tokens, the first
+items would wait 8 us for X (90 % sparsity, n = k = m = 4096). An item is never split, so a hub row
+that is longer than a worker's fair share limits the balance.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ import numpy as np
 from sparsebench.kernels._common.work_list import Ints, assigned, first_of
 from sparsebench.kernels.bsr._wgmma_pairs import Groups, packed
 
-READ_AHEAD = 2  # items past the end, which producers read and do not use
-STORING = 3  # what it costs to store an item, in steps
+READ_AHEAD = 2  # items past the end, which producers read but do not use
+STORING = 3  # steps that take as long as storing an item
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What each worker does.
 
-    items   int32 [items + READ_AHEAD, 4]: first step, how many, first token, the two slices (16
-            bits each)
-    starts  int32 [workers + 1]: where each worker's items start
+    items   int32 [items + READ_AHEAD, 4]: struct Item. First step, number of steps, first token,
+            two slices of 16 bits
+    starts  int32 [workers + 1]: first item of each worker
     """
 
     items: Ints
@@ -34,7 +34,7 @@ class Schedule:
 
     @property
     def first(self) -> bytes:
-        """Return the kernel's argument First."""
+        """Return the bytes of struct First, a kernel argument."""
         return first_of(self.items, self.starts)
 
 

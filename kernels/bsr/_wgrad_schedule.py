@@ -1,25 +1,25 @@
-"""The pieces of bsr_wgrad.cu: which tiles of dW are summed together, and which worker sums what.
+"""Decides for bsr_wgrad.cu which tiles of dW are summed together, and which worker sums what.
 
-    tile    64 x 64 of a stored block: its slice is 64 rows of W, its place 64 columns
-    half    up to four tiles of a slice, or up to two: the sums of a warpgroup
-    item    two halves; a step of tokens loads a tile of dY a slice, a tile of X a place
+    tile    64 x 64 of a stored block; its slice is 64 rows of W, its place 64 columns
+    half    up to four (or two) tiles of a slice: the sums of a warpgroup
+    item    two halves; a step loads a tile of dY for each slice, a tile of X for each place
     piece   an item, or every second, third, ... of its steps
 
         places touched               items                half 0     half 1     loads of dY, X
           slice a   0 1 2 3 4 5 .      both share four    a 0 1 2 3  b 0 1 2 3  2 + 4
           slice b   0 1 2 3 . 5 6      both share one     a 4 5      b 5 6      2 + 3
 
-Loads are the limit. For eight tiles of dW they are 6 where the halves share all four places, and 9
-where they share none. So slices are paired by the places that both have left, fours in common are
-taken, and slices are paired again, until no two share four; then the same with three, two and one.
-What is left goes slice by slice. Uniform random blocks of 64, n = k = 4096, take 6.4 loads for
-eight tiles with half of them stored (7.3 in pairs that stay together, 9 by slice), 7.3 with 20 %,
-8.4 with 10 %.
+Loads are the limit. A step of eight tiles of dW loads 6 tiles where the halves share all four
+places, and 9 where they share none. So slices are paired by the places that they share. Four shared
+places make an item, and slices are paired again, until no two share four. The same follows for
+three, two and one. The rest makes items slice by slice. With uniform random blocks of 64, n = k =
+4096, eight tiles load 6.4 at 50 % sparsity (7.3 if pairs were made once, 9 slice by slice), 7.3 at
+80 %, 8.4 at 90 %.
 
-Items go to workers longest first, as in _wgmma_schedule.py, whole where that ends soonest. Else a
-worker takes what it has room for, up to the mean, and the rest is cut into equal pieces, one a
-worker, the longer items into more of them. Halves of two tiles load more for a tile of dW than
-halves of four, but come out more even, and need fewer partial sums.
+Items are assigned longest first, as in _wgmma_schedule.py, and stay whole if the last worker then
+ends earlier. Otherwise a worker takes whole items up to the mean load. The rest is cut into pieces
+of equal length, one a worker, longer items into more of them. Halves of two tiles load more for
+each tile of dW than halves of four. But they balance better, and need fewer partial sums.
 """
 
 from collections.abc import Iterator
@@ -37,11 +37,11 @@ from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked, matched
 
 Floats = NDArray[np.float64]
 
-TILES = 6, 9  # what a slot may hold; 9 is a slice and eight places, or two and seven
-SHORTEST = 256  # tokens in a piece: less is not worth a partial sum
-# Costs are in loads of a tile of 64 tokens: 122 ns of an SM at the rate of TMA.
-PRODUCTS = 0.75  # of a tile in a step, there or not: 90 ns of the tensor cores
-PARTIAL = 9  # of a tile of a partial sum, 16 KB written and read again: eight take 6 to 10 us
+TILES = 6, 9  # of a stage; 9 are one slice and eight places, or two and seven
+SHORTEST = 256  # tokens of a piece: fewer are not worth a partial sum
+# Costs are in loads of a tile of 64 tokens: each takes TMA 122 ns on one SM.
+PRODUCTS = 0.75  # products of a tile in a step, empty or not: 90 ns
+PARTIAL = 9  # a tile of a partial sum, 16 KB, written and read: eight take 6 to 10 us
 
 
 class Half(NamedTuple):
@@ -52,44 +52,44 @@ class Half(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Two halves; places of both are the last ones of the first, the first ones of the second."""
+    """Two halves. Shared places are the last of the first half and the first of the second."""
 
     first: Half
     second: Half
 
     @property
     def slices(self) -> list[int]:
-        """Return whose dY is loaded."""
+        """Return the slices of which dY is loaded."""
         return sorted({half.slice for half in self})
 
     @property
     def places(self) -> list[int]:
-        """Return whose X is loaded, so that each half's lie next to each other."""
+        """Return the places of which X is loaded; those of a half are neighbours."""
         mine = self.first.places
         return mine + [place for place in self.second.places if place not in mine]
 
     @property
     def starts(self) -> list[int]:
-        """Return where among them each half's begin."""
+        """Return the index in `places` of each half's first place."""
         return [self.places.index(half.places[0]) if half.places else 0 for half in self]
 
     @property
     def loads(self) -> int:
-        """Return the tiles of dY and X in a step."""
+        """Return the tiles of dY and X that a step loads."""
         return len(self.slices) + len(self.places)
 
     @property
     def tiles(self) -> int:
-        """Return the tiles of dW."""
+        """Return the tiles of dW that the item sums."""
         return sum(len(half.places) for half in self)
 
     def cost(self, wide: int) -> float:
-        """Return what a step of 64 tokens takes: its loads, or its products."""
+        """Return the cost of a step of 64 tokens: its loads or its products, whichever is more."""
         return max(self.loads, PRODUCTS * wide * sum(bool(half.places) for half in self))
 
 
 class Piece(NamedTuple):
-    """The steps share, share + of, share + 2 of, ... of an item: all, if it is one of one."""
+    """The steps share, share + of, share + 2 of, ... of an item; all steps where of = 1."""
 
     item: int
     share: int
@@ -100,12 +100,12 @@ class Piece(NamedTuple):
 class Work:
     """What bsr_wgrad.cu reads.
 
-    loads     int32 [pieces, 12]         of each piece, worker by worker: struct Loads
-    sums      int32 [pieces + 1, 2, 12]  of each half: struct Sums; the last is read and not used
-    starts    int32 [workers + 1]        where the pieces of each worker start
-    partials  partial sums, which the items that are cut need room for
-    tiles     in a slot
-    last      when the last worker ends, in loads of a tile: a prediction
+    loads     int32 [pieces, 12]         struct Loads of each piece, worker by worker
+    sums      int32 [pieces + 1, 2, 12]  struct Sums of each half; the last is read but not used
+    starts    int32 [workers + 1]        first piece of each worker
+    partials  number of partial sums, of the items that are cut
+    tiles     of a stage
+    last      predicted end of the last worker, in loads of a tile
     """
 
     loads: Ints
@@ -140,7 +140,7 @@ def work_of(pattern: Bsr, m: int, depth: int, wide: int, workers: int) -> Work:
         loads[at, : len(item.places)] = np.array(item.places) * SIDE
         loads[at, tiles - len(slices) : tiles] = np.array(slices) * SIDE + 1
         loads[at, 9:] = share, count, of
-        # The first piece's makes all of them together 2^31.
+        # What all pieces of an item add is 2^31 together.
         adds = 1 if share or of == 1 else 2**31 - (of - 1)
         for half, (row, places), start in zip(sums[at], item, item.starts, strict=True):
             half[:4] = tiles - len(slices) + slices.index(row), start, count, len(places)
@@ -150,14 +150,14 @@ def work_of(pattern: Bsr, m: int, depth: int, wide: int, workers: int) -> Work:
 
 
 def fits(item: Item, tiles: int, wide: int) -> bool:
-    """Say whether a slot holds the item, and `wide` tiles from wherever a half begins."""
+    """Say whether a stage holds the item, and `wide` tiles from the start of each half."""
     return item.loads <= tiles and max(item.starts) + wide <= tiles
 
 
 def tiles_of(w: Bsr) -> Ints:
-    """Return where in the values each tile begins, in 64 elements: [slices, places], -1 if not.
+    """Return [slices, places] the offset of each tile in the values, in 64 elements; -1: no tile.
 
-    What a last block has outside of W is stored, so it is a tile as any other.
+    The part of an edge block outside of W is stored, so its tiles count too.
     """
     block_rows, block_columns = checked(w)
     (n, k), (r, c) = w.shape, w.block
@@ -170,7 +170,7 @@ def tiles_of(w: Bsr) -> Ints:
 
 
 def items_of(there: NDArray[np.bool_], wide: int) -> list[Item]:
-    """Put the tiles [slices, places] into items, each tile into one, `wide` to a half at most."""
+    """Put each tile of [slices, places] into one item, at most `wide` tiles to a half."""
     left, items = there.copy(), []
     for least in range(wide, 0, -1):
         while found := list(_sharing(left, least, wide)):
@@ -179,7 +179,7 @@ def items_of(there: NDArray[np.bool_], wide: int) -> list[Item]:
 
 
 def _sharing(left: NDArray[np.bool_], least: int, wide: int) -> Iterator[Item]:
-    """Pair the slices, and take from `left` what shares at least so many places."""
+    """Pair the slices; yield items of at least `least` shared places, and clear them in `left`."""
     rows = np.flatnonzero(left.any(1))
     for pair in rows[matched(left[rows].astype(np.float32))]:
         both = np.flatnonzero(left[pair].all(0)).tolist()
@@ -194,7 +194,7 @@ def _sharing(left: NDArray[np.bool_], least: int, wide: int) -> Iterator[Item]:
 
 
 def _unshared(left: NDArray[np.bool_], wide: int) -> list[Item]:
-    """Put together two halves of a slice, then what fits of different ones: most with fewest."""
+    """Make items of two halves of a slice, then of halves of two slices, most with fewest tiles."""
     items, alone = [], []
     for row in np.flatnonzero(left.any(1)).tolist():
         places = np.flatnonzero(left[row]).tolist()
@@ -214,13 +214,14 @@ def _unshared(left: NDArray[np.bool_], wide: int) -> list[Item]:
 def shared_out(
     costs: Floats, partials: Ints, steps: int, shortest: int, workers: int
 ) -> tuple[list[list[Piece]], float]:
-    """Return the pieces of each worker that has any, and when the last one ends.
+    """Return the pieces of each worker that has any, and the predicted end of the last worker.
 
-    costs     of a step of each item
-    partials  of a partial sum of each
-    steps     of every item, and at least `shortest` of them in a piece of one that is cut
+    costs     [items] of a step
+    partials  [items] of a partial sum
+    steps     of every item
+    shortest  steps that a piece of a cut item has at least
 
-    A worker's pieces of items that are cut come before its whole ones.
+    A worker sums its pieces of cut items before its whole items.
     """
     whole, _ = _dealt(costs * steps, workers, np.inf)
     given, rest = _dealt(costs * steps, workers, costs.sum() * steps / workers)
@@ -242,7 +243,7 @@ def shared_out(
 
 
 def _dealt(costs: Floats, workers: int, most: float) -> tuple[list[list[int]], list[int]]:
-    """Deal items, longest first, to who has least to do; return too what none has room for."""
+    """Assign items, longest first, to the least loaded worker; return also what exceeds `most`."""
     given: list[list[int]] = [[] for _ in range(workers)]
     loads, rest = [(0.0, worker) for worker in range(workers)], []
     for item in np.argsort(-costs, kind="stable").tolist():
@@ -258,9 +259,9 @@ def _dealt(costs: Floats, workers: int, most: float) -> tuple[list[list[int]], l
 def _split(
     items: list[int], costs: Floats, steps: int, shortest: int, given: list[list[int]]
 ) -> list[list[Piece]]:
-    """Cut the item with the longest parts into one more, again and again; a part a worker.
+    """Cut items until there is a piece for each worker, the item with the longest pieces first.
 
-    Long parts go to workers with little to do.
+    Long pieces go to workers with short lists.
     """
     parts = dict.fromkeys(items, 1)
     for _ in range(len(given) - len(items)):

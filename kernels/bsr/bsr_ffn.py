@@ -4,13 +4,13 @@
     H = act(G) * U             Triton (_common/elementwise.py)
     Y = H @ Wd.T               bsr_wgmma, bsr_small or bsr_triton
 
-cublas_ffn.py with another format: X is read by one product, G and U are read once, and act(G) is
-never written. For each product every kernel that can run it is timed, in the configuration that
-it settles on alone, and the fastest is kept. What is between them moves 6 bytes a token and unit:
-0.55 GB or 0.13 ms at m = 16384 and n = 5632.
+It is cublas_ffn.py with another format: one product reads X, G and U are read once, act(G) is never
+written. Each product runs the kernel that is fastest, of those that can run it: every one is
+prepared alone, and all are timed. The step between moves 6 bytes a token and hidden unit: 0.55 GB
+or 0.13 ms at m = 16384 and n = 5632.
 
-The two weights are stacked as one matrix: where n is not a multiple of a block's rows, up's blocks
-are cut anew, from where gate ends.
+Wg and Wu are stacked to one matrix. Where n is not a multiple of r, the blocks of Wu are cut again,
+from the row on at which Wg ends.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ PRODUCTS = {"bsr_wgmma": bsr_wgmma, "bsr_small": bsr_small, "bsr_triton": bsr_tr
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Settle both products, each alone, as their kernels do with `tuned`. Raises Unsupported."""
+    """Choose a kernel for each product, which gets `tuned`. Raises Unsupported."""
     wg, wu, wd = (_bsr(operands, name) for name in ("wg", "wu", "wd"))
     both, x = stacked(wg, wu), operands.activations["x"]
     gate_up = _product(operands, "gate_up", both, x, tuned)

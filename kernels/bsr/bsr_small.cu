@@ -1,7 +1,7 @@
-// Y[m, n] = X[m, k] @ W[n, k].T, W in blocks of 16 or 32, on Hopper's tensor cores (wgmma), fed by
-// its copy engine (TMA). With TRANSPOSED, dX[m, k] = dY[m, n] @ W[n, k] over the same blocks.
+// Y[m, n] = X[m, k] @ W[n, k].T for W in blocks of 16 or 32, by wgmma and TMA (Hopper). With
+// TRANSPOSED: dX[m, k] = dY[m, n] @ W[n, k] over the same blocks.
 //
-//   an item: TOKENS tokens x FEATURES of Y        a step: up to four strips, 32 of k each
+//   work item: TOKENS tokens x FEATURES of Y      step: up to four strips, 32 of k each
 //
 //        X, strips                 W, what these rows have there         sums, in registers
 //      +--------+--------+ ..    row 0      [ ]                          row 0  row 1  ...
@@ -12,33 +12,33 @@
 //      +--------+--------+ ..                                           | 64 x |      |
 //                                                                       +------+------+ ..
 //
-// Nothing is padded: a block is one product (two, of 32) for every 64 tokens. Tokens are the tall
-// side, since wgmma takes 64 rows and any multiple of 8 columns. X is what limits it: with blocks
-// as small as this nearly every strip is touched by one row or another, so that as many rows as the
-// registers hold (256 features) share it. The rows are divided among the warpgroups, each of which
-// multiplies all tokens: a step's list is then read once for several products.
+// Blocks are not padded: for every 64 tokens a block of 16 is one wgmma, a block of 32 is two.
+// Tokens are wgmma's M, which is always 64; features are its N, any multiple of 8. Loads of X are
+// the limit: with blocks this small some row touches nearly every strip. So as many rows as the
+// registers hold (256 features) share the strips. Each warpgroup multiplies some of the rows with
+// all tokens. So it reads a step's list once for several products.
 //
-// The pipeline: WARPGROUPS consumers, one more warpgroup of producers; one CTA an SM.
+// The pipeline: one producer warpgroup, WARPGROUPS consumer warpgroups; one CTA an SM.
 //
 //    warp 0    strips 0, 1 --+
-//    warp 1    strips 2, 3 --+     +--------+--------+-- --+     +--> warpgroup 0: rows 0, 1, ...
-//    warp 2    W chunk ------+---> | slot 0 | slot 1 | ... | ----+
-//    warp 3    note ---------+     +--------+--------+-- --+     +--> warpgroup 1: the next rows
+//    warp 1    strips 2, 3 --+     +---------+---------+-- --+     +--> warpgroup 0: rows 0, 1, ...
+//    warp 2    W chunk ------+---> | stage 0 | stage 1 | ... | ----+
+//    warp 3    note ---------+     +---------+---------+-- --+     +--> warpgroup 1: the next rows
 //
-//   A slot holds the strips, the chunk and a note: for each row how many blocks (4 bits), and for
-//   each block which place (3 bits), in the order of the chunk. The host packs W so that a chunk is
-//   one piece of memory: blocks in this order, swizzled as TMA would (hopper.cuh). A warpgroup keeps
-//   the products of one step in flight; its warps free a slot when those of the next are issued.
-//   After an item's last step it stores the sums straight from registers: four lanes exchange
-//   theirs, and write 64 bytes of a token (a unit of 32 features) together.
+//   A stage holds the strips, the chunk and a note. The note has the number of blocks of each row
+//   (4 bits) and the place of each block (3 bits), in the order of the chunk. The host packs W, so
+//   that a chunk is contiguous: blocks in this order, swizzled as TMA would (hopper.cuh). A
+//   warpgroup keeps the products of one step in flight. Its warps release a stage when the products
+//   of the next step are issued. After an item's last step they store the sums from registers: four
+//   lanes transpose theirs, and write 64 bytes of a token together (a unit of 32 features).
 //
-// A strip is 32 wide, a row of it 64 bytes: TMA takes 0.95 ns a row on one SM, whether it has 32 or
-// 64 bytes, and 64 are 8.8 TB/s over all SMs, what L2 gives. Loads and stores together are within
-// a tenth of the whole from 80 % of blocks of 32 and 90 % of blocks of 16 on (NOTES.md).
+// A strip is 32 wide, so a row of it has 64 bytes. TMA takes 0.95 ns a row on one SM, for 32 bytes
+// as for 64; 64 bytes a row are 8.8 TB/s over all SMs, which is L2's rate. Loads and stores take
+// 90 % of the time or more from 80 % sparsity in blocks of 32, and 90 % in blocks of 16, on
+// (NOTES.md).
 //
-// Compiled with -DBLOCK=16|32 -DTOKENS=64|128 -DFEATURES=256|128|64|32 -DWARPGROUPS=1|2|4
-// -DROOM=24|12|5 -DTRANSPOSED=0|1, the constants of the lists (bsr_small.constants_of) and what
-// hopper.cuh asks for.
+// Macros: BLOCK=16|32 TOKENS=64|128 FEATURES=256|128|64|32 WARPGROUPS=1|2|4 ROOM=24|12|5 (KB of
+// blocks in a step) TRANSPOSED=0|1, the rest of bsr_small.constants_of, and hopper.cuh's.
 
 #include "hopper.cuh"
 
@@ -47,26 +47,30 @@ constexpr int UNITS = FEATURES / 32 / WARPGROUPS, TILES = TOKENS / 64;
 constexpr int STRIP_BYTES = TOKENS * 64, BLOCK_BYTES = BLOCK * BLOCK * 2;
 constexpr int MOST_BYTES = STRIPS * 32 * FEATURES * 2;
 constexpr int W_BYTES = MOST_BYTES < ROOM * 1024 ? MOST_BYTES : ROOM * 1024;
-constexpr int SLOT_BYTES = STRIPS * STRIP_BYTES + W_BYTES;
-constexpr int SLOTS = RING_BYTES / SLOT_BYTES < 8 ? RING_BYTES / SLOT_BYTES : 8;
+constexpr int STAGE_BYTES = STRIPS * STRIP_BYTES + W_BYTES;
+constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
 
-// What the host lays out (_small_steps.py). A share is one warpgroup's: how many blocks each row has, 4
-// bits each; its first block in the chunk, and the flags; each block's place, 3 bits each.
-struct alignas(16) Share { u32 counts; int what; u64 places; };
+// The host writes these (_small_steps.py). A share is what one warpgroup multiplies in a step.
+struct alignas(16) Share {
+  u32 counts;  // blocks of each row, 4 bits each
+  int first;   // the share's first block in the chunk (8 bits), and the flags LAST and END
+  u64 places;  // of each block, 3 bits each
+};
 struct alignas(16) Step {
-  int blocks, token, group, first;  // the chunk in the packed W
-  u64 strips, unused;               // 16 bits each
+  int blocks, token, group, first;  // `blocks` of the packed W from `first` on are the chunk
+  u64 strips, unused;               // four numbers of strips, 16 bits each
   Share shares[WARPGROUPS];
 };
 struct Starts { int at[WORKERS]; };  // of each worker's steps
 
-__device__ __forceinline__ void write(u32 to, const void* sixteen_bytes) {
+__device__ __forceinline__ void st_shared(u32 to, const void* sixteen_bytes) {
   const uint4 v = *(const uint4*)sixteen_bytes;
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// What products depend on is the same in a warp, and ptxas is to know: else it waits for each.
-__device__ __forceinline__ uint4 read(u32 from) {
+// Branches depend on these values. The shuffles tell ptxas that the lanes of a warp agree.
+// Otherwise it serialises wgmma: it waits for each product.
+__device__ __forceinline__ uint4 ld_shared(u32 from) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
@@ -74,57 +78,64 @@ __device__ __forceinline__ uint4 read(u32 from) {
                __shfl_sync(~0u, v.w, 0)};
 }
 
-// Left to itself ptxas computes an address anew at every step, and waits for the CTA's number.
-__device__ __forceinline__ u32 pinned(u32 v) {
+// Keep an address in a register. Otherwise ptxas computes it at every step, from the CTA's number.
+__device__ __forceinline__ u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
 
-struct Ring {
+// ---- the ring of stages, and a thread's position in it (stage, phase) ----
+
+struct Pipeline {
   u32 tiles, notes, full, empty;  // shared memory
-  int slot;
-  u32 parity;
-  __device__ __forceinline__ u32 x() const { return tiles + slot * SLOT_BYTES; }
+  int stage;
+  u32 phase;
+  __device__ __forceinline__ u32 x() const { return tiles + stage * STAGE_BYTES; }
   __device__ __forceinline__ u32 w() const { return x() + STRIPS * STRIP_BYTES; }
-  __device__ __forceinline__ u32 note() const { return notes + (1 + WARPGROUPS) * 16 * slot; }
+  __device__ __forceinline__ u32 note() const { return notes + (1 + WARPGROUPS) * 16 * stage; }
   __device__ __forceinline__ u32 share(int i) const { return note() + 16 * (1 + i); }
-  __device__ __forceinline__ u32 filled() const { return full + 8 * slot; }
-  __device__ __forceinline__ u32 freed() const { return empty + 8 * slot; }
-  __device__ __forceinline__ void wait_filled() const { wait(filled(), parity, "a full slot"); }
-  __device__ __forceinline__ void wait_freed() const { wait(freed(), parity, "a free slot"); }
+  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
+  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
+  __device__ __forceinline__ void consumer_wait() const {
+    mbarrier_wait(full_barrier(), phase, "a full stage");
+  }
+  __device__ __forceinline__ void producer_acquire() const {
+    mbarrier_wait(empty_barrier(), phase, "a free stage");
+  }
   __device__ __forceinline__ void advance() {
-    if (++slot == SLOTS) { slot = 0; parity ^= 1; }
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
   }
 };
 
 // ---- producers ----
 
-__device__ __forceinline__ void bring_note(const Ring& ring, const Step& step) {
-  write(ring.note(), &step);
+__device__ __forceinline__ void write_note(const Pipeline& pipe, const Step& step) {
+  st_shared(pipe.note(), &step);
   #pragma unroll
-  for (int i = 0; i < WARPGROUPS; i++) write(ring.share(i), &step.shares[i]);
-  arrive(ring.filled());
+  for (int i = 0; i < WARPGROUPS; i++) st_shared(pipe.share(i), &step.shares[i]);
+  mbarrier_arrive(pipe.full_barrier());
 }
 
-__device__ __forceinline__ void bring_w(const char* w, const Ring& ring, const Step& step) {
+__device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, const Step& step) {
   const int bytes = step.blocks * BLOCK_BYTES;
-  arrive_expecting(ring.filled(), bytes);
-  if (bytes) bring(ring.w(), w + (u64)step.first * BLOCK_BYTES, bytes, ring.filled());
+  mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
+  if (bytes) bulk_load(pipe.w(), w + (u64)step.first * BLOCK_BYTES, bytes, pipe.full_barrier());
 }
 
-__device__ __forceinline__ void bring_x(const TensorMap& x, const Ring& ring, const Step& step,
-                                        int first) {
+__device__ __forceinline__ void load_x(const TensorMap& x, const Pipeline& pipe, const Step& step,
+                                       int first) {
   const u32 both = step.strips >> 16 * first;
   const int one = both & 0xffff, other = both >> 16;
-  const u32 to = ring.x() + first * STRIP_BYTES, bar = ring.filled();
-  arrive_expecting(bar, STRIP_BYTES * ((one != NO_STRIP) + (other != NO_STRIP)));
-  if (one != NO_STRIP) load(to, &x, one * 32, step.token, bar);
-  if (other != NO_STRIP) load(to + STRIP_BYTES, &x, other * 32, step.token, bar);
+  const u32 to = pipe.x() + first * STRIP_BYTES, bar = pipe.full_barrier();
+  mbarrier_arrive_expect_tx(bar, STRIP_BYTES * ((one != NO_STRIP) + (other != NO_STRIP)));
+  if (one != NO_STRIP) tma_load(to, &x, one * 32, step.token, bar);
+  if (other != NO_STRIP) tma_load(to + STRIP_BYTES, &x, other * 32, step.token, bar);
 }
 
-// Lane j of each warp issues steps j, j + 32, ...; the next 32 are read while those are under way.
-__device__ __forceinline__ void produce(const TensorMap& x, const char* w, const Step* steps,
-                                        int at, int end, Ring ring, int warp) {
+// Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list while step j is
+// under way.
+__device__ __forceinline__ void producer(const TensorMap& x, const char* w, const Step* steps,
+                                         int at, int end, Pipeline pipe, int warp) {
   const int lane = threadIdx.x % 32;
   Step mine = steps[at + lane];
   for (; at < end; at += 32) {
@@ -132,13 +143,13 @@ __device__ __forceinline__ void produce(const TensorMap& x, const char* w, const
     const int count = min(32, end - at);
     for (int i = 0; i < count; i++) {
       if (lane == i) {
-        ring.wait_freed();
-        if (warp < 2) bring_x(x, ring, mine, 2 * warp);
-        else if (warp == 2) bring_w(w, ring, mine);
-        else bring_note(ring, mine);
+        pipe.producer_acquire();
+        if (warp < 2) load_x(x, pipe, mine, 2 * warp);
+        else if (warp == 2) load_w(w, pipe, mine);
+        else write_note(pipe, mine);
       }
       __syncwarp();
-      ring.advance();
+      pipe.advance();
     }
     mine = ahead;
   }
@@ -148,48 +159,48 @@ __device__ __forceinline__ void produce(const TensorMap& x, const char* w, const
 
 using Sums = float[ROWS][TILES][BLOCK / 2];
 
-__device__ __forceinline__ void multiply_16(float (&d)[BLOCK / 2], u64 x, u64 w) {
+__device__ __forceinline__ void wgmma_block_16(float (&d)[BLOCK / 2], u64 x, u64 w) {
   WGMMA(BLOCK, x, w, 0, TRANSPOSED);
 }
-__device__ __forceinline__ void multiply(float (&sums)[TILES][BLOCK / 2], u64 x, u64 w) {
+__device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][BLOCK / 2], u64 x, u64 w) {
   constexpr int W_STEP = (TRANSPOSED ? 16 * BLOCK * 2 : 32) >> 4;
   #pragma unroll
   for (int i = 0; i < BLOCK / 16; i++)
     #pragma unroll
     for (int t = 0; t < TILES; t++)
-      multiply_16(sums[t], x + t * (64 * 64 >> 4) + i * (32 >> 4), w + i * W_STEP);
+      wgmma_block_16(sums[t], x + t * (64 * 64 >> 4) + i * (32 >> 4), w + i * W_STEP);
 }
 
-// Where in the strips a place is, in 16 bytes: 16 of k are 32 bytes of a row.
-__device__ __forceinline__ u32 offset_of(u32 place) {
+// Return the offset of a place in the strips, in units of 16 bytes. 16 of k are 32 bytes of a row.
+__device__ __forceinline__ u32 strip_offset(u32 place) {
   constexpr int STRIP = STRIP_BYTES >> 4;
   return BLOCK == 32 ? place * STRIP : (place >> 1) * STRIP + (place & 1) * (32 >> 4);
 }
 
-__device__ __forceinline__ void multiply_step(Sums& sums, u32 x_tile, u32 w_tile, uint4 share) {
-  const u64 x = descriptor(x_tile, 64);
-  u64 w = descriptor(w_tile + (share.y & 0xff) * BLOCK_BYTES, BLOCK * 2);
+__device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w_tile, uint4 share) {
+  const u64 x = smem_descriptor(x_tile, 64);
+  u64 w = smem_descriptor(w_tile + (share.y & 0xff) * BLOCK_BYTES, BLOCK * 2);
   u64 places = share.z | (u64)share.w << 32;
-  begin_products();
+  wgmma_fence();
   #pragma unroll
   for (int j = 0; j < ROWS; j++) {
     #pragma unroll 1
     for (u32 count = share.x >> 4 * j & 15; count; count--) {
-      multiply(sums[j], x + offset_of(places & 7), w);
+      wgmma_tile(sums[j], x + strip_offset(places & 7), w);
       places >>= 3;
       w += BLOCK_BYTES >> 4;
     }
   }
-  end_of_products();
+  wgmma_commit();
 }
 
-// What an item is stored by: lane j has the number of its unit j of 32 features, -1 for none.
+// Where the sums of a work item go. Lane j holds the number of unit j (32 features); -1 is no unit.
 struct Item { int token, unit_of_lane; bool last; };
 
-// A warp has 16 tokens of each 64. Of eight features of eight tokens a lane holds two neighbours;
-// after the exchange, eight of one token.
-__device__ __forceinline__ void put_out(const Sums& sums, char* y, int m, int width,
-                                        const Item& item) {
+// Store the sums. A warp has 16 of each 64 tokens. A lane holds two neighbouring features of a
+// token; after the transpose, eight.
+__device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int width,
+                                         const Item& item) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   #pragma unroll
   for (int u = 0; u < UNITS; u++) {
@@ -197,14 +208,14 @@ __device__ __forceinline__ void put_out(const Sums& sums, char* y, int m, int wi
     #pragma unroll
     for (int t = 0; t < TILES; t++)
       #pragma unroll
-      for (int below = 0; below < 2; below++) {  // by eight tokens
+      for (int below = 0; below < 2; below++) {  // eight tokens below
         u32 words[4];
         #pragma unroll
         for (int p = 0; p < 4; p++) {  // eight features each
           const float* s = BLOCK == 32 ? sums[u][t] + 4 * p : sums[2 * u + p / 2][t] + 4 * (p % 2);
-          words[p] = pair_of(s[2 * below], s[2 * below + 1]);
+          words[p] = pack_pair(s[2 * below], s[2 * below + 1]);
         }
-        exchange(words);
+        quad_transpose(words);
         const int token = item.token + 64 * t + 16 * warp + 8 * below + lane / 4;
         if (unit >= 0 && feature < width && token < m)
           *(uint4*)(y + 2 * ((u64)token * width + feature)) =
@@ -213,31 +224,32 @@ __device__ __forceinline__ void put_out(const Sums& sums, char* y, int m, int wi
   }
 }
 
-__device__ __forceinline__ void release(const Ring& ring, int slot) {  // a warp's word for it
-  if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * slot);
+__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {  // by each warp
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
 }
 
-// Add up the products of an item, and say which it was.
-__device__ __forceinline__ Item add_up(Sums& sums, Ring& ring, int warpgroup, const int* units) {
+// Add up the products of the next work item of the list; return where its sums go.
+__device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgroup,
+                                         const int* units) {
   const int lane = threadIdx.x % 32;
   #pragma unroll
   for (int i = 0; i < ROWS * TILES * BLOCK / 2; i++) (&sums[0][0][0])[i] = 0.f;
-  ring.wait_filled();
-  const uint4 note = read(ring.note());
+  pipe.consumer_wait();
+  const uint4 note = ld_shared(pipe.note());
   Item item{(int)note.y, 0, false};
   if (lane < UNITS) item.unit_of_lane = units[(note.z * WARPGROUPS + warpgroup) * UNITS + lane];
-  int held = -1;  // the slot that products in flight read
+  int in_use = -1;  // stage that products in flight read
   for (;;) {
-    ring.wait_filled();
-    const uint4 share = read(ring.share(warpgroup));
-    multiply_step(sums, ring.x(), ring.w(), share);
-    products_left<1>();
-    if (held >= 0) release(ring, held);
-    held = ring.slot;
-    ring.advance();
+    pipe.consumer_wait();
+    const uint4 share = ld_shared(pipe.share(warpgroup));
+    wgmma_step(sums, pipe.x(), pipe.w(), share);
+    wgmma_wait<1>();
+    if (in_use >= 0) consumer_release(pipe, in_use);
+    in_use = pipe.stage;
+    pipe.advance();
     if (share.y & LAST) {
-      products_left<0>();
-      release(ring, held);
+      wgmma_wait<0>();
+      consumer_release(pipe, in_use);
       item.last = share.y & END;
       return item;
     }
@@ -248,29 +260,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Starts starts,
                 const char* w, const Step* steps, const int* units, char* y, int m, int width) {
   extern __shared__ char shared[];
-  __shared__ uint4 notes[SLOTS * (1 + WARPGROUPS)];
-  __shared__ u64 full[SLOTS], empty[SLOTS];
-  const u32 tiles = (address_of(shared) + 1023) & ~1023u;  // where a swizzled tile may start
-  Ring ring{pinned(tiles), pinned(address_of(notes)), pinned(address_of(full)),
-            pinned(address_of(empty)), 0, 0};
+  __shared__ uint4 notes[STAGES * (1 + WARPGROUPS)];
+  __shared__ u64 full[STAGES], empty[STAGES];
+  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
+  Pipeline pipe{opaque(tiles), opaque(smem_address(notes)), opaque(smem_address(full)),
+                opaque(smem_address(empty)), 0, 0};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; i++) {
-      init(ring.full + 8 * i, 4);                // the producer warps
-      init(ring.empty + 8 * i, 4 * WARPGROUPS);  // every consumer warp
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
+      mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
     }
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (warpgroup == WARPGROUPS) {
-    ring.parity = 1;  // slots are free before the first round
+    pipe.phase = 1;  // all stages are free at first
     const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
-    produce(x, w, steps, at, end, ring, warp);
+    producer(x, w, steps, at, end, pipe, warp);
   } else {
     Sums sums;
     for (;;) {
-      const Item item = add_up(sums, ring, warpgroup, units);
-      put_out(sums, y, m, width, item);
+      const Item item = mainloop(sums, pipe, warpgroup, units);
+      epilogue(sums, y, m, width, item);
       if (item.last) break;
     }
   }

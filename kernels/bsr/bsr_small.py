@@ -1,18 +1,18 @@
 """Linear layer with small blocks in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_small.cu is the kernel and draws its pipeline: as many block rows as the registers hold share
-the strips of X that they touch, and every block is a product of its own. _small_steps.py says which
-rows go together and lists the steps; here are the choice of a configuration, the launch, and what
-is refused:
+bsr_small.cu is the kernel, and draws its pipeline: block rows share the strips of X that they
+touch, and every block is a product of its own. _small_steps.py decides which rows go together and
+lists the steps. This file chooses a configuration and launches. Supported are
 
-    blocks of 8x8 or of multiples of 16 (above 32: up to 256 tokens), fp16 or bf16, k and n
-    multiples of 8 (rows of 16 bytes); any m, edge blocks that leave W, empty block rows, X with
-    any row stride of a multiple of 16 bytes
+    blocks    8x8, or multiples of 16 (above 32: up to 256 tokens), fp16 or bf16; edge blocks may
+              leave W, block rows may be empty
+    sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
+    X         rows of any stride that is a multiple of 16 bytes
 
-The kernel reads W packed: the same blocks in the order in which they are multiplied. Blocks of 8
-are first united to blocks of 16, with zeros where one of the four is missing, since the tensor
-cores multiply 16 of k at a time; other blocks are cut to 32 or 16. bsr_small_dgrad.py is the same
-kernel over the transposed pattern.
+The kernel reads W packed: its blocks in the order in which they are multiplied. The tensor cores
+multiply 16 of k at a time. So four blocks of 8 are united to one of 16, with zeros where a block is
+missing. Other blocks are cut to 32 or 16. bsr_small_dgrad.py is the same kernel over the transposed
+pattern.
 """
 
 from collections.abc import Callable
@@ -60,35 +60,35 @@ from sparsebench.kernels.bsr._small_steps import (
 
 BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
-RING_BYTES = 224 * 1024  # of slots
+RING_BYTES = 224 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 2048  # aligning to 1024 may take 1023
 # The map of x, starts; w, steps, units, y; m and width.
 ARGUMENTS = Layout("128s", f"{4 * WORKERS}s", *"PPPPii")
-FEW = 256  # tokens, for which blocks above 32 are cut: with more, bsr_wgmma wins
-TRIED = 4  # configurations, those that the byte model likes best
-LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+CUT_TOKENS = 256  # up to so many, blocks above 32 are cut; with more, bsr_wgmma wins
+TRIED = 4  # configurations that a short search times, the best by the byte model
+LARGEST = 2**31 - 1  # int32 of the kernel
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel: tokens and features of what a CTA multiplies at a time."""
+    """One way to run the kernel: tokens and features of a work item."""
 
     tokens: int
     features: int
 
     @property
     def warpgroups(self) -> int:
-        """Return how many share the units of an item; more are faster, if registers suffice."""
+        """Return how many consumer warpgroups share an item: as many as registers allow."""
         return min(self.features // UNIT, 2 if self.tokens > 64 else 4)
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA: these warpgroups, and one of producers."""
+        """Return the threads of a CTA: the consumer warpgroups and one of producers."""
         return 128 * (self.warpgroups + 1)
 
 
 def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> list[Config]:
-    """Return what is possible for m tokens, first what the busiest worker loads least with."""
+    """Return what is possible for m tokens, least bytes of the busiest worker first."""
     costs: dict[Config, float] = {}
     for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
         if config.tokens < 2 * max(m, 64):
@@ -99,12 +99,14 @@ def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> li
 
 @dataclass(frozen=True)
 class Plan:
-    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+    """A launch without operands: it depends on pattern, tokens and configuration alone.
 
-    source         on the device: which 16 bytes of the values go where in the packed W
+    source         int32, on the device: where the 16-byte pieces of the packed W are in the values
     lists          on the device: steps, units
-    arguments      by the addresses of x, of the packed W and of y, with x's strides after the first
-    activations    [m, k], or [m, n] if transposed;  blocks [blocks, b, b];  out [m, n] or [m, k]
+    arguments      (address of x, strides of x, address of the packed W, address of y) -> arguments
+    activations    [m, k], or [m, n] if transposed
+    blocks         [blocks, b, b]
+    out            [m, n], or [m, k] if transposed
     """
 
     loaded: Loaded
@@ -120,9 +122,9 @@ class Plan:
 def launch(
     x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
 ) -> BoundKernel:
-    """Return the program that computes X @ W.T [m, n], or X @ W [m, k] if transposed.
+    """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
 
-    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    With `watchdog` a kernel that hangs ends and prints where it waited; it runs a little slower.
     """
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
@@ -133,9 +135,9 @@ def launch(
 def plan(
     w: Bsr, m: int, config: Config, *, transposed: bool = False, watchdog: bool = False
 ) -> Plan:
-    """Unite the rows, list the steps and deal them out; of w's values, shape and dtype count.
+    """Unite the rows, list the steps and assign them. Of w's values only shape and dtype matter.
 
-    `unsupported_operands` says what may not come here. Reads the index on the host, and so waits
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
     for the device.
     """
     (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
@@ -163,7 +165,7 @@ def plan(
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
-    """Pack the values, and return the program of a plan on them, into an output of its own."""
+    """Pack the values; return a plan's kernel on them, with a new output. Raises Unsupported."""
     expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
     found = x.shape, values.shape, x.dtype, values.dtype
     if found != expected or not values.is_contiguous():
@@ -176,7 +178,7 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
 def constants_of(
     config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool
 ) -> Constants:
-    """Return what the kernel is compiled for; `room` for blocks is that of the lists."""
+    """Return the macros of bsr_small.cu; `room` is that of the lists."""
     return (
         ("BLOCK", block),
         ("TOKENS", config.tokens),
@@ -191,7 +193,7 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say which of the kernel's conditions fails, if any."""
+    """Say why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth, width = (n, k) if transposed else (k, n)
     if reason := cuda.unsupported_operands(x, w, transposed):
@@ -208,12 +210,12 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Unite the rows and assign the work; take a table's configuration, or time a few."""
+    """Unite the rows and assign the work; take a table's configuration, or time up to four."""
     return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the pinned configuration, a table's or the fastest."""
+    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
@@ -232,8 +234,8 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
 def _fitting(w: Bsr, m: int) -> Bsr:
     """Return W in blocks of 16 or 32: its own, cut or united. Raises Unsupported."""
     r, c = w.block
-    if max(r, c) > BLOCKS[-1] and m > FEW:
-        raise Unsupported(f"blocks of {r}x{c}: expected up to {FEW} tokens, found {m}")
+    if max(r, c) > BLOCKS[-1] and m > CUT_TOKENS:
+        raise Unsupported(f"blocks of {r}x{c}: expected up to {CUT_TOKENS} tokens, found {m}")
     if w.block == (8, 8):
         return Bsr.from_dense(w.to_dense(), block=16)
     side = gcd(r, c, BLOCKS[-1])

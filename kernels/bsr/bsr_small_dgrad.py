@@ -1,8 +1,8 @@
 """Gradient of a layer's input with small blocks, in CUDA C++ for Hopper: dX = dY @ W.
 
-dX[m, k] = dY[m, n] @ W[n, k] is a linear layer with the weights W.T: bsr_small.cu unites block
-columns where the forward pass unites block rows, and the tensor cores read each block by columns.
-The blocks are packed anew, in the order of these steps; none is transposed.
+dX[m, k] = dY[m, n] @ W[n, k] is a linear layer with the weights W.T. bsr_small.cu unites block
+columns where the forward pass unites block rows, and wgmma reads each block MN-major. The blocks
+are packed again, in the order of these steps; none is transposed.
 """
 
 from sparsebench.kernels._common.cuda import unsupported_on_hopper
@@ -12,7 +12,7 @@ from sparsebench.kernels.bsr.bsr_small import prepared
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Unite the columns and assign the work; take a table's configuration, or time a few."""
+    """Unite the columns and assign the work; take a table's configuration, or time up to four."""
     return prepared(operands, operands.activations["dy"], tuned, transposed=True)
 
 

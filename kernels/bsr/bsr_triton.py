@@ -1,6 +1,6 @@
 """Linear layer with block-sparse weights in Triton: Y[m, n] = X[m, k] @ W[n, k].T, W in BSR.
 
-One program computes a tile of Y, `tokens` x `features`, from the stored blocks of one block row:
+A program computes a tile of Y, `tokens` x `features`, from the stored blocks of one block row:
 
            c                    W, one block row               X
         +-----+-----+-----+-----+-----+                +--------------------+
@@ -8,14 +8,14 @@ One program computes a tile of Y, `tokens` x `features`, from the stored blocks 
         +-----+-----+-----+-----+-----+                +--------------------+
          depth of k at a time               only the columns that a block touches
 
-A block smaller than a tile is padded to one, in the kernel's own packing; a larger one is walked
-in tiles. Small blocks make short rows of tiles that each load X anew, so neighbouring block rows
-may be multiplied as a `group`: the union of their blocks, `group` * r rows high, with zeros where
-one of them has no block. That trades arithmetic for traffic; the tuner decides. Columns of X that
-no block of the group touches are not read, so that a NaN there stays out of Y.
+A block smaller than a tile is padded to a tile, in a packed copy. A larger block is multiplied tile
+by tile. Small blocks make flat tiles, each of which loads X again. So `group` neighbouring block
+rows may be multiplied together: their union is group * r rows high, with zeros where a row has no
+block. That trades arithmetic for loads, and the search decides. Columns of X that no block of the
+group touches are not read, so a NaN there stays out of Y.
 
-The next block column is loaded one step ahead, into a register: loaded in the same step, it would
-take every second pipeline stage. Long block rows start first, so that none is left over at the end.
+The next block column is loaded one step ahead, into a register. Loaded in the same step, it would
+take every second pipeline stage. Long block rows start first, so that none runs alone at the end.
 """
 
 from dataclasses import dataclass, replace
@@ -40,13 +40,13 @@ from sparsebench.kernels._common.triton import (
     box,
     choose_path,
     fitting_depth,
-    misaligned,
     most_stages,
-    odd_row,
     options,
     precision_of,
     stages,
     unsupported,
+    unsupported_alignment,
+    unsupported_row,
     whole_tile,
     without_tensor_cores,
 )
@@ -60,11 +60,11 @@ from sparsebench.kernels._common.tuned_table import (
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
-TILES = 4  # that a long search times, each in up to eight ways
+TILES = 4  # sizes of tiles that a long search times, each in up to eight ways
 
-# What won a sweep on an H200, by height of a row tile: (tokens, features, stages, warps, order).
-# Order: what neighbouring programs take other ones of, block rows or tokens; S is swapped.
-# Few tiles in flight leave room for more programs on an SM, which wins where block rows are short.
+# Winners of a sweep on an H200, by height of a row tile: (tokens, features, stages, warps, order).
+# Order: neighbouring programs take other block rows, or other tokens; S: swapped (Config).
+# Few stages leave room for more programs on an SM, which wins where block rows are short.
 Shape = tuple[int, int, int, int, str]
 MANY_TOKENS: dict[int, tuple[Shape, ...]] = {
     16: (
@@ -138,10 +138,10 @@ FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4), (64, 16, 4), (32, 16, 4))  # no t
 class Config:
     """One way to run the kernel.
 
-    tokens, features, depth  tile of Y, and of k, that a program multiplies at a time
+    tokens, features, depth  tile of Y of a program, and columns of X in a step
     group                    block rows multiplied together
     rows_first               neighbouring programs take other block rows, not other tokens
-    swapped                  the tensor cores multiply W X.T: features are the rows, 64 at a time
+    swapped                  the tensor cores multiply W X.T: features are the M of wgmma
     """
 
     tokens: int
@@ -158,9 +158,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Packed:
-    """The weights as the kernel reads them: blocks of whole tiles, rows of blocks by length.
+    """The weights as the kernel reads them: blocks of whole tiles.
 
-    values [blocks, height, width], columns [blocks + 1] so that one past the last may be read.
+    offsets  int32 [groups + 1]: first block of each group of block rows
+    columns  int32 [blocks + 1]: block columns; the kernel reads one past the last
+    values   [blocks, height, width]
+    order    int32 [groups]: groups by falling number of blocks
     """
 
     offsets: Tensor
@@ -229,7 +232,7 @@ def _swept(shape: Shape, r: int, width: int, itemsize: int, precision: Precision
 def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config]:
     """Return what a long search times: `configurations`, and the TILES that load the least.
 
-    `programs` run side by side. fp32 has no wider space: registers leave it none.
+    `programs` run at a time. fp32 has no wider space: larger tiles do not fit its registers.
     """
     block = sizes.block
     assert block is not None
@@ -255,7 +258,7 @@ def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config
 
 
 def loaded(config: Config, sizes: Sizes, programs: int) -> float:
-    """Return what the byte model of _common/tuned_table.py says of random blocks.
+    """Return the elements that the busiest SM loads, for random blocks (tuned_table.loads).
 
     A group of block rows has a block in 1 - (1 - density) ** group of all columns.
     """
@@ -268,7 +271,7 @@ def loaded(config: Config, sizes: Sizes, programs: int) -> float:
 
 
 def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> BoundKernel:
-    """Return the program that computes Y [m, n]."""
+    """Return the kernel of Y [m, n]; `packed` is pack(w, config), if it exists already."""
     packed = packed or pack(w, config)
     (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
     y = x.new_empty(m, n)
@@ -287,7 +290,7 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> B
 
 
 def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
-    """Return what the kernel is compiled for; height and width are a packed block's."""
+    """Return the constants of the kernel; height and width are those of a packed block."""
     return {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
@@ -303,14 +306,14 @@ def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
 
 
 def packed_block(block: tuple[int, int], config: Config) -> tuple[int, int]:
-    """Return height and width of a packed block: whole tiles."""
+    """Return height and width of a packed block, multiples of a tile's."""
     r, c = block
     height = triton.cdiv(config.group * r, config.features) * config.features
     return height, triton.cdiv(c, config.depth) * config.depth
 
 
 def pack(w: Bsr, config: Config) -> Packed:
-    """Unite the block rows of each group and pad the blocks; no copy where neither is needed."""
+    """Unite the block rows of each group and pad the blocks; copy values only where needed."""
     (r, c), (height, width) = w.block, packed_block(w.block, config)
     block_columns = triton.cdiv(w.shape[1], c)
     block_row = torch.arange(len(w.offsets) - 1, device=w.offsets.device)
@@ -336,7 +339,7 @@ def pack(w: Bsr, config: Config) -> Packed:
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
     """Pack the weights; take a table's configuration, or compile and time a few.
 
-    `path` insists on one.
+    With `path`, no other path is taken. Raises Unsupported.
     """
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Bsr)
@@ -399,7 +402,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     start = tl.load(offsets + row) * COLUMN_TILES
     end = tl.load(offsets + row + 1) * COLUMN_TILES
 
-    # Pointers are a 64-bit scalar and 32-bit offsets within the tile: fewer registers.
+    # A 64-bit base and 32-bit offsets in the tile take fewer registers than 64-bit pointers.
     tokens = tl.arange(0, TOKENS)
     features = tl.arange(0, FEATURES)
     lanes = tl.arange(0, DEPTH)
@@ -438,8 +441,9 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def unsupported_by_tma(x: Tensor, w: Bsr) -> str | None:
-    """Say why boxes cannot be read and written here, or None."""
+    """Say why TMA cannot read W and X and write Y, or None."""
     r, c = w.block
     if whole_tile(r) != r or whole_tile(c) != c:
         return f"blocks of {r}x{c} are not whole tiles"
-    return odd_row(w.shape[0], x.element_size()) or misaligned(x, w.values.view(-1, c))
+    reason = unsupported_row(w.shape[0], x.element_size())
+    return reason or unsupported_alignment(x, w.values.view(-1, c))

@@ -1,8 +1,7 @@
 """Gradient of a block-sparse linear layer's input in Triton: dX[m, k] = dY[m, n] @ W[n, k].
 
-One program computes a tile of dX, `tokens` x `features`, from the stored blocks of one column of
-blocks. W stays as the forward pass stores it, and its tiles are read untransposed: an index by
-columns says where the blocks of a column are.
+A program computes a tile of dX, `tokens` x `features`, from the stored blocks of one block column.
+W stays as the forward pass stores it. An index by columns lists the blocks of a block column.
 
        W, stored by rows        one block column, 64 deep at a time          dY
         +----+----+----+                    +----+                  +-----------------+
@@ -11,11 +10,11 @@ columns says where the blocks of a column are.
         | b2 | b3 |    |                 r  | b2 |             columns of the two rows of blocks
         +----+----+----+                    +----+
 
-Blocks that are whole tiles are copied by the tensor memory accelerator, one after the other. Any
-others are read through pointers: short ones are gathered, 64 / r to a tile, each in a slot of the
-next power of two; masks fill slots and narrow blocks up to a tile, and nothing is padded in memory.
-Columns of dY that no block of the column touches are not read, so that a NaN there stays out of dX.
-As in bsr_triton, the index runs a step ahead, and long block columns start first.
+TMA loads blocks that are whole tiles, one after the other. Other blocks are read through pointers.
+Short ones are gathered: 64 / r make a tile, each in a slot whose height is the next power of two.
+Masks fill slots and narrow blocks up to a tile, and nothing is padded in memory. Columns of dY that
+no block of the column touches are not read, so a NaN there stays out of dX. As in bsr_triton, the
+index is loaded a step ahead, and long block columns start first.
 """
 
 from dataclasses import dataclass
@@ -38,37 +37,37 @@ from sparsebench.kernels._common.triton import (
     box,
     choose_path,
     fitting_depth,
-    misaligned,
     most_stages,
-    odd_row,
     options,
     precision_of,
     stages,
     unsupported,
+    unsupported_alignment,
+    unsupported_row,
     whole_tile,
     without_tensor_cores,
 )
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
-# By width of a tile, the default first: (tokens, stages), all of either with all of the other, each
-# in both orders of programs. From what won bsr_triton's sweep on an H200.
+# By width of a tile: (tokens, stages), the default first. Every combination is tried, in both
+# orders of programs. Taken from the winners of bsr_triton's sweep on an H200.
 BY_BOXES = {
     16: ((256, 128), (5, 3)),
     32: ((256, 128), (5, 3)),
     64: ((256, 128), (5, 3)),
     128: ((128, 64), (3, 5)),
 }
-# Likewise (tokens, warps).
+# By width of a tile: (tokens, warps), the default first.
 BY_POINTERS = {
     16: ((128, 4), (256, 8), (64, 4)),
     32: ((128, 4), (256, 8), (64, 4)),
     64: ((128, 4), (64, 4), (128, 8)),
     128: ((128, 8), (64, 4), (64, 8)),
 }
-SHORT = 64  # rows of blocks that a copy brings fewer of than a step can multiply
+SHORT = 64  # blocks of fewer rows do not fill a step by themselves
 FEW_TOKENS = 64
-NARROW = 32, 16, 64, 128  # widths of tiles for few tokens: narrow ones make more programs
+NARROW = 32, 16, 64, 128  # widths for few tokens: narrow tiles make more programs
 FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4))  # tokens, features, warps: no tensor cores
 
 
@@ -76,7 +75,7 @@ FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4))  # tokens, features, warps: no te
 class Config:
     """One way to run the kernel.
 
-    tokens, features, depth  tile of dX, and of n, that a program multiplies at a time
+    tokens, features, depth  tile of dX of a program, and columns of dY in a step
     columns_first            neighbouring programs take other block columns, not other tokens
     """
 
@@ -92,12 +91,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Index:
-    """Where the blocks of W are by block columns: int32, on W's device.
+    """W's index by block columns: int32, on W's device.
 
-    offsets  [block columns + 1] into the next two
-    rows     [blocks] block row of each, ascending within a block column
-    places   [blocks] which of W's values it is
-    order    [block columns] by falling number of blocks
+    offsets  [block columns + 1]: first of each block column in the next two
+    rows     [blocks]: block row, ascending within a block column
+    places   [blocks]: position in W's values
+    order    [block columns]: block columns by falling number of blocks
     """
 
     offsets: Tensor
@@ -107,7 +106,7 @@ class Index:
 
 
 def index_of(w: Bsr) -> Index:
-    """Transpose W's index on its device; of its values, the shape counts."""
+    """Transpose W's index on its device; its values are not read."""
     columns, places = w.columns.sort(stable=True)
     starts = torch.arange(triton.cdiv(w.shape[1], w.block[1]) + 1, device=columns.device)
     offsets = torch.searchsorted(columns, starts.to(columns.dtype), out_int32=True)
@@ -170,7 +169,7 @@ def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[
 
 
 def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> BoundKernel:
-    """Return the program that computes dX [m, k]; `index` is W's own, if there is one already."""
+    """Return the kernel of dX [m, k]; `index` is index_of(w), if it exists already."""
     index = index or index_of(w)
     (m, n), (_, k), (r, c) = dy.shape, w.shape, w.block
     dx = dy.new_empty(m, k)
@@ -189,7 +188,7 @@ def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> Bo
 
 
 def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
-    """Return what the kernel is compiled for."""
+    """Return the constants of the kernel."""
     r, c = block
     return {
         "R": r,
@@ -206,17 +205,19 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
 
 
 def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
-    """Say why boxes cannot be read and written here, or None."""
+    """Say why TMA cannot read W and dY and write dX, or None."""
     r, c = w.block
     if (whole_tile(r), whole_tile(c)) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles"
-    return odd_row(w.shape[1], dy.element_size()) or misaligned(dy, w.values.view(-1, c))
+    reason = unsupported_row(w.shape[1], dy.element_size())
+    return reason or unsupported_alignment(dy, w.values.view(-1, c))
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
     """Transpose the index; take a table's configuration, or compile and time a few.
 
-    `path` insists on one. Without it, short blocks that boxes can copy are tried gathered as well.
+    With `path`, no other path is taken. Without it, blocks of fewer than SHORT rows that TMA can
+    load are tried by pointers too. Raises Unsupported.
     """
     dy, w = operands.activations["dy"], operands.weights["w"]
     assert isinstance(w, Bsr)
@@ -279,7 +280,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     start = tl.load(offsets + column)
     end = tl.load(offsets + column + 1)
 
-    # Pointers are a 64-bit scalar and 32-bit offsets within the tile where they can be.
+    # A 64-bit base and 32-bit offsets in the tile, where they suffice, take fewer registers.
     tokens = tl.arange(0, TOKENS)
     features = tl.arange(0, FEATURES)
     lanes = tl.arange(0, DEPTH)

@@ -1,9 +1,9 @@
-"""Gradient of a block-sparse linear layer's weight in Triton, at its pattern: dY.T @ X in blocks.
+"""Gradient of a block-sparse linear layer's weights in Triton: dY.T @ X at W's blocks.
 
     values [blocks, r, c]  =  dY[:, rows of the block].T  @  X[:, columns of the block]
 
-One program multiplies a strip of stored blocks that are neighbours in a block row, so that they
-share dY's tile, over the tokens or an equal part of them:
+A program multiplies a strip: stored blocks that are neighbours in a block row and so share dY's
+tile. It sums over all tokens, or over one of several equal parts of them:
 
              dY                       X                                  dW
          +--------+     +---------------------------+          +----+----+----+----+
@@ -12,13 +12,13 @@ share dY's tile, over the tokens or an equal part of them:
          |  |##|  |     |  |##|     |##|##|      |  |             a strip of three
          +--------+     +---------------------------+
 
-Blocks of 64 and more that are whole tiles make strips of one, copied by the tensor memory
-accelerator. Smaller and odd ones are gathered through pointers into a tile 64 to 256 wide, each in
-a slot of the next power of two, masks filling what they lack. A block wider or higher than a tile
-is walked in tiles.
+Blocks of 64 and more that are whole tiles make strips of one block, loaded by TMA. Smaller and odd
+blocks are gathered through pointers into a tile 64 to 256 wide. Each has a slot whose width is the
+next power of two, and masks fill the rest. A block wider or higher than a tile is computed tile by
+tile.
 
-Few blocks make few programs. Then tokens are split: each part's sums are written in fp32, and a
-second kernel adds them in order, so that the result is the same at every call.
+Few blocks make few programs. Then tokens are split into parts: the sums of each part are written in
+fp32, and a second kernel adds them in a fixed order. So every call gives the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -39,11 +39,11 @@ from sparsebench.kernels._common.triton import (
     Precision,
     box,
     choose_path,
-    misaligned,
     most_stages,
     options,
     precision_of,
     unsupported,
+    unsupported_alignment,
     whole_tile,
     without_tensor_cores,
 )
@@ -51,12 +51,12 @@ from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, mult
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._gradient import Gradient
 
-WIDEST = 128  # side of a tile of blocks that are copied
-LEAST = 64  # wgmma's least height: narrower blocks are gathered
+WIDEST = 128  # side of a tile that TMA loads
+LEAST = 64  # M of wgmma: narrower blocks are gathered
 
-Tile = tuple[int, int, int, int]  # width, tokens of 16 bits, warps, most stages
-# Of strips, by height of a tile; the default first. At most 32 elements of X a thread: where rows
-# are odd each has an address of its own, and more do not fit the registers.
+Tile = tuple[int, int, int, int]  # width, tokens (in 16 bits), warps, most stages
+# Tiles of strips by their height, the default first. A thread has at most 32 elements of X: in odd
+# rows each needs an address of its own, and more do not fit the registers.
 STRIPS: dict[int, tuple[Tile, ...]] = {
     16: ((128, 64, 8, 4), (256, 32, 8, 4), (128, 32, 4, 4), (64, 32, 4, 4)),
     32: ((128, 64, 8, 3), (256, 32, 8, 4), (128, 32, 4, 4), (64, 32, 4, 4)),
@@ -66,19 +66,19 @@ STRIPS: dict[int, tuple[Tile, ...]] = {
 BOXES: tuple[Tile, ...] = ((128, 64, 4, 3), (128, 64, 4, 4), (128, 32, 4, 5), (128, 64, 8, 4))
 FP32: tuple[Tile, ...] = ((64, 32, 4, 3), (64, 32, 8, 3), (32, 32, 4, 3))  # no tensor cores
 
-PROGRAMS_A_CORE = 2  # that splitting aims at
+PROGRAMS_A_CORE = 2  # the aim of splitting
 FEWEST_TOKENS = 256  # of a part
 PARTS = 16  # at most
-SUMMED = 1024  # elements a program of the second kernel adds
+SUMMED = 1024  # elements of a program of the second kernel
 
 
 @dataclass(frozen=True)
 class Config:
     """One way to run the kernel.
 
-    rows, width  tile of the blocks in a strip: of a block row, and of gathered columns
-    tokens       multiplied at a time
-    parts        that the tokens are split into
+    rows, width  tile of a strip
+    tokens       of a step
+    parts        number of parts that the tokens are split into
     """
 
     rows: int
@@ -93,10 +93,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Strips:
-    """Runs of stored blocks of a block row, of one configuration's width: int32, on the device.
+    """Runs of stored blocks of a block row, for one configuration: int32, on the device.
 
-    starts  [strips] first block
-    rows    [strips] its block row
+    starts  [strips]: first block
+    rows    [strips]: block row
     """
 
     starts: Tensor
@@ -104,7 +104,7 @@ class Strips:
 
 
 def strips_of(pattern: Bsr, config: Config) -> Strips:
-    """Cut every block row into strips; waits for the device, and depends on the index alone."""
+    """Cut every block row into strips, from the index alone. Waits for the device."""
     length = strip_length(pattern.block, config)
     counts = (pattern.offsets.diff() + length - 1) // length
     firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -115,7 +115,7 @@ def strips_of(pattern: Bsr, config: Config) -> Strips:
 
 
 def strip_length(block: tuple[int, int], config: Config) -> int:
-    """Return how many blocks a strip has at most."""
+    """Return the largest number of blocks in a strip."""
     return max(1, config.width // int(triton.next_power_of_2(block[1])))
 
 
@@ -130,7 +130,7 @@ def configurations(
 ) -> list[Config]:
     """Return what is worth trying for m tokens: at most eight, the default first.
 
-    So many `blocks` of r x c are stored, and so many `cores` (multiprocessors) are to be kept busy.
+    `blocks` of r x c are stored; `cores` is the number of multiprocessors.
     """
     r, c = block
     height = min(WIDEST, whole_tile(r))
@@ -151,7 +151,7 @@ def configurations(
 
 
 def _parts(m: int, wanted: int) -> int:
-    """Return a power of two, as near below as tokens allow."""
+    """Return the largest power of two up to `wanted` that leaves a part FEWEST_TOKENS."""
     most = min(wanted, PARTS, m // FEWEST_TOKENS)
     return 1 << (max(1, most).bit_length() - 1)
 
@@ -159,9 +159,9 @@ def _parts(m: int, wanted: int) -> int:
 def launch(
     dy: Tensor, x: Tensor, pattern: Bsr, config: Config, strips: Strips | None = None
 ) -> BoundKernel:
-    """Return the program that computes dW's values [blocks, r, c] at a pattern's stored blocks.
+    """Return the kernel of dW's values [blocks, r, c] at a pattern's stored blocks.
 
-    `strips` are the pattern's and the configuration's own, if there are any already.
+    `strips` is strips_of(pattern, config), if it exists already.
     """
     strips = strips or strips_of(pattern, config)
     (m, n), k, (r, c), blocks = dy.shape, x.shape[1], pattern.block, len(pattern.columns)
@@ -186,7 +186,7 @@ def launch(
 
 
 def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
-    """Return what the kernel is compiled for."""
+    """Return the constants of the kernel."""
     r, c = block
     return {
         "R": r,
@@ -202,17 +202,17 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
 
 
 def unsupported_by_tma(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
-    """Say why boxes cannot be read here, or None."""
+    """Say why TMA cannot read dY and X, or None."""
     r, c = block
     if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles {LEAST} wide"
-    return misaligned(dy, x)
+    return unsupported_alignment(dy, x)
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
     """Cut the strips; take a table's configuration, or compile and time a few.
 
-    `path` insists on one.
+    With `path`, no other path is taken. Raises Unsupported.
     """
     dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(pattern, Bsr)
@@ -268,7 +268,7 @@ def _contract(  # type: ignore[no-untyped-def]
     kept, filled = down < R, (across < C) & stored
     in_dy, in_x = kept & (row * R + down < n), filled & (column * C + across < k)
 
-    # The strip is the tall side: 64 rows are wgmma's least, and a small block has fewer.
+    # The strip is M, which is 64 and more in wgmma; a small block has fewer rows.
     first = tl.program_id(1) * part
     tokens = tl.arange(0, TOKENS)
     total = tl.zeros((WIDTH, ROWS), tl.float32)
@@ -282,13 +282,13 @@ def _contract(  # type: ignore[no-untyped-def]
             dy_at = dy + token.to(tl.int64) * dy_stride
             dy_at += tokens[:, None] * dy_stride + (row * R + down)[None, :]
             dy_tile = tl.load(dy_at, inside[:, None] & in_dy[None, :], 0.0)
-            # Loaded as X.T: of a tile that is turned afterwards, Ampere keeps no stages.
+            # Loaded as X.T: Triton keeps no stages of a tile that is transposed later (Ampere).
             x_at = x + token.to(tl.int64) * x_stride
             x_at += (column * C + across)[:, None] + tokens[None, :] * x_stride
             x_tile = tl.load(x_at, in_x[:, None] & inside[None, :], 0.0)
         total = tl.dot(x_tile, dy_tile, total, input_precision=PRECISION)
 
-    # Beyond W a block is zero, whatever a NaN within made of its padding.
+    # Outside of W a block is zero, even where NaN times padding is not.
     total = tl.where(in_dy[:, None] & in_x[None, :], total.T, 0.0)
     at = tl.program_id(1).to(tl.int64) * elements + start.to(tl.int64) * (R * C)
     place = (block - start) * (R * C) + across

@@ -1,16 +1,17 @@
 """Linear layer with block-sparse weights in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_wgmma.cu is the kernel and draws its pipeline: TMA loads by two producer warps, wgmma by two
-warpgroups that share each X tile, one CTA an SM for the whole launch. _wgmma_pairs.py says which
-64 rows of W go together, _wgmma_schedule.py which CTA multiplies what; here are the choice of a
-configuration, the launch, and what is refused:
+bsr_wgmma.cu is the kernel, and draws its pipeline: two producer warps load by TMA, and two consumer
+warpgroups share each X tile. _wgmma_pairs.py decides which 64 rows of W go together,
+_wgmma_schedule.py which CTA multiplies what. This file chooses a configuration and launches.
+Supported are
 
-    blocks of a multiple of 64 rows and 64 columns, fp16 or bf16, k and n multiples of 8 (TMA's
-    rows of 16 bytes); any m, edge blocks that leave W, empty block rows, X with any row stride of a
-    multiple of 16 bytes
+    blocks    multiples of 64 rows and 64 columns, fp16 or bf16; edge blocks may leave W, block
+              rows may be empty
+    sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
+    X         rows of any stride that is a multiple of 16 bytes
 
-Few tokens are not its field: a row of blocks is not split along k, so that n = 4096 and m = 64 are
-32 items for 132 SMs. Nor are single long rows (_wgmma_schedule.py).
+It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 are 32 items for
+132 SMs. It is slow for single long rows, too (_wgmma_schedule.py).
 
 bsr_wgmma_dgrad.py is the same kernel over the transposed pattern.
 """
@@ -44,21 +45,21 @@ from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 
 TOKENS = 256, 128, 64
-FEW_ITEMS = 132  # one for each SM of an H200
+FEW_ITEMS = 132  # one an SM of an H200
 THREADS = 384
-# Slots, two 64 x 64 chunks of Y for each warpgroup, and what aligning to 1024 may take.
-RING_BYTES = 192 * 1024
+RING_BYTES = 192 * 1024  # of stages
+# The ring, two 64 x 64 chunks of Y for each warpgroup, and 1024 to align.
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
 ARGUMENTS = Layout("384s", f"{20 * WORKERS}s", *"PP")  # maps of x, w and y; First; steps, items
-LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+LARGEST = 2**31 - 1  # int32 of the kernel
 
 
 @dataclass(frozen=True)
 class Config:
     """One way to run the kernel.
 
-    tokens   of X that a CTA multiplies at a time: 256, 128 or 64
-    cluster  CTAs that share the tiles of W, each with its own tokens: 1 or 2
+    tokens   of a work item, for each CTA: 256, 128 or 64
+    cluster  CTAs that share the tiles of W, each with tokens of its own: 1 or 2
     """
 
     tokens: int
@@ -68,8 +69,8 @@ class Config:
 def configurations(m: int, width: int) -> list[Config]:
     """Return what is worth trying for m tokens and `width` columns of Y: at most four.
 
-    More tokens are less traffic; the next size down comes first where not every SM would have an
-    item (m = 256 or 1024 and 4096 columns: up to 1.3 times as fast).
+    Items of more tokens load fewer bytes. Where there are fewer of these than SMs, the next smaller
+    size comes first (m = 256 or 1024, 4096 columns: up to 1.3 times as fast).
     """
     tiles = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[-1]][:2]
     if -(-m // tiles[0]) * -(-width // (2 * SIDE)) <= FEW_ITEMS:
@@ -84,11 +85,13 @@ def space() -> list[Config]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+    """A launch without operands: it depends on pattern, tokens and configuration alone.
 
     lists         on the device: steps, items
-    arguments     by the addresses of x, of its values and of y, with x's strides after its address
-    activations   [m, k], or [m, n] if transposed;  blocks [blocks, r, c];  out [m, n] or [m, k]
+    arguments     (address of x, strides of x, address of w's values, address of y) -> arguments
+    activations   [m, k], or [m, n] if transposed
+    blocks        [blocks, r, c]
+    out           [m, n], or [m, k] if transposed
     """
 
     loaded: Loaded
@@ -109,9 +112,9 @@ def launch(
     transposed: bool = False,
     watchdog: bool = False,
 ) -> BoundKernel:
-    """Return the program that computes X @ W.T [m, n], or X @ W [m, k] if transposed.
+    """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
 
-    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    With `watchdog` a kernel that hangs ends and prints where it waited; it runs a little slower.
     """
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
@@ -128,10 +131,10 @@ def plan(
     transposed: bool = False,
     watchdog: bool = False,
 ) -> Plan:
-    """Pair the rows, assign the work and upload the lists; of w's values, shape and dtype count.
+    """Pair the rows, assign the work and upload the lists.
 
-    `unsupported_operands` says what may not come here. Reads the index on the host, and so waits
-    for the device.
+    Of w's values only shape and dtype matter. Expects operands that `unsupported_operands` accepts.
+    Reads the index on the host, and so waits for the device.
     """
     groups, device = groups or groups_of(w, transposed), w.offsets.device
     workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
@@ -144,7 +147,7 @@ def plan(
     grid = (len(work.starts) - 1) * config.cluster
     (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
     activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
-    rows = max(blocks, 1) * r, c  # a map needs a row
+    rows = max(blocks, 1) * r, c  # a tensor map needs a row
 
     @lru_cache(ADDRESSES)
     def arguments(x: int, strides: tuple[int, int], values: int, y: int) -> Arguments:
@@ -158,7 +161,7 @@ def plan(
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
-    """Return the program of a plan on these operands, into an output of its own."""
+    """Return a plan's kernel on these operands, with a new output. Raises Unsupported."""
     expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
     found = x.shape, values.shape, x.dtype, values.dtype
     if found != expected or not values.is_contiguous():
@@ -171,7 +174,7 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
 
 
 def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Constants:
-    """Return what the kernel is compiled for."""
+    """Return the macros of bsr_wgmma.cu."""
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
@@ -183,7 +186,7 @@ def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Consta
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say which of the kernel's conditions fails, if any."""
+    """Say why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
     if reason := cuda.unsupported_operands(x, w, transposed):
@@ -199,12 +202,12 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Pair the rows and assign the work; take a table's configuration, or time a few."""
+    """Pair the rows and assign the work; take a table's configuration, or time up to four."""
     return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the pinned configuration, a table's or the fastest."""
+    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     if reason := unsupported_operands(x, w, transposed):

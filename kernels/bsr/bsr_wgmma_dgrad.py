@@ -1,8 +1,8 @@
 """Gradient of a block-sparse linear layer's input, in CUDA C++ for Hopper: dX = dY @ W.
 
-dX[m, k] = dY[m, n] @ W[n, k] is a linear layer with the weights W.T, and bsr_wgmma.cu computes it
-from the blocks as they are stored for the forward pass: the index is transposed on the host, and
-the tensor cores read a tile of W by columns. No value is copied.
+dX[m, k] = dY[m, n] @ W[n, k] is a linear layer with the weights W.T. bsr_wgmma.cu computes it from
+the blocks as the forward pass stores them. The host transposes the index, and wgmma reads a tile of
+W MN-major. No value is copied.
 
     W, stored by block rows      what an item multiplies: block columns
       ## .. ##                     ##        ..  ##
@@ -16,7 +16,7 @@ from sparsebench.kernels.bsr.bsr_wgmma import prepared
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Pair the columns and assign the work; take a table's configuration, or time a few."""
+    """Pair the columns and assign the work; take a table's configuration, or time up to four."""
     return prepared(operands, operands.activations["dy"], tuned, transposed=True)
 
 

@@ -1,14 +1,16 @@
 """Weight gradient in BSR in CUDA C++ for Hopper: dW = dY[m, n].T @ X[m, k] where W has blocks.
 
-bsr_wgrad.cu is the kernel and draws its pipeline: TMA loads by four producer warps, wgmma by two
-warpgroups with four 64 x 64 tiles of dW each, one CTA an SM for the whole launch.
-_wgrad_schedule.py says which tiles are summed together and which CTA sums what; here are the
-choice of a configuration, the launch, and what is refused:
+bsr_wgrad.cu is the kernel, and draws its pipeline: four producer warps load by TMA, and two
+consumer warpgroups sum four 64 x 64 tiles of dW each. _wgrad_schedule.py decides which tiles are
+summed together, and which CTA sums what. This file chooses a configuration and launches.
+Supported are
 
-    blocks of a multiple of 64 rows and 64 columns, fp16 or bf16; any m, n and k, edge blocks that
-    leave W (zeros there), dY and X with any row stride of a multiple of 16 bytes
+    blocks    multiples of 64 rows and 64 columns, fp16 or bf16; edge blocks may leave W, and get
+              zeros there
+    sizes     any m, n and k
+    dY, X     rows of any stride that is a multiple of 16 bytes
 
-The sums are fp32 over all tokens, added in one order: equal operands give equal bits.
+Sums are fp32 over all tokens, always added in the same order: equal operands give equal bits.
 """
 
 from collections.abc import Callable
@@ -39,19 +41,19 @@ from sparsebench.kernels.bsr._wgmma_pairs import SIDE
 from sparsebench.kernels.bsr._wgrad_schedule import TILES, work_of
 
 THREADS = 384
-RING_BYTES = 216 * 1024  # of slots
+RING_BYTES = 216 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 1024  # aligning to 1024 may take 1023
-PARTIAL = 2 * SIDE * SIDE  # sums in a column of tiles of both halves of an item, fp32
-# Maps of dy and x; loads, sums, starts, values; width; partials, counters.
+PARTIAL = 2 * SIDE * SIDE  # fp32 sums in a column of an item: one tile of each half
+# Tensor maps of dy and x; loads, sums, starts, values; width; partials, counters.
 ARGUMENTS = Layout("256s", *"PPPPiPP")
-LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+LARGEST = 2**31 - 1  # int32 of the kernel
 
 
 @dataclass(frozen=True)
 class Config:
     """One way to run the kernel.
 
-    depth  tokens in a step: 64, or 32 in twice as many slots
+    depth  tokens in a step: 64, or 32 with twice as many stages
     wide   tiles of dW that a warpgroup sums at a time: 4 or 2
     """
 
@@ -63,7 +65,7 @@ CONFIGS = tuple(Config(depth, wide) for depth in (64, 32) for wide in (4, 2))
 
 
 def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
-    """Return all of them, first those whose last worker should end soonest."""
+    """Return all four, the one whose last worker should end first at the front."""
     ends = {
         config: work_of(pattern, m, config.depth, config.wide, workers).last for config in CONFIGS
     }
@@ -72,14 +74,16 @@ def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What depends on the pattern, the tokens and the configuration, but on no operand's address.
+    """A launch without operands: it depends on pattern, tokens and configuration alone.
 
-    lists     on the device: loads, sums and starts of _wgrad.Work
-    counters  int32 [partials, 2]: each launch leaves them as the next one needs them, so that the
-              launches of a plan must follow each other
-    partials  shape, fp32
-    arguments by the addresses of dy, x, values and partials, with dy's and x's strides between
-    dy, x     [m, n], [m, k];  blocks [blocks, r, c]
+    lists      on the device: loads, sums and starts of _wgrad_schedule.Work
+    counters   int32 [partials, 2]: each launch leaves them as the next one needs them, so the
+               launches of a plan must not overlap
+    partials   shape of the partial sums, fp32
+    arguments  (address of dy, its strides, address of x, its strides, address of the values,
+               address of the partial sums) -> arguments
+    dy, x      [m, n], [m, k]
+    blocks     [blocks, r, c]
     """
 
     loaded: Loaded
@@ -96,9 +100,10 @@ class Plan:
 def launch(
     dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
 ) -> BoundKernel:
-    """Return the program that computes dW's values [blocks, r, c]; the pattern's are not read.
+    """Return the kernel of dW's values [blocks, r, c]. Raises Unsupported.
 
-    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down.
+    The pattern's values are not read. With `watchdog` a kernel that hangs ends and prints where it
+    waited; it runs slower.
     """
     if reason := unsupported_operands(dy, x, pattern):
         raise Unsupported(reason)
@@ -106,9 +111,9 @@ def launch(
 
 
 def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
-    """Divide the work and upload the lists; of the pattern's values, shape and dtype count.
+    """Divide the work and upload the lists. Of the pattern's values only shape and dtype matter.
 
-    `unsupported_operands` says what may not come here. Reads the index on the host, and so waits
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
     for the device.
     """
     device = pattern.offsets.device
@@ -135,7 +140,7 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
 
 
 def bind(plan: Plan, dy: Tensor, x: Tensor) -> BoundKernel:
-    """Return the program of a plan on these operands, into values of its own."""
+    """Return a plan's kernel on these operands, with new values. Raises Unsupported."""
     expected = plan.dy, plan.x, plan.dtype, plan.dtype
     found = dy.shape, x.shape, dy.dtype, x.dtype
     if found != expected:
@@ -150,7 +155,7 @@ def bind(plan: Plan, dy: Tensor, x: Tensor) -> BoundKernel:
 
 
 def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
-    """Return what the kernel is compiled for."""
+    """Return the macros of bsr_wgrad.cu."""
     return (
         ("DEPTH", config.depth),
         ("TILES", tiles),
@@ -161,7 +166,7 @@ def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
 
 
 def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Say which of the kernel's conditions fails, if any; TMA has its own (_cuda.tensor_map)."""
+    """Say why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
     (n, k), (r, c), dtype = pattern.shape, pattern.block, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"

@@ -1,1 +1,1 @@
-"""Dense baselines, and the definition itself."""
+"""Dense baselines, and the definition of each op itself."""

@@ -1,16 +1,16 @@
 """Dense baseline on an NVIDIA GPU: the op's definition in torch, in the problem's dtype.
 
-For `linear` that is one GEMM. torch reaches two libraries, cuBLAS and cuBLASLt, whose heuristics
-pick different kernels for one shape: both are timed in `prepare` and the faster is kept, because
-the baseline deserves its best. Accumulation is in fp32 (torch's default, in cuBLAS too).
+For `linear` that is one GEMM. torch calls two libraries, cuBLAS and cuBLASLt. Their heuristics pick
+different kernels for one shape. `prepare` times both and keeps the faster, so that the baseline is
+at its best. Accumulation is in fp32 (the default of torch and of cuBLAS).
 
-fp32 means fp32: where torch is told to use TF32 (10 bits of mantissa), the case is refused. In a
-tf32 problem each call tells torch so, and takes it back.
-
-fp8 is torch._scaled_mm, that is cuBLASLt, with scales of 1: all sums in the tensor cores' own 13
-bits (fast accumulation, what inference asks for), or moved into fp32 every few products. Both are
-right here (harness/bench/check.py), both are timed, and the choice says which was kept. In ffn, X
-and h are clamped and cast by torch, each step a kernel of its own, and cuBLASLt scales its sums.
+    fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
+    tf32    each call switches TF32 on, and back afterwards
+    fp8     torch._scaled_mm, which is cuBLASLt. Accumulators keep the 13 bits of the tensor cores
+            (fast accumulation, as in inference), or are added to fp32 every few instructions. Both
+            are timed; both pass the check (harness/bench/check.py); the choice names the one that
+            was kept. In ffn, torch clamps and casts X and h by kernels of their own, and cuBLASLt
+            scales.
 """
 
 import warnings
@@ -26,9 +26,9 @@ from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
 from sparsebench.results.record import Problem
 
-LIBRARIES = "cublas", "cublaslt"  # as torch.backends.cuda.preferred_blas_library names them
+LIBRARIES = "cublas", "cublaslt"  # names in torch.backends.cuda.preferred_blas_library
 FP8_CAPABILITY = 8, 9
-FP8_ALIGNMENT = 16  # what cuBLASLt asks of n and k, in elements of a byte
+FP8_ALIGNMENT = 16  # of n and k, which cuBLASLt requires in fp8
 FP8_OPS = "linear", "ffn"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Refuse fp8 where it cannot run, and fp32 in a process that trades precision for speed."""
+    """Say why fp8 cannot run here, or that fp32 would run in TF32; else None."""
     if problem["dtype"] == "fp8":
         return _odd_fp8(problem) or unsupported_fp8(device)
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -48,7 +48,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def unsupported_fp8(device: torch.device) -> str | None:
-    """Say why a device has no products of fp8, or None."""
+    """Say why the device cannot multiply fp8, or None."""
     if device.type != "cuda":
         return f"products of fp8 need an NVIDIA GPU, found {device.type}"
     found = torch.cuda.get_device_capability(device)
@@ -58,7 +58,7 @@ def unsupported_fp8(device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Keep the fastest of the ways that there are for the dtype."""
+    """Keep the fastest library, or in fp8 the fastest accumulation."""
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
     if operands.problem["dtype"] == "fp8":
@@ -79,15 +79,15 @@ def prepare(operands: Operands) -> Launch:
 
 
 def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device) -> int:
-    """Return the index of the fastest of calls that choose a library (`preferred`)."""
+    """Return the index of the fastest call; calls may choose a library (`preferred`)."""
     with warnings.catch_warnings():
-        # torch says once in a process that choosing the library is experimental.
+        # torch warns once in a process that the choice of a library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
         return fastest(calls, device)
 
 
 def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:
-    """Return the op in fp8, of FP8_OPS, as a function of its operands: what torch would launch."""
+    """Return the op, one of FP8_OPS, in fp8 as torch computes it: a function of its operands."""
     problem, device = operands.problem, operands.device
     if problem.op == "linear":
         return partial(scaled_product, fast=fast, scales=scales_on(device))
@@ -95,7 +95,7 @@ def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:
     inner, outer = (scales_on(device, unit_scale(problem[size])) for size in ("k", "n"))
 
     def quantised(z: Tensor) -> Tensor:
-        return z.clamp(-limit, limit).to(DTYPES["fp8"])  # the cast alone gives NaN beyond
+        return z.clamp(-limit, limit).to(DTYPES["fp8"])  # the cast alone gives NaN beyond the limit
 
     def gated(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> Tensor:
         x = quantised(x)
@@ -112,9 +112,9 @@ def scaled_product(
     out: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without.
+    """Return Y [m, n] of fp8 W [n, k] and X [m, k], with fast accumulation or without.
 
-    `scales` of X and W, fp32 of one element each, multiply the sums; None: 1.
+    scales  of X and W, fp32, one element each: they multiply the accumulators; None is 1
     """
     scales = scales or scales_on(x.device)
     dtype = OUTPUTS["fp8"]
@@ -123,7 +123,7 @@ def scaled_product(
 
 @cache
 def scales_on(device: torch.device, of_w: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the scales of X, which is 1, and W, on the device."""
+    """Return the scales of X, which is 1, and of W, as tensors on the device."""
     return torch.full((), 1.0, device=device), torch.full((), of_w, device=device)
 
 
@@ -136,7 +136,7 @@ def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Laun
 
 
 def _odd_fp8(problem: Problem) -> str | None:
-    """Say why cuBLASLt cannot run an fp8 problem whatever the device, or None."""
+    """Say why cuBLASLt cannot run an fp8 problem on any device, or None."""
     if problem.op not in FP8_OPS:
         return f"expected op {' or '.join(FP8_OPS)} in fp8, found {problem.op}"
     n, k = problem["n"], problem["k"]
@@ -146,7 +146,7 @@ def _odd_fp8(problem: Problem) -> str | None:
 
 
 def tf32_products(wanted: bool) -> AbstractContextManager[None]:
-    """Let torch multiply fp32 in TF32 on a GPU, if wanted; as before afterwards."""
+    """Let torch multiply fp32 in TF32 inside the context, if wanted."""
     return _in_tf32() if wanted else nullcontext()
 
 
@@ -162,7 +162,7 @@ def _in_tf32() -> Iterator[None]:
 
 @contextmanager
 def preferred(library: str) -> Iterator[None]:
-    """Let torch multiply by one of the LIBRARIES; as before afterwards. Some 5 us of the host's."""
+    """Let torch call one of the LIBRARIES inside the context. Takes the host about 5 us."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(library)
     try:

@@ -1,15 +1,15 @@
-"""Gated feed-forward layer, dense, of two products: the strongest peer that libraries make.
+"""Gated feed-forward layer, dense, as two GEMMs: the fastest dense layer that libraries allow.
 
-    in fp8 alone    X in e4m3                    Triton (_common/elementwise.py)
-    G | U = X @ [Wg, Wu].T                       cuBLAS or cuBLASLt, one product of 2 n features
+    fp8 only        X in e4m3                    Triton (_common/elementwise.py)
+    G | U = X @ [Wg, Wu].T                       cuBLAS or cuBLASLt, one GEMM of 2 n features
     H = act(G) * U, in e4m3 in fp8               Triton
     Y = H @ Wd.T                                 cuBLAS or cuBLASLt
 
-Against cublas.py, which computes the definition step by step: X is read by one product, G and U are
-read once, and act(G) is never written. It is how servers run such a layer.
+cublas.py computes the definition step by step. Here X is read by one GEMM, G and U are read once,
+and act(G) is never written. Inference servers run such a layer this way.
 
-For each product all ways are timed: both libraries and both layouts of the weights (W, or a copy
-of W.T), and in fp8 both accumulations; cuBLASLt alone has fp8, and on Hopper in the layout of W.
+`prepare` times all ways of each GEMM: both libraries and both layouts of the weights (W, or a copy
+of W.T); in fp8 both accumulations. Only cuBLASLt has fp8, and on Hopper only the layout of W.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ LAYOUTS: tuple[Layout, ...] = "rows", "columns"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to multiply: `weights` as they are, or transposed; `use_fast_accum` is of fp8."""
+    """One way to multiply: a library, the layout of the weights, and in fp8 the accumulation."""
 
     library: str
     weights: Layout
@@ -41,7 +41,7 @@ class Way:
 
 
 def ways(dtype: torch.dtype) -> list[Way]:
-    """Return what is worth trying."""
+    """Return the ways to time."""
     if dtype == DTYPES["fp8"]:
         return [Way("cublaslt", "rows", fast) for fast in (True, False)]
     return [Way(library, weights) for weights in LAYOUTS for library in cublas.LIBRARIES]
@@ -53,7 +53,7 @@ def laid_out(w: Tensor, weights: Layout) -> Tensor:
 
 
 def multiply(w_t: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tensor]:
-    """Return what computes X @ W.T [m, n], times `scale` in fp8, into an output of its own."""
+    """Return a call that computes X @ W.T [m, n], times `scale` in fp8, into its own output."""
     fast = way.use_fast_accum
     y = x.new_empty(len(x), w_t.shape[1], dtype=x.dtype if fast is None else OUTPUTS["fp8"])
     if fast is not None:
@@ -68,7 +68,7 @@ def multiply(w_t: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Ten
 
 
 def prepare(operands: Operands) -> Launch:
-    """Settle both products, each alone."""
+    """Choose the fastest way of each GEMM."""
     wg, wu, wd = (_values(operands, name) for name in ("wg", "wu", "wd"))
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
@@ -92,7 +92,7 @@ def prepare(operands: Operands) -> Launch:
 def _fastest(
     w: Tensor, x: Tensor, scale: float, pinned: Mapping[str, Any] | None
 ) -> tuple[Callable[[], Tensor], dict[str, Any]]:
-    """Return the fastest product, and its way."""
+    """Return the fastest call, and its way."""
     every = [Way(**pinned)] if pinned else ways(x.dtype)
     laid = {weights: laid_out(w, weights) for weights in {way.weights for way in every}}
     calls = [multiply(laid[way.weights], x, way, scale) for way in every]

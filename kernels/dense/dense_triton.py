@@ -1,9 +1,9 @@
 """Linear layer with dense weights in Triton: Y[m, n] = X[m, k] @ W[n, k].T.
 
-The yardstick of the Triton kernels: what it lacks against cuBLAS is Triton's share of the gap of a
-sparse kernel, the rest is the format's. One program computes a tile of Y, `tokens` x `features`,
-`depth` of k at a time. Programs run in bands of BAND tiles of tokens, so that the tiles of X and W
-that run at one time stay in L2:
+The reference for Triton kernels of sparse formats: its gap to cuBLAS is Triton's, and what a sparse
+kernel lacks beyond that is the format's. One program computes a tile of Y, `tokens` x `features`,
+`depth` of k at a time. Programs run in bands of BAND tiles of tokens, so that the programs of one
+time share tiles of X and W in the L2 cache:
 
             features
     tokens  0  4   8 ...      BAND = 4
@@ -32,19 +32,19 @@ from sparsebench.kernels._common.triton import (
     box,
     choose_path,
     fitting_depth,
-    misaligned,
-    odd_row,
     options,
     precision_of,
     stages,
     unsupported,
+    unsupported_alignment,
+    unsupported_row,
     without_tensor_cores,
 )
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, loads, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 BAND = 8
-TILES = 8  # that a long search times, in several depths of the pipeline
+TILES = 8  # that a wide search times, with several numbers of stages
 
 # (tokens, features, depth of 16 bits, warps)
 MANY_TOKENS = (
@@ -79,7 +79,7 @@ class Config:
 def configurations(
     m: int, itemsize: int, path: Path, precision: Precision = "ieee"
 ) -> list[Config]:
-    """Return what is worth trying for m tokens, at most eight."""
+    """Return the configurations to time for m tokens, at most eight."""
     shapes: Iterable[tuple[int, int, int, int]]
     if without_tensor_cores(itemsize, precision):
         shapes = FP32
@@ -99,9 +99,9 @@ def configurations(
 
 
 def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config]:
-    """Return what a long search times: `configurations`, and the TILES that load the least.
+    """Return the configurations of a wide search: `configurations`, and TILES that load the least.
 
-    `programs` run side by side.
+    The GPU runs `programs` at a time.
     """
     few = configurations(sizes.m, itemsize, path, precision_of(sizes.dtype))
     depths = (64, 128) if sizes.m <= 64 else (64,)
@@ -128,7 +128,7 @@ def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config
 
 
 def launch(x: Tensor, w: Tensor, config: Config) -> BoundKernel:
-    """Return the program that computes Y [m, n]."""
+    """Return the kernel, bound to these operands, that computes Y [m, n]."""
     (m, k), n = x.shape, len(w)
     y = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
@@ -143,7 +143,7 @@ def launch(x: Tensor, w: Tensor, config: Config) -> BoundKernel:
 
 
 def constants_of(config: Config) -> dict[str, Any]:
-    """Return what the kernel is compiled for."""
+    """Return the constants that the kernel is compiled with."""
     return {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
@@ -156,10 +156,10 @@ def constants_of(config: Config) -> dict[str, Any]:
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Take a table's configuration, or compile and time a few; `path` insists on one."""
+    """Take the configuration of a table, or the fastest of a few; `path` forces TMA or pointers."""
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Dense)
-    path = choose_path(path, _obstacle(x, w.values), x.device)
+    path = choose_path(path, _unsupported_by_tma(x, w.values), x.device)
     sizes = Sizes(len(x), *w.shape, operands.problem["dtype"])
     size = x.element_size()
     searched = (
@@ -228,6 +228,6 @@ def _multiply(  # type: ignore[no-untyped-def]
         tl.store(y_at, total.to(y.dtype.element_ty), mask)
 
 
-def _obstacle(x: Tensor, w: Tensor) -> str | None:
-    """Say why boxes cannot be read and written here, or None."""
-    return odd_row(len(w), x.element_size()) or misaligned(x, w)
+def _unsupported_by_tma(x: Tensor, w: Tensor) -> str | None:
+    """Say why TMA cannot copy these operands, or None."""
+    return unsupported_row(len(w), x.element_size()) or unsupported_alignment(x, w)

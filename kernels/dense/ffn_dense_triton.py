@@ -1,12 +1,12 @@
-"""Gated feed-forward layer, dense, of two products: what fusing alone is worth.
+"""Gated feed-forward layer, dense, with gate and up fused: what fusion alone gains.
 
     H = act(X @ Wg.T) * (X @ Wu.T)      one Triton kernel: a tile of G and one of U share X's tiles,
-                                        and only their product is written
+                                        and only H is written
     Y = H @ Wd.T                        cuBLAS or cuBLASLt, whichever is faster
 
-Against three products by cuBLAS it saves G and U, m n elements each, which are written and read
-again; the yardstick of kernels that use the sparsity of H, whose gain is more than that or none.
-Programs run in bands of BAND tiles of tokens, as dense_triton.py's.
+Three GEMMs by cuBLAS write and read G and U, m n elements each; this kernel does not. A kernel that
+uses the sparsity of H gains from sparsity only what it gains beyond this.
+Programs run in bands of BAND tiles of tokens, as in dense_triton.py.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -26,17 +26,18 @@ from sparsebench.kernels._common.triton import (
     Path,
     box,
     choose_path,
-    misaligned,
-    odd_row,
     options,
     unsupported,
+    unsupported_alignment,
+    unsupported_row,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
 
 BAND = 8
 
-# Timed in `prepare`: (tokens, features, depth of 16 bits, stages, warps). A thread holds two sums.
+# Timed in `prepare`: (tokens, features, depth of 16 bits, stages, warps). A program has two tiles
+# of accumulators, gate's and up's.
 MANY_TOKENS = (
     (128, 128, 64, 4, 8),
     (128, 64, 64, 3, 4),
@@ -61,7 +62,7 @@ class Config:
 
 
 def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
-    """Return what is worth trying for m tokens."""
+    """Return the configurations to time for m tokens."""
     few = max(16, triton.next_power_of_2(m))
     shapes: tuple[tuple[int, int, int, int, int], ...]
     if path == "pointers" or itemsize == 4:
@@ -79,7 +80,7 @@ def _stage_bytes(config: Config, itemsize: int) -> int:
 
 
 def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> BoundKernel:
-    """Return the program that computes H [m, n]."""
+    """Return the kernel, bound to these operands, that computes H [m, n]."""
     (m, k), n = x.shape, len(wg)
     h = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
@@ -95,7 +96,7 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
 
 
 def constants_of(config: Config, activation: str) -> dict[str, Any]:
-    """Return what the kernel is compiled for."""
+    """Return the constants that the kernel is compiled with."""
     return {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
@@ -108,10 +109,10 @@ def constants_of(config: Config, activation: str) -> dict[str, Any]:
 
 
 def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Time a few configurations and both libraries; `path` insists on one."""
+    """Time a few configurations and both libraries; `path` forces TMA or pointers."""
     x = operands.activations["x"]
     wg, wu = (_values(operands, name) for name in ("wg", "wu"))
-    reason = odd_row(len(wg), x.element_size()) or misaligned(x, wg, wu)
+    reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
     path = choose_path(path, reason, x.device)
     configs = configurations(len(x), x.element_size(), path)
     pinned = operands.pinned

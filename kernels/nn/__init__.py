@@ -1,4 +1,4 @@
-"""What people train with, and run pruned models with: drop-ins for nn.Linear and gated MLPs."""
+"""Layers to train with, and to run pruned models with: drop-ins for nn.Linear and gated MLPs."""
 
 from sparsebench.kernels.nn.linear import BlockSparseLinear as BlockSparseLinear
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP as SparseGatedMLP

@@ -1,15 +1,15 @@
-"""The products of a block-sparse linear layer, as operators of torch.
+"""Three operators of torch with autograd: a block-sparse linear layer and both its gradients.
 
     Y [m, n]  = X [m, k] @ W [n, k].T            linear
     dX [m, k] = dY [m, n] @ W                    dgrad
     dW        = dY.T @ X where W has blocks      wgrad
 
-W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. Nothing
-may write into offsets or columns: what depends on them is made once, and kept as long as they live
-(_bsr_plans.py). Operators are opaque to torch.compile, and a captured CUDA graph holds their
-kernels alone. Each is linear in both operands, and the derivatives of one are the other two.
+W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. Offsets
+and columns must never be written into: plans depend on them, and live as long as they do
+(_bsr_plans.py). The operators are opaque to torch.compile. A captured CUDA graph holds only their
+kernels. Each operator is linear in both operands; its derivatives are the other two operators.
 
-`multiply` is `linear` for a layer. Where nothing is compiled it goes past the dispatcher.
+A layer calls `multiply`: `linear` without torch's dispatcher, except under torch.compile.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels.nn._bsr_plans import Call, planned
 
-ALIGNMENT = 16  # bytes: what the copy engine and vector loads need of addresses and strides
+ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
 
 
 def _linear(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
@@ -49,7 +49,7 @@ def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: i
 def _multiply(
     call: Call, a: Tensor, b: Tensor, offsets: Tensor, columns: Tensor, out: tuple[int, ...]
 ) -> Tensor:
-    """Hold the operands against each other, and run the planned kernel on their device."""
+    """Check that dtypes and devices agree, and run the planned kernel. Raises Unsupported."""
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
     if not a.device == b.device == offsets.device == columns.device:
@@ -62,7 +62,7 @@ def _multiply(
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
-    """Return r and c of contiguous, aligned blocks, as many as there are columns."""
+    """Return r and c; raise FormatError unless values are one aligned block for each column."""
     shape = values.shape
     if len(shape) != 3 or shape[0] != columns.shape[0]:
         expected = f"[{len(columns)}, r, c]"
@@ -78,7 +78,7 @@ def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
 
 
 def readable(matrix: Tensor) -> Tensor:
-    """Return the matrix with rows that a kernel can read; no copy of contiguous or aligned ones."""
+    """Return the matrix [m, k], or a contiguous copy where a kernel could not read its rows."""
     (m, k), (step, one) = matrix.shape, matrix.stride()
     aligned = not matrix.data_ptr() % ALIGNMENT
     gap = one == 1 and step > k and not step * matrix.element_size() % ALIGNMENT
@@ -109,7 +109,7 @@ def _(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep of two operands what the gradient of the other one needs, and the index."""
+    """Save the index, and each operand only if the gradient of the other one is needed."""
     a, b, offsets, columns = inputs[:4]
     of_a, of_b = ctx.needs_input_grad[:2]
     ctx.save_for_backward(a if of_b else None, b if of_a else None, offsets, columns)
@@ -147,7 +147,7 @@ wgrad.register_autograd(_of_wgrad, setup_context=_save)
 
 
 def multiply(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
-    """Return Y [m, n] of X [m, k], as `linear` does. Raises FormatError, Unsupported."""
+    """Return Y [m, n] of X [m, k], as `linear` does, faster. Raises FormatError, Unsupported."""
     if torch.compiler.is_compiling():
         y: Tensor = linear(x, values, offsets, columns, n)
         return y
@@ -166,7 +166,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the gradient is to have one itself
+        if torch.is_grad_enabled():  # for second derivatives
             return _of_linear(ctx, dy)
         x, values, offsets, columns = ctx.saved_tensors
         (_, k), (_, r, c) = ctx.shapes

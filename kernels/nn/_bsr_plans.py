@@ -1,4 +1,4 @@
-"""Which kernel multiplies in a layer, and what of it is made once a pattern and kept.
+"""Choose the kernel of each product of a block-sparse layer, and keep its plan.
 
     CUDA, compute capability 9.0, fp16 or bf16,
       blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
@@ -6,11 +6,13 @@
     other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU                                           torch, dense products: a reference, not a kernel
 
-A plan is what depends on the index and the sizes: pairs of block rows, lists for the device, the
-machine code. It is made at the first call of a pattern with its number of tokens, which reads the
-index on the host, and found again by the two index tensors themselves, held weakly: plans end with
-their pattern. A later call waits for nothing. Calls of one pattern must follow each other on the
-device, as they do on one stream: bsr_wgrad counts in its plan's memory.
+A plan holds everything that depends only on the index and the sizes: pairs of block rows, work
+lists on the device, machine code. The first call of a pattern with a number of tokens makes its
+plan, and copies the index to the host for that. Later calls find it by the identity of both index
+tensors, and never wait for the device. The index is referenced weakly: plans are freed with it.
+
+Calls of one pattern must run one after the other on the device, as they do on one stream, because
+bsr_wgrad counts in memory of its plan.
 """
 
 from collections.abc import Callable
@@ -46,15 +48,15 @@ from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-FEW = 256  # tokens: too few items for 132 SMs, 11.2 µs where Triton takes 9.8 (bsr/NOTES.md)
-C = TypeVar("C")  # a kernel's dataclass of a configuration
+FEW = 256  # tokens: too few work items for 132 SMs, 11.2 µs where Triton takes 9.8 (bsr/NOTES.md)
+C = TypeVar("C")  # a kernel's Config
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """(X, values) to Y, (dY, values) to dX, (dY, X) to dW's values: a new tensor at each call."""
 
 
 class Call(NamedTuple):
-    """A product of m tokens: all that a plan depends on beside the index.
+    """A product of m tokens: with the index, all that a plan depends on.
 
     shape  n and k of W;  block  r and c;  dtype  of both operands
     """
@@ -67,21 +69,21 @@ class Call(NamedTuple):
 
 
 def planned(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
-    """Return the kernel of a call, planned if it is the first one of its pattern and sizes."""
+    """Return the kernel of a call; the first call of a pattern and sizes makes the plan."""
     try:
         return _PLANS[id(offsets), id(columns)][call]
     except KeyError:
         made = plan(call, offsets, columns)
     pattern = id(offsets), id(columns)
     if pattern not in _PLANS:
-        for index in (offsets, columns):  # an id is another tensor's once its own has ended
+        for index in (offsets, columns):  # a freed tensor's id may become another one's
             finalize(index, _PLANS.pop, pattern, None)
     _PLANS.setdefault(pattern, {})[call] = made
     return made
 
 
 def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
-    """Plan for a pattern what was planned for another one: no later call has to."""
+    """Make for a new pattern every plan that the old one has, so that no later call waits."""
     offsets, columns = old
     for call in _PLANS.get((id(offsets), id(columns)), ()):
         planned(call, *new)
@@ -90,7 +92,7 @@ def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
 def require_index(
     offsets: Tensor, columns: Tensor, shape: tuple[int, int], block: tuple[int, int]
 ) -> None:
-    """Raise FormatError unless this is the index of a BSR matrix [n, k]. Reads it on the host."""
+    """Raise FormatError unless this is the index of a BSR matrix [n, k]. Waits for the device."""
     for name, index in (("offsets", offsets), ("columns", columns)):
         if index.dim() != 1 or index.dtype != torch.int32 or not index.is_contiguous():
             found = f"{index.dtype} {list(index.shape)} with strides {list(index.stride())}"
@@ -104,14 +106,14 @@ def plan(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
         what = f"{call.op} of {call.m} tokens, {call.dtype}"
         raise RuntimeError(f"{what}, is not planned: call it once before capturing a CUDA graph")
     require_index(offsets, columns, call.shape, call.block)
-    # Detached: a plan that held its own key would never end. Of the values, the shape counts.
+    # Detached: a plan that held its own key would never be freed. Values are not read.
     index = offsets.detach(), columns.detach()
     w = Bsr(call.shape, *index, columns.new_empty((len(columns), *call.block), dtype=call.dtype))
     return chosen(call, columns.device)(call, w)
 
 
 def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
-    """Choose whose kernels compute a call: the one place that does. Raises Unsupported."""
+    """Choose the kernel of a call; nothing else does. Raises Unsupported."""
     if device.type == "cpu" and not knobs.runtime.interpret:
         return _in_torch
     if call.dtype not in NAMES:
@@ -174,10 +176,10 @@ def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
     config = _tuned("bsr_triton", call, w, next(as_stored, configs[0]), path=path)
     (packed, pack), bare = _packer(w, config), _bare(w)
 
-    def program(x: Tensor, values: Tensor) -> BoundKernel:
+    def bound(x: Tensor, values: Tensor) -> BoundKernel:
         return bsr_triton.launch(x, bare, config, replace(packed, values=values))
 
-    templates = _templates(program)
+    templates = _templates(bound)
     return lambda x, values: templates(x, pack(values))
 
 
@@ -188,10 +190,10 @@ def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     config = _tuned("bsr_triton_dgrad", call, w, default, path=path)
     bare, by_columns = _bare(w), bsr_triton_dgrad.index_of(w)
 
-    def program(dy: Tensor, values: Tensor) -> BoundKernel:
+    def bound(dy: Tensor, values: Tensor) -> BoundKernel:
         return bsr_triton_dgrad.launch(dy, replace(bare, values=values), config, by_columns)
 
-    return _templates(program)
+    return _templates(bound)
 
 
 def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
@@ -204,12 +206,12 @@ def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     return _templates(lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips))
 
 
-def _templates(program: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
-    """Return what runs a program on any operands; it is made once for each pair of strides."""
+def _templates(bound: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
+    """Return a function that runs `bound` on any operands; it is built once a pair of layouts."""
 
     @lru_cache(8)
     def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
-        made = program(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
+        made = bound(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
         operands = (tensor_of(arg) for arg in (made.before or made).args[:2])
         return Template([made], [t for t in operands if t is not None], [made.out])
 
@@ -222,9 +224,9 @@ def _templates(program: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
 def _packer(
     w: Bsr, config: bsr_triton.Config
 ) -> tuple[bsr_triton.Packed, Callable[[Tensor], Tensor]]:
-    """Return bsr_triton.pack's result, and what packs other values of the pattern without a wait.
+    """Return the packed index of bsr_triton.pack, and a function that packs values.
 
-    The result has no values.
+    The function does not wait for the device.
     """
     (r, c), blocks = w.block, len(w.values)
     number = torch.arange(1, blocks + 1, dtype=torch.int32, device=w.columns.device)
@@ -233,7 +235,7 @@ def _packer(
     size, index = packed.values.shape, replace(packed, values=number[:0])
     if size == numbered.shape:
         return index, lambda values: values
-    # Each packed block holds the numbers of the blocks that it unites, 0 where there is none.
+    # A packed block now holds the numbers of the blocks in it, from 1 on; 0 is none.
     found = packed.values[:, : config.group * r : r, 0]
     slot, member = found.nonzero(as_tuple=True)
     order = found[slot, member].argsort()
@@ -248,19 +250,19 @@ def _packer(
 
 
 def _activations(call: Call) -> tuple[Tensor, Tensor]:
-    """Return X and dY without data, for what asks their shape, dtype and alignment."""
+    """Return X and dY without data: they have a shape, a dtype and an alignment."""
     n, k = call.shape
     x, dy = (torch.empty(call.m, size, dtype=call.dtype, device="meta") for size in (k, n))
     return x, dy
 
 
 def _bare(w: Bsr) -> Bsr:
-    """Return the pattern and its block, without the memory of values."""
+    """Return the pattern with its block size, and no values."""
     return replace(w, values=w.values.new_empty((0, *w.block)))
 
 
 def _tuned(kernel: str, call: Call, w: Bsr, default: C, **fixed: Any) -> C:
-    """Return a table's configuration of these sizes, else the default: nothing is timed."""
+    """Return a table's configuration for these sizes, else the default. Times nothing."""
     sizes = blocked(call.m, *call.shape, NAMES[call.dtype], call.block, len(w.columns))
     found = lookup(kernel, sizes, w.columns.device, **fixed)
     return type(default)(**found) if found else default
@@ -271,7 +273,7 @@ def _in_torch(call: Call, w: Bsr) -> Multiply:
     pattern = _bare(w)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):  # what to cast, the layer has
+        with torch.autocast("cpu", enabled=False):  # the layer has cast already
             return a @ b
 
     def dense(values: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The product of a layer of 2:4 hybrid weights (spense.py), as an operator of torch.
+"""One operator of torch: the product of a layer whose weights are 2:4 hybrids (spense.py).
 
-    Y [m, n]  = X [m, k] @ W.T              linear; Y times W's and X's scales if W is fp8
+    Y [m, n]  = X [m, k] @ W.T              linear; if W is fp8, times the scales of W and X
     H [m, h]  = act(X @ Wg.T) * (X @ Wu.T)  linear with an activation; W is gate and up, [2 h, k]
 
-The operator is opaque to torch.compile, and a captured CUDA graph holds its kernels alone. A plan
-assigns the work of a shape: it is made once, and kept, for whole tiles of tokens.
+The operator is opaque to torch.compile. A captured CUDA graph holds only its kernels. The work of a
+shape is scheduled once, for its number of token tiles, and the plan is kept.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from sparsebench.kernels.spense.spense_wgmma import Scales
 from sparsebench.results.record import Problem
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # in the order that state dicts have
+NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # state dicts store the position
 LARGEST = 448  # of e4m3
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -47,10 +47,11 @@ def eager(
     activation: str | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Return Y [m, n] of X [m, k]; `rows` and `columns` of W are sparse. Raises Unsupported.
+    """Return Y [m, n] of X [m, k]. Raises Unsupported.
 
-    With an activation W is gate and up, as spense_ffn.py orders them, and Y is H [m, n / 2]. With a
-    scale W is fp8, and so is H.
+    sparse, dense  tiles of W [n, k] (formats/spense.py), whose sparse part is [rows, columns]
+    activation     W is gate and up, as spense_ffn.py orders them; return H [m, n / 2]
+    scale          fp32 [n]: W is fp8, and so is H; None for 16 bits
     """
     w = Spense((n, k), x.dtype if scale is None else E4M3, (rows, columns), sparse, dense)
     if not x.device == sparse.device == dense.device:
@@ -71,7 +72,7 @@ def eager(
 
 
 def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
-    """Return Y or H on a CPU; of fp8 by sums in fp32, as on a GPU."""
+    """Return Y or H on a CPU; fp8 is accumulated in fp32."""
     if scale is None:
         y = x @ w.to_dense().T
     else:
@@ -85,7 +86,7 @@ def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None
 
 
 def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:
-    """Return Y or H without its elements."""
+    """Return Y or H, not yet computed."""
     kind = x.dtype if scale is None else E4M3 if activation else BF16
     return x.new_empty(x.shape[0], n // 2 if activation else n, dtype=kind)
 
@@ -109,9 +110,9 @@ def _(
 
 
 def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in e4m3 and the fp32 scale of each row, whose largest element is 448."""
+    """Return a matrix [m, k] in e4m3, each row's largest element as 448, and fp32 scales [m]."""
     wide = matrix.float()
-    scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # of zeros, too
+    scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # also of rows of zeros
     return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
@@ -119,7 +120,7 @@ def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Call(NamedTuple):
-    """All that a configuration depends on, and, with m of whole tiles of tokens, a plan."""
+    """All that a configuration depends on; also a plan, with m rounded up to whole tiles."""
 
     m: int
     shape: tuple[int, int]
@@ -130,7 +131,7 @@ class Call(NamedTuple):
 
 
 def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmma.Plan:
-    """Return the plan of X and W, made if it is the first of its tiles. Raises Unsupported."""
+    """Return the plan of X and W, made by the first call with as many tiles. Raises Unsupported."""
     m, (n, k) = len(x), w.shape
     call = Call(m, w.shape, w.sparse_shape, w.dtype, x.device, activation)
     config = _configured(call)
@@ -149,7 +150,7 @@ def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmm
 
 @lru_cache(4096)
 def _configured(call: Call) -> spense_wgmma.Config:
-    """Return a table's configuration of these sizes, else the default: nothing is timed."""
+    """Return a table's configuration for these sizes, else the default. Times nothing."""
     (n, k), (rows, columns) = call.shape, call.sparse_shape
     density = 1 - rows * columns / (2 * n * k)
     sizes = Sizes(call.m, n, k, NAMES[call.dtype], None, density)

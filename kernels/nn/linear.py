@@ -1,4 +1,4 @@
-"""A linear layer whose weights are stored and trained by blocks: Y = X @ W.T + bias, W in BSR.
+"""A linear layer with block-sparse weights, for training: Y = X @ W.T + bias, W in BSR.
 
          W [n, k], blocks of r x c               a parameter                 buffers
         +----+----+----+----+
@@ -7,8 +7,8 @@
         |    | b2 |    |    |
         +----+----+----+----+        Gradients and optimizer state are as large as the values.
 
-Blocks of the last row and column may leave W: what they hold outside is zero, and stays so by its
-gradient. Which kernel multiplies, and where none can: kernels/nn/_bsr_plans.py.
+Blocks of the last block row and column may extend beyond W. Their values outside are zero, and stay
+zero, because their gradient is zero. kernels/nn/_bsr_plans.py chooses the kernels.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ Index = tuple[Tensor, Tensor]
 class BlockSparseLinear(nn.Module):
     """nn.Linear with W [out_features, in_features] in blocks: the same call, bias and autocast.
 
-    block     r rows and c columns, or one number for both
-    sparsity  of the blocks in each block row, which are not stored: the others are drawn at random
-    pattern   instead: bool [ceil(n / r), ceil(k / c)], which blocks are stored
+    block     rows r and columns c of a block, or one number for both
+    sparsity  fraction of blocks that are not stored; every block row stores as many, at random
+    pattern   instead of sparsity: bool [ceil(n / r), ceil(k / c)], true where a block is stored
 
-    offsets and columns are replaced by `set_pattern`, and never written into. Raises FormatError.
+    `set_pattern` replaces offsets and columns; never write into them. Raises FormatError.
     """
 
     values: nn.Parameter
@@ -54,7 +54,7 @@ class BlockSparseLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the pattern, where none is given, and the values."""
+        """Draw the values, and the pattern if none is given."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.block = _block(block)
@@ -74,12 +74,12 @@ class BlockSparseLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw as nn.Linear does, uniform below 1 / sqrt(fan-in): of the blocks that are stored."""
+        """Draw as nn.Linear does, uniform below 1 / sqrt(fan-in); fan-in counts stored blocks."""
         rows, columns = rows_of(self.offsets), self.columns.long()
         down, across = (
             torch.arange(count * side, device=rows.device).view(count, side) < size
             for size, side, count in zip(self._shape, self.block, self._grid, strict=True)
-        )  # what of a block row, of a block column, is inside of W
+        )  # rows of each block row, and columns of each block column, inside W
         down, across = down[rows], across[columns]
         fan_in = torch.zeros(self._grid[0], device=rows.device)
         fan_in.index_add_(0, rows, across.sum(1).float())
@@ -93,7 +93,10 @@ class BlockSparseLinear(nn.Module):
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, block: int | tuple[int, int], sparsity: float) -> Self:
-        """Keep the blocks of a dense layer that are largest by their Euclidean norm, bias too."""
+        """Keep the blocks of a dense layer with the largest Euclidean norms, and the bias.
+
+        `sparsity` is the fraction of blocks to drop. Raises FormatError.
+        """
         r, c = _block(block)
         n, k = linear.weight.shape
         rows, columns = _grid((n, k), (r, c))
@@ -142,12 +145,14 @@ class BlockSparseLinear(nn.Module):
         return Bsr(self._shape, self.offsets, self.columns, self.values.detach())
 
     def set_pattern(self, offsets: Tensor, columns: Tensor, values: Tensor | None = None) -> Tensor:
-        """Store other blocks: those stored before and after keep their values, new ones are zero.
+        """Store other blocks. Blocks that stay keep their values; new ones are zero.
 
-        `values` [blocks, r, c] are taken instead, if given. Returns int64 [blocks]: which of the
-        old blocks each one is, or -1; `repack` moves an optimizer's state by it. The parameter is
-        the same object, without a gradient. What was planned for the old pattern is planned for the
-        new one: no later call waits for that. A captured step must be captured again.
+        offsets, columns  the new index, int32 (formats/bsr.py)
+        values            [blocks, r, c], to take instead
+
+        Return int64 [blocks]: which old block each one was, or -1. `repack` moves an optimizer's
+        state by it. The parameter is the same object, without a gradient. The kernels are planned
+        for the new pattern here, so that no later call waits. A CUDA graph must be captured again.
         Raises FormatError.
         """
         device, old = self.offsets.device, (self.offsets, self.columns)
@@ -190,7 +195,7 @@ class BlockSparseLinear(nn.Module):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Say sizes, block and the part of the blocks that is stored."""
+        """Return sizes, block, and how many blocks are stored."""
         (rows, columns), (r, c) = self._grid, self.block
         stored = f"stored={len(self.columns)} of {rows * columns}"
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -208,9 +213,10 @@ def index_of(pattern: Tensor) -> Index:
 
 
 def repack(blocks: Tensor, source: Tensor) -> Tensor:
-    """Move blocks [old blocks, r, c] to a new pattern by what set_pattern returned; zeros if new.
+    """Return [new blocks, r, c]: old block source[i] at i, zeros where source[i] is -1.
 
-    Also for what an optimizer keeps for each value: state["exp_avg"] = repack(..., source).
+    `source` is what set_pattern returned. It also moves an optimizer's state:
+    state["exp_avg"] = repack(state["exp_avg"], source).
     """
     if not len(blocks):
         return blocks.new_zeros(len(source), *blocks.shape[1:])
@@ -218,7 +224,7 @@ def repack(blocks: Tensor, source: Tensor) -> Tensor:
 
 
 def _source(old: Index, new: Index, width: int) -> Tensor:
-    """Return where the old index has each block of the new one, or -1."""
+    """Return int64 [new blocks]: the position of each block in the old index, or -1."""
     before, after = (rows_of(offsets) * width + columns for offsets, columns in (old, new))
     if not len(before):
         return torch.full_like(after, -1)
@@ -227,7 +233,7 @@ def _source(old: Index, new: Index, width: int) -> Tensor:
 
 
 def _drawn(grid: tuple[int, int], sparsity: float) -> Tensor:
-    """Draw a pattern with as many blocks in each block row, or one more in some."""
+    """Draw a pattern in which all block rows store equally many blocks, or one more."""
     rows, columns = grid
     each, more = divmod(_kept(sparsity, rows * columns), rows)
     counts = each + (torch.randperm(rows) < more).long()

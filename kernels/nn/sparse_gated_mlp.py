@@ -1,35 +1,35 @@
-"""A gated MLP that is trained with few hidden units on: it computes and keeps those alone.
+"""A gated MLP for training with few active hidden units: it computes and stores only those.
 
     G = X @ Wg.T     Y = (act(G) * (X @ Wu.T)) @ Wd.T     L1 = mean over tokens of sum |act(G) * U|
 
     forward                                         backward
-    G       dense, by cuBLAS, and let go            dH      of units that are on
-    index   which units are on, by token            dX      dG @ Wg + dU @ Wu, of such units
-            and by unit, with g and u of each       dW      sums over the tokens a unit is on for
+    G       dense, by cuBLAS, and freed             dH      of active units
+    index   the active units, by token and          dX      dG @ Wg + dU @ Wu, of active units
+            by unit, with g and u of each           dW      sums over tokens with the unit active
 
-Kept from forward to backward are X, and of each of the `slots` a token has, on average: g, u, the
-unit, and the place and token of the transposed index: 14 bytes of 16-bit operands, where dense
-layers keep 6 bytes for every unit: act(G), U and H.
+A token has `slots` on average. A slot stores g, u and the unit, and the position and token of the
+transposed index: 14 bytes with 16-bit operands. Dense layers store act(G), U and H: 6 bytes for
+every unit. Both also store X.
 
-Tiles as TwELL has them (formats/twell.py) would each have slots of their own. Here slots are of all
-tokens together: one with all its units on takes as many as it has. Where all do not suffice,
-nothing is lost: the call is dense, gate and up are made again in backward (11 products for 9), and
-what is kept is as large as before. The device decides; the host never waits, and a CUDA graph holds
-both ways, which is why backward has room for two matrices [tokens, units] in any case.
+TwELL (formats/twell.py) gives each tile slots of its own. Here all tokens share their slots, so one
+token may have all its units active. If the slots do not suffice, the call is dense and still exact.
+Backward then computes gate and up again (11 products instead of 9), and memory stays the same. The
+device decides, and the host never waits. A CUDA graph contains both ways, so backward always has
+room for two matrices [tokens, units].
 
-Such a step takes up to 1.8 times as long as dense layers do (sparse_activations/NOTES.md). A layer
-with many units on, as one has that is not trained yet, can be told to be dense (`sparse`), or to
-decide (`settle`, by what the last call counted): products by cuBLAS, and what dense layers keep. It
-never changes by itself: when the host hears of a count depends on how far the device has come, and
-so would the bits, and the memory that a step takes.
+A sparse call that turns out dense makes a step up to 1.8 times as long as dense layers do
+(NOTES.md). At the start of training most units are active. Then set `sparse` to False, or
+call `adapt`, which chooses by the count of the last call. A dense call multiplies by cuBLAS and
+stores what dense layers store. The layer never changes by itself: the moment at which the host
+learns a count is not reproducible, so neither the bits nor the memory of a step would be.
 
     CUDA, compute capability 8.0 and newer     Triton (sparse_activations/_autograd.py); sizes of
                                                multiples of 8
     CPU                                        torch, dense products: a reference, not a kernel
 
-Where X or dY is not finite, a unit that is off counts as zero; dense products may make it NaN.
-The L1 term is that of Cetin et al., arXiv 2603.23198, as their code has it: without a division by
-the number of units. Their published coefficient, 2e-5, belongs to a mean of it over layers.
+Where X or dY is not finite, an inactive unit counts as zero; in dense products it may give NaN.
+The L1 term is that of Cetin et al., arXiv 2603.23198, as in their code: not divided by the number
+of units. Their published coefficient, 2e-5, is for the mean of this term over layers.
 """
 
 from typing import Any, Self
@@ -46,24 +46,22 @@ from sparsebench.kernels.sparse_activations._autograd import (
     require_one_kind,
 )
 
-# One unit of so many on: a step takes as long as a compiled dense one, by measurement
-# (sparse_activations/NOTES.md).
-EVEN = 94
+EVEN = 94  # one active unit in so many: a step is as fast as a compiled dense one (NOTES.md)
 
 
 class SparseGatedMLP(nn.Module):
     """A gated MLP with relu or relu2 (its square), without bias, for training.
 
-    gate, up, down  nn.Linear, with the state dict that three of them have
-    slots           of a token, on average, for units that are on; a 64th of all if not given
-    sparse          whether calls compute and keep what is on alone, or as dense layers do; a graph
-                    keeps what it was captured with, torch.compile compiles each once
-    active          units on for a token in the last call, on average, rounded up: a number on the
-                    layer's device; with more than `slots` a sparse call was dense, and slower
+    gate, up, down  nn.Linear; the state dict is that of three nn.Linear
+    slots           for active units, of a token on average; by default a 64th of all units
+    sparse          true: calls compute and store active units only; false: as dense layers do. A
+                    CUDA graph keeps the way it was captured with; torch.compile compiles each once
+    active          int32 on the layer's device: active units of a token in the last call, on
+                    average, rounded up. With more than `slots` a sparse call was dense, and slower
 
-    Y, and the gradients, are those of dense layers at any number of units that are on. Down's
-    weight lies transposed in memory, as it is read, and so do its gradient and optimizer state:
-    another layout (assign=True) is as right, and costs a copy a call. Raises FormatError.
+    Y and the gradients equal those of dense layers for any number of active units. Down's weight is
+    transposed in memory, because the kernels read it so; its gradient and optimizer state are too.
+    Another layout (assign=True) is correct, and costs a copy in each call. Raises FormatError.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class SparseGatedMLP(nn.Module):
         return mlp
 
     def forward(self, x: Tensor, *, l1: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return Y [..., k] of X [..., k], and the L1 term, a number in fp32, if asked.
+        """Return Y [..., k] of X [..., k]; with `l1` also the L1 term, an fp32 scalar.
 
         Raises Unsupported.
         """
@@ -141,16 +139,16 @@ class SparseGatedMLP(nn.Module):
         y = y.view(x.shape)
         return (y, norms.sum() / tokens) if l1 else y
 
-    def settle(self) -> bool:
-        """Take the faster way from now on, for as many units as were on in the last call.
+    def adapt(self) -> bool:
+        """Set `sparse` to the faster way for the number of active units of the last call.
 
-        Returns `sparse`. Waits for the device: after the first step, then every hundred or so.
+        Return `sparse`. Waits for the device: call it after the first step, then every 100 or so.
         """
         active = int(self.active)
         self.sparse = active <= self.slots and active * EVEN <= self.hidden_features
         return self.sparse
 
     def extra_repr(self) -> str:
-        """Say the activation, the slots, and the way."""
+        """Return the activation, the slots, and whether calls are sparse."""
         slots = f"slots={self.slots} of {self.hidden_features}"
         return f"activation={self.activation}, {slots}, sparse={self.sparse}"

@@ -1,22 +1,23 @@
-"""Layers of 2:4 hybrid weights, to run a pruned model with, in place of dense ones.
+"""Layers with 2:4 hybrid weights (formats/spense.py), to run a pruned model: inference only.
 
-    SpenseLinear      Y = X @ W.T + bias                           W in formats/spense.py
-    SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up in spense_ffn.py
+    SpenseLinear      Y = X @ W.T + bias
+    SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up as in spense_ffn.py
 
     CUDA, compute capability 9.0    spense_wgmma: gate, up and act are one launch, down another
-    other GPUs                      Unsupported; `to_dense` gives what they can run
-    CPU                             torch, a product of `to_dense` a call: a reference, not a kernel
+    other GPUs                      Unsupported; `to_dense` returns layers that run there
+    CPU                             torch, with `to_dense` in each call: a reference, not a kernel
 
-Weights and inputs are fp16 or bf16, and there are no gradients: an input that requires one is
-refused. Sizes are multiples of 8 on a GPU (in fp8 of 16, but for out_features). Or W is fp8:
+Weights and inputs are fp16 or bf16. There are no gradients: an input that requires one raises
+Unsupported. On a GPU all sizes are multiples of 8; in fp8 of 16, except out_features. In fp8:
 
     W    e4m3, with a scale for each row
-    X    bf16, rounded at each call, of each token the largest element to 448; or e4m3, as it is
-    H    e4m3, with one scale, which the scales of up and down hold                  Y    bf16
+    X    bf16, rounded in each call so that each token's largest element is 448; or e4m3 as given
+    H    e4m3, with one scale, which is part of the scales of up and down
+    Y    bf16
 
-torch.compile sees operators; a CUDA graph holds the
-kernels alone, and is captured after a first call with as many tokens, which compiles them and
-assigns the work. Work is assigned once for equal layers and tiles of tokens, and kept.
+torch.compile sees operators. A CUDA graph holds only the kernels. Before it is captured, call the
+layer once with as many tokens: this compiles the kernels and schedules the work. The schedule is
+kept, and shared by equal layers with as many tiles of tokens.
 """
 
 from collections.abc import Callable
@@ -49,19 +50,19 @@ from sparsebench.kernels.nn._spense_op import (
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
 KNOWN = "expected fp16, bf16 or fp8 (float8_e4m3fn)"
-CODE_BYTES = 2048  # over the bytes of a value: of a sparse tile, 4 bits with two values
-FIRST_TWO = 0x44  # metadata of two groups that store their elements 0 and 1
+CODE_BYTES = 2048  # metadata of a sparse tile: so many bytes divided by the bytes of an element
+FIRST_TWO = 0x44  # metadata of two groups of 4 that store their elements 0 and 1
 
 
 class SpenseLinear(nn.Module):
-    """nn.Linear with W [out_features, in_features] in formats/spense.py: the same call and bias.
+    """nn.Linear with W [out_features, in_features] as formats/spense.py: the same call and bias.
 
-    dense_fraction  of the rows or columns (`split`), the last ones, may have any elements
-    sparse, dense   buffers, the tiles of both parts; zeros until they are loaded
-    scale           fp32 [out_features], a buffer: W is fp8 times it; None of 16 bits
+    dense_fraction  fraction of rows or columns (`split`), the last ones, that are dense
+    sparse, dense   buffers: the tiles of both parts; zeros until they are loaded
+    scale           buffer, fp32 [out_features]: W is its fp8 values times this; None for 16 bits
 
-    The bias is added to the rounded product. The dtype is that of W for good. A state dict has the
-    layout, too, and loads into no other one. Raises FormatError.
+    The bias is added to the rounded product. The dtype of W cannot change. A state dict includes
+    the layout, and loads only into a layer with the same one. Raises FormatError.
     """
 
     sparse: Tensor
@@ -115,9 +116,10 @@ class SpenseLinear(nn.Module):
     ) -> Self:
         """Pack a weight [n, k] that is 2:4 outside of its dense part; -0.0 counts as +0.0.
 
-        Given float8_e4m3fn as the `dtype`, weights of 16 or 32 bits are rounded to it, of each row
-        the largest to 448; weights that are so already come with the `scale` of each row, [n] or
-        [n, 1], or of all, or without. Raises FormatError, which names the first group that is not.
+        dtype  float8_e4m3fn rounds a weight of 16 or 32 bits, each row's largest element to 448
+        scale  of a weight that is e4m3 already: [n] or [n, 1] for rows, or one; by default 1
+
+        Raises FormatError, which names the first group that is not 2:4.
         """
         kind = dtype or weight.dtype
         w, of_rows = _packed("weight", weight, dense_fraction, split, kind, scale)
@@ -127,7 +129,7 @@ class SpenseLinear(nn.Module):
     def from_spense(
         cls, w: Spense, bias: Tensor | None = None, scale: Tensor | None = None
     ) -> Self:
-        """Take packed weights as they are, in their memory, a copy of the bias [n], and scales."""
+        """Take packed weights without a copy, a copy of the bias [n], and fp32 scales [n]."""
         (n, k), (rows, columns) = w.shape, w.sparse_shape
         layer = cls(
             *(k, n),
@@ -147,12 +149,12 @@ class SpenseLinear(nn.Module):
 
     @property
     def spense(self) -> Spense:
-        """Return W in the buffers' own memory."""
+        """Return W, in the memory of the buffers."""
         shape = self.out_features, self.in_features
         return Spense(shape, self.dtype, self.sparse_shape, self.sparse, self.dense)
 
     def to_dense(self) -> nn.Linear:
-        """Return the layer as nn.Linear; of fp8 W times its scale, rounded to bf16."""
+        """Return the layer as nn.Linear; fp8 weights times their scale, rounded to bf16."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight = _frozen(self._weight())
@@ -164,12 +166,12 @@ class SpenseLinear(nn.Module):
         return w if self.scale is None else (w.float() * self.scale[:, None]).to(self.outside)
 
     def get_extra_state(self) -> Tensor:
-        """Return n, k, rows and columns of the sparse part, and which dtype, int64 [5]."""
+        """Return int64 [5]: n, k, rows and columns of the sparse part, position in NAMES."""
         kind = [*NAMES].index(self.dtype)
         return torch.tensor([self.out_features, self.in_features, *self.sparse_shape, kind])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuse another layout: fp16's bytes would be taken for bf16's. Raises FormatError."""
+        """Raise FormatError for another layout: fp16 bytes would be read as bf16."""
         expected, found = self.get_extra_state().tolist(), state.tolist()
         what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
         require(found == expected, f"{what}: expected {expected}, found {found}")
@@ -180,7 +182,7 @@ class SpenseLinear(nn.Module):
         return y if self.bias is None else y.add_(self.bias)
 
     def _product(self, x: Tensor, activation: str | None = None) -> Tensor:
-        """Return X @ W.T; where W is gate and up, act(G) * U."""
+        """Return X @ W.T, or with an activation, where W is gate and up, act(G) * U."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
         if x.requires_grad and torch.is_grad_enabled():
@@ -196,7 +198,7 @@ class SpenseLinear(nn.Module):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
     def extra_repr(self) -> str:
-        """Say sizes, the sparse part and the dtype."""
+        """Return sizes, the sparse part and the dtype."""
         (rows, columns), n, k = self.sparse_shape, self.out_features, self.in_features
         bias = self.bias is not None
         return f"in_features={k}, out_features={n}, sparse={rows}x{columns}, {bias=}, {self.dtype}"
@@ -205,11 +207,11 @@ class SpenseLinear(nn.Module):
 class SpenseGatedMLP(nn.Module):
     """A gated MLP of which the last `dense` hidden units are dense and the others 2:4.
 
-    gate_up, down  SpenseLinear, without bias: gate and up are one matrix, as spense_ffn.py has it
+    gate_up, down  SpenseLinear, without bias; gate and up are one matrix (spense_ffn.py)
     activation     silu, gelu_tanh or relu
 
-    Of the other units, whole tiles of 128 are stored as sparse, and the rest as dense. There is a
-    multiple of 8 of all units. Raises FormatError.
+    The 2:4 units are stored as sparse in whole tiles of 128; a rest is stored as dense.
+    hidden_features is a multiple of 8. Raises FormatError.
     """
 
     def __init__(
@@ -249,10 +251,10 @@ class SpenseGatedMLP(nn.Module):
         scales: tuple[Tensor, Tensor, Tensor] | None = None,
         largest: float | None = None,
     ) -> Self:
-        """Pack gate and up [h, k] and down [k, h], as pruning left them; -0.0 counts as +0.0.
+        """Pack pruned weights: gate and up [h, k] and down [k, h]; -0.0 counts as +0.0.
 
-        dtype, scales  as SpenseLinear's, for the three
-        largest        in fp8: of |act(G) * U|, as calibration saw it; what is beyond becomes that
+        dtype, scales  as in SpenseLinear.from_dense, for the three
+        largest        fp8 only: the largest |act(G) * U| in calibration; larger ones are clamped
 
         Raises FormatError, which names the weight and the first group that is not 2:4.
         """
@@ -273,14 +275,17 @@ class SpenseGatedMLP(nn.Module):
         )
         of_both = None
         if of_gate is not None and of_up is not None and of_down is not None and largest:
-            of_h = largest / LARGEST  # H is linear in U: the scales of up and of down hold its own
+            of_h = largest / LARGEST  # H is linear in U: scales of up and down contain H's own
             of_both, of_down = interleaved(of_gate, of_up / of_h), of_down * of_h
         mlp.gate_up = SpenseLinear.from_spense(joined(g, u), scale=of_both)
         mlp.down = SpenseLinear.from_spense(d, scale=of_down)
         return mlp
 
     def to_dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate and up [h, k] and down [k, h]; of fp8 up by H's scale, and down times it."""
+        """Return gate and up [h, k] and down [k, h].
+
+        In fp8, up is divided by the scale of H, and down multiplied by it.
+        """
         return *parted(self.gate_up._weight()), self.down._weight()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,7 +294,7 @@ class SpenseGatedMLP(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        """Say the hidden units and the activation."""
+        """Return the hidden units and the activation."""
         return f"hidden_features={self.hidden_features}, activation={self.activation}"
 
 
@@ -304,9 +309,9 @@ def _packed(
     dtype: torch.dtype,
     scale: Tensor | None,
 ) -> tuple[Spense, Tensor | None]:
-    """Convert a weight, -0.0 as +0.0, and return its scale; a FormatError names it."""
+    """Return a packed weight, -0.0 as +0.0, and its scales; FormatError names the weight."""
     rounded, of_rows = _rounded(name, weight.detach(), dtype, scale)
-    positive = (rounded.float() + 0.0).to(dtype).contiguous()  # there is no sum of fp8
+    positive = (rounded.float() + 0.0).to(dtype).contiguous()  # torch adds no fp8
     pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
     return _named(name, pack, positive), of_rows
 
@@ -314,7 +319,7 @@ def _packed(
 def _rounded(
     name: str, weight: Tensor, dtype: torch.dtype, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a weight in this dtype, and in fp8 the fp32 scale of each of its rows."""
+    """Return a weight [n, k] in this dtype, and in fp8 the fp32 scales [n] of its rows."""
     require(dtype in NAMES, f"{name}: {KNOWN}, found {dtype}")
     found, n = weight.dtype, len(weight)
     require(dtype in (E4M3, found), f"{name}: expected {dtype}, found {found}")

@@ -1,1 +1,1 @@
-"""Sparse kernels of other libraries, each at its best."""
+"""Sparse kernels of other libraries, each with its fastest settings."""

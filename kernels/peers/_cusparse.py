@@ -1,16 +1,17 @@
-"""What the cuSPARSE peers share: Y.T[n, m] = W[n, k] @ X.T[k, m] by cusparseSpMM.
+"""Shared by the cuSPARSE peers: Y.T[n, m] = W[n, k] @ X.T[k, m] by cusparseSpMM.
 
-The library reads and writes dense matrices by rows or by columns, and a wrong choice costs 10x
-(CSR on an H200, 4096³, bf16, a tenth stored: 1.9 ms by rows, 21.6 ms by columns). So every
-layout is tried with every algorithm of the format, transpositions timed inside the launch:
+The library reads and writes dense matrices by rows or by columns, and the slower layout may take 10
+times as long (CSR on an H200, 4096³, bf16, a tenth stored: 1.9 ms by rows, 21.6 ms by columns). So
+every layout is timed with every algorithm of the format. A launch includes its transpositions:
 
-    X.T  columns     X as it lies: column-major, leading dimension k
-         transposed  X as it lies: op(B) = transpose of row-major X
+    X.T  columns     X in place: column-major, leading dimension k
+         transposed  X in place: op(B) = transpose of row-major X
          rows        X.T row-major, copied by the launch
-    Y.T  columns     Y as it must leave: column-major, leading dimension n
+    Y.T  columns     Y in its final layout: column-major, leading dimension n
          rows        Y.T row-major, transposed back by the launch
 
-First on few tokens, where a bad choice costs little; the rest at full size. Sums are in fp32.
+A first round on few tokens drops what is much slower; the rest is timed at full size. Accumulation
+is in fp32.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; through nvmath-python's bindings.
 """
 
@@ -36,7 +37,7 @@ X_LAYOUTS = "columns", "transposed", "rows"
 Y_LAYOUTS = "columns", "rows"
 SETTING = "algorithm", "x_layout", "y_layout"
 FEW_TOKENS = 128
-HOPELESS = 3.0  # times the fastest on few tokens
+HOPELESS = 3.0  # times the fastest on few tokens: not timed at full size
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 Plan = tuple[dict[str, Any], Callable[[], Output]]
@@ -48,7 +49,7 @@ class Weight:
 
     shape       rows and columns, padded to whole blocks
     algorithms  names in nvmath's SpMMAlg
-    describe    () to a new descriptor, whose arrays the closure keeps alive
+    describe    a function that returns a new descriptor, and keeps its arrays alive
     """
 
     shape: tuple[int, int]
@@ -57,7 +58,7 @@ class Weight:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Ask for an NVIDIA GPU and the bindings."""
+    """Say why cuSPARSE cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
     if device.type != "cuda":
@@ -68,7 +69,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(w: Weight, operands: Operands) -> Launch:
-    """Keep the fastest of the layouts and algorithms that the library accepts."""
+    """Keep the fastest accepted layouts and algorithm. Raises Unsupported if none is accepted."""
     from nvmath.bindings import cusparse
 
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
@@ -84,13 +85,13 @@ def prepare(w: Weight, operands: Operands) -> Launch:
 
 
 def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
-    """Describe, preprocess and allocate one way to multiply; a cuSPARSEError refuses it."""
+    """Describe, preprocess and allocate one way to multiply. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 
     handle, stage = library_handle(), stage_for(x, w.shape[1], turned=x_layout == "rows")
     transposed = x_layout == "transposed"  # cusparseOperation_t: 1 is transpose, 0 is not
 
-    def new_y() -> Tensor:  # holding w, it keeps the arrays of W alive
+    def new_y() -> Tensor:  # the closure holds w, and so the arrays of W
         if y_layout == "columns":
             return x.new_empty(len(x), w.shape[0])
         return x.new_empty(w.shape[0], len(x)).t()
@@ -106,7 +107,7 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
     cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
     size = cusparse.sp_mm_buffer_size(*arguments)
     workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=x.device)
-    # Without effect but for CSR_ALG1 and CSR_ALG3; ties W's descriptor to this workspace.
+    # Has an effect on CSR_ALG1 and CSR_ALG3 only; binds W's descriptor to this workspace.
     cusparse.sp_mm_preprocess(*arguments, workspace.data_ptr())
 
     def run() -> Tensor:
@@ -123,9 +124,9 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
 
 
 def stage_for(x: Tensor, columns: int, *, turned: bool) -> Tensor:
-    """Return X itself, or where the launch copies it: [m, columns], zero beyond k.
+    """Return X itself, or a buffer [m, columns] for the launch to copy it to, zero beyond k.
 
-    `turned` is column-major, and always a copy.
+    The buffer is column-major if `turned`. X itself is returned only if it has the right layout.
     """
     if turned:
         return x.new_zeros(columns, len(x)).t()
@@ -147,24 +148,27 @@ def describe_dense(matrix: Tensor) -> int:
 def screened(
     settings: Iterable[tuple[str, ...]], few_tokens: Callable[..., Plan]
 ) -> list[tuple[str, ...]]:
-    """Return the accepted settings that are not hopeless on a few tokens."""
+    """Return the settings that the library accepts and that are not HOPELESS on a few tokens.
+
+    Raises Unsupported if it accepts none.
+    """
     from nvmath.bindings import cusparse
 
-    timed, refusal = [], None
+    timed, reason = [], None
     for setting in settings:
         try:
             _, call = few_tokens(*setting)
             timed.append((_least_s(call), setting))
         except cusparse.cuSPARSEError as error:
-            refusal = error
+            reason = error
     if not timed:
-        raise Unsupported(f"cuSPARSE refuses every layout and algorithm: {refusal}")
+        raise Unsupported(f"cuSPARSE accepts no layout and algorithm: {reason}")
     bound = HOPELESS * min(timed)[0]
     return [setting for seconds, setting in timed if seconds <= bound]
 
 
 def _least_s(call: Callable[[], Output]) -> float:
-    """Return the least of three times, launch included: enough to tell what is hopeless."""
+    """Return the least of three times in seconds, launch included: enough to find HOPELESS."""
     times = []
     for _ in range(1 + 3):
         start = perf_counter()

@@ -1,16 +1,17 @@
-"""What the cuSPARSE weight gradients share: dW[n, k] = dY.T[n, m] @ X[m, k] by cusparseSDDMM.
+"""Shared by the cuSPARSE weight gradients: dW[n, k] = dY.T[n, m] @ X[m, k] by cusparseSDDMM.
 
-The library has one algorithm and reads dense matrices by rows or by columns; every layout is tried,
-transpositions timed inside the launch:
+The library has one algorithm, and reads dense matrices by rows or by columns. Every layout is
+timed. A launch includes its transpositions:
 
-    dY.T  columns     dY as it lies: column-major, leading dimension n
-          transposed  dY as it lies: op(A) = transpose of row-major dY
+    dY.T  columns     dY in place: column-major, leading dimension n
+          transposed  dY in place: op(A) = transpose of row-major dY
           rows        dY.T row-major, copied by the launch
-    X     rows        X as it lies: row-major, leading dimension k
-          transposed  X as it lies: op(B) = transpose of column-major X.T
+    X     rows        X in place: row-major, leading dimension k
+          transposed  X in place: op(B) = transpose of column-major X.T
           columns     X column-major, copied by the launch
 
-First on few tokens, where a bad choice costs little; the rest at full size. Sums are in fp32.
+A first round on few tokens drops what is much slower; the rest is timed at full size. Accumulation
+is in fp32.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM; through nvmath-python's bindings.
 """
 
@@ -38,11 +39,11 @@ SETTING = "dy_layout", "x_layout"
 
 @dataclass(frozen=True)
 class Pattern:
-    """What the gradient is packed like, as cuSPARSE takes it.
+    """The sparsity pattern of the gradient, as cuSPARSE takes it.
 
-    packed    in our format; its arrays live as long as this
+    packed    the pattern in our format; keeps its arrays alive
     shape     rows and columns, padded to whole blocks
-    describe  () to a new descriptor
+    describe  a function that returns a new descriptor
     """
 
     packed: Bsr | Csr
@@ -68,7 +69,7 @@ def prepare(pattern: Pattern, operands: Operands) -> Launch:
 
 
 def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:
-    """Describe, preprocess and allocate one way to multiply; a cuSPARSEError refuses it."""
+    """Describe, preprocess and allocate one way to multiply. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 
     handle, descriptor = _cusparse.library_handle(), pattern.describe()

@@ -1,9 +1,9 @@
-"""What the scipy peers share: Y[m, n] = (W @ X.T).T by one thread of scipy.sparse on the CPU.
+"""Shared by the scipy peers: Y[m, n] = (W @ X.T).T by one thread of scipy.sparse on the CPU.
 
-scipy multiplies a sparse matrix by a row-major dense one: each non-zero (block) of W scales rows
-of X.T, m contiguous elements each. X @ W.T would reach the same loop, since scipy transposes
-it first. X arrives token-major, so the launch transposes X before the product and Y after it,
-and pays for both. The padding that a block format asks for lies below X.T and stays zero.
+scipy multiplies a sparse matrix by a row-major dense one: each non-zero (block) of W scales rows of
+X.T, m contiguous elements each. For X @ W.T scipy transposes first and runs the same loop. X is
+token-major, so the launch transposes X before the product and Y after it; both are timed. A block
+format may need padding: rows of zeros below X.T.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from sparsebench.results.record import Problem
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Refuse 16-bit types, which scipy.sparse does not multiply; tf32 problems run exactly."""
+    """Say why scipy.sparse cannot run the dtype, or None; tf32 problems run in full fp32."""
     dtype = problem["dtype"]
     exact = dtype in ("fp32", "tf32")
     return None if exact else f"scipy.sparse expected fp32 or fp64, found {dtype}"
@@ -24,7 +24,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 def launch(w: Any, operands: Operands) -> Launch:
     """Multiply by W, a scipy.sparse array of at least n rows and k columns."""
-    x = operands.activations["x"].numpy()  # the same memory: rewritten activations are seen
+    x = operands.activations["x"].numpy()  # shares the memory: later activations are read
     m, k = x.shape
     n = operands.weights["w"].shape[0]
     x_transposed = np.zeros((w.shape[1], m), dtype=x.dtype)

@@ -1,7 +1,7 @@
-"""dX = dY @ W is a linear layer of W.T: how a peer of `linear` computes `linear_dgrad`.
+"""Compute `linear_dgrad` by a peer of `linear`: dX = dY @ W is a linear layer of W.T.
 
-W.T is packed anew in `prepare`, values included. A training step changes the values, and so owes a
-pack of W.T that no launch here pays for: peers get it for nothing.
+`prepare` packs W.T, values included. In training the values change in each step, so each step would
+pack W.T again. That time is not measured: it is given to the peers.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ def as_linear(operands: Operands) -> Operands:
 
 
 def transposed(w: Bsr | Csr) -> Bsr | Csr:
-    """Return W.T [k, n] in W's format, its blocks transposed with it."""
+    """Return W.T [k, n] in W's format; blocks are transposed too."""
     n, k = w.shape
     columns = w.columns.long()
     order = columns.argsort(stable=True)  # rows ascend within a column: they did before

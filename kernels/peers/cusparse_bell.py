@@ -3,10 +3,10 @@
     BSR   ## . . ##      columns  0  3      values  ## ##      each [b, b] block row of the
           . . ## .                2 -1              ## 00      values is one [b, width * b] panel
 
-Needs an NVIDIA GPU and nvmath-python; square blocks; one long block row pads all others, at most
-to the dense matrix (`padding` in the choice: stored over needed blocks). The panels are packed in
-`prepare`. Where k is no multiple of the block the launch copies X, zero-padded. fp32 operands are
-multiplied in TF32: tf32 problems run, fp32 ones are refused.
+Needs an NVIDIA GPU and nvmath-python; square blocks. All block rows are padded to the longest one,
+in the worst case to the dense matrix (`padding` in the choice: stored blocks over needed ones).
+`prepare` packs the panels. If k is not a multiple of the block, the launch copies X and pads it
+with zeros. The library multiplies fp32 in TF32: tf32 problems run, fp32 problems are unsupported.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BLOCKED_ELL_ALG1.
 """
 
@@ -23,7 +23,7 @@ from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pack, and choose layouts by trying."""
+    """Pack, and choose the fastest layouts. Raises Unsupported."""
     from nvmath.bindings import cusparse
 
     w = operands.weights["w"]
@@ -61,7 +61,7 @@ def pack(w: Bsr) -> tuple[Tensor, Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Refuse fp32: cuSPARSE 12.6.3 runs it in TF32, relative error 2.9e-4 measured on an H200."""
+    """Say why it cannot run here: fp32 runs in TF32 (12.6.3 on an H200: relative error 2.9e-4)."""
     if problem["dtype"] == "fp32":
         return "cuSPARSE multiplies fp32 Blocked-ELL in TF32: expected dtype tf32, found fp32"
     return _cusparse.unsupported(problem, device)

@@ -6,7 +6,7 @@ from sparsebench.kernels.peers._transposed import as_linear
 
 
 def prepare(operands: Operands) -> Launch:
-    """Multiply by W.T as cusparse_bell does by W; the longest block column of W pads the others."""
+    """Multiply by W.T as cusparse_bell does by W: padded to the longest block column of W."""
     return cusparse_bell.prepare(as_linear(operands))
 
 

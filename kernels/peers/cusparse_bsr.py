@@ -1,8 +1,9 @@
 """BSR by cuSPARSE: cusparseSpMM on CUDA cores, the fastest of its layouts.
 
-Needs an NVIDIA GPU and nvmath-python; square blocks of any size. fp16, bf16 and fp32; sums in fp32.
-In cuSPARSE 12.6 none of its kernels holds a tensor-core instruction, so a GPU's fp32 rate
-bounds all three types. Where k is no multiple of the block the launch copies X, zero-padded.
+Needs an NVIDIA GPU and nvmath-python; square blocks of any size. fp16, bf16 and fp32; fp32
+accumulation. No kernel of it in cuSPARSE 12.6 has a tensor-core instruction, so the GPU's fp32 rate
+limits all three types. If k is not a multiple of the block, the launch copies X and pads it with
+zeros.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BSR_ALG1.
 """
 
@@ -15,7 +16,7 @@ from sparsebench.kernels.peers import _cusparse
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose layouts by trying."""
+    """Choose the fastest layouts."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     weight = _cusparse.Weight(padded(w), ("BSR_ALG1",), partial(describe, w))
@@ -23,7 +24,7 @@ def prepare(operands: Operands) -> Launch:
 
 
 def padded(w: Bsr) -> tuple[int, int]:
-    """Return the sizes in whole blocks, or raise Unsupported where they are not square."""
+    """Return n and k, rounded up to whole blocks. Raises Unsupported unless blocks are square."""
     (n, k), (r, c) = w.shape, w.block
     if r != c:
         raise Unsupported(f"cuSPARSE expected square blocks, found {r}x{c}")
@@ -31,7 +32,7 @@ def padded(w: Bsr) -> tuple[int, int]:
 
 
 def describe(w: Bsr) -> int:
-    """Return a new descriptor; it does not keep the arrays alive."""
+    """Return a new descriptor. The caller must keep the arrays alive."""
     from nvmath.bindings import cusparse
 
     (rows, columns), (r, c) = padded(w), w.block

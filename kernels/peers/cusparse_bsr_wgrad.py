@@ -1,8 +1,8 @@
 """Weight gradient in BSR by cuSPARSE: cusparseSDDMM on CUDA cores, the fastest of its layouts.
 
-Needs an NVIDIA GPU and nvmath-python; square blocks of 2, 4, 8, 16, 32, 64 or 128. Sums in fp32. In
-cuSPARSE 12.6 none of its kernels holds a tensor-core instruction. Where n or k is no multiple of
-the block the launch copies dY or X, zero-padded.
+Needs an NVIDIA GPU and nvmath-python; square blocks of 2, 4, 8, 16, 32, 64 or 128. fp32
+accumulation. No kernel of it in cuSPARSE 12.6 has a tensor-core instruction. If n or k is not a
+multiple of the block, the launch copies dY or X and pads it with zeros.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM, CUSPARSE_SDDMM_ALG_DEFAULT.
 """
 
@@ -14,7 +14,7 @@ from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm, cusparse_bsr
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose layouts by trying."""
+    """Choose the fastest layouts."""
     w = operands.pattern
     assert isinstance(w, Bsr)
     shape = cusparse_bsr.padded(w)

@@ -1,6 +1,6 @@
 """CSR by cuSPARSE: cusparseSpMM on CUDA cores, the fastest of its algorithms and layouts.
 
-Needs an NVIDIA GPU and nvmath-python. fp16, bf16 and fp32; sums in fp32; 32-bit indices.
+Needs an NVIDIA GPU and nvmath-python. fp16, bf16 and fp32; fp32 accumulation; 32-bit indices.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_CSR_ALG1 to ALG3.
 """
 
@@ -14,14 +14,14 @@ ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose algorithm and layouts by trying."""
+    """Choose the fastest algorithm and layouts."""
     w = operands.weights["w"]
     assert isinstance(w, Csr)
     return _cusparse.prepare(_cusparse.Weight(w.shape, ALGORITHMS, partial(describe, w)), operands)
 
 
 def describe(w: Csr) -> int:
-    """Return a new descriptor; it does not keep the arrays alive."""
+    """Return a new descriptor. The caller must keep the arrays alive."""
     from nvmath.bindings import cusparse
 
     int32, base = cusparse.IndexType.INDEX_32I, cusparse.IndexBase.ZERO

@@ -1,6 +1,6 @@
 """Weight gradient in CSR by cuSPARSE: cusparseSDDMM on CUDA cores, the fastest of its layouts.
 
-Needs an NVIDIA GPU and nvmath-python. Sums in fp32; 32-bit indices.
+Needs an NVIDIA GPU and nvmath-python. fp32 accumulation; 32-bit indices.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM, CUSPARSE_SDDMM_ALG_DEFAULT.
 """
 
@@ -12,7 +12,7 @@ from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm, cusparse_csr
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose layouts by trying."""
+    """Choose the fastest layouts."""
     w = operands.pattern
     assert isinstance(w, Csr)
     pattern = _cusparse_sddmm.Pattern(w, w.shape, partial(cusparse_csr.describe, w))

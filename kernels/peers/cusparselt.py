@@ -1,19 +1,19 @@
 """2:4 sparse weights by NVIDIA's cuSPARSELt, through torch: Y.T[n, m] = W[n, k] @ X.T[k, m].
 
-W comes first, and is compressed to values and metadata in an order of the library's own. The other
-two have two layouts each, and each pair of layouts algorithms of its own:
+The library compresses W to values and metadata, in an order of its own. X and Y have two layouts
+each, and each pair of layouts has algorithms of its own:
 
-    X.T  columns  X as it lies              Y.T  columns  Y as it must leave
+    X.T  columns  X in place                Y.T  columns  Y in its final layout
          rows     X.T, copied by the launch      rows     Y.T, transposed back by the launch
 
-For each pair the library searches; its finds and its default are timed, and the fastest is kept. In
-fp16 the search of 0.8.0 ends in an internal error, on Hopper: there the algorithms that run are
-timed, by their numbers. Without a search (search: false) it is the default on X and Y as they are,
-which is what torch.sparse.to_sparse_semi_structured calls.
+The library searches for each pair. Its results and its default are timed, and the fastest is kept.
+On Hopper the search of 0.8.0 fails in fp16 with an internal error. There the algorithms that run
+are timed by their numbers. With `search: false` it is the default algorithm with X and Y in place,
+as torch.sparse.to_sparse_semi_structured calls it.
 
-The library takes any matrix for a 2:4 one and multiplies it wrongly: it is given those alone that
-formats/spense.py has checked. Each call plans anew, 0.4 to 2 ms of the host's time, and in fp16 up
-to 0.35 s (0.8.0, suite spense-calls): it is for CUDA graphs.
+The library does not check that a matrix is 2:4; it would return wrong products. So it is given only
+matrices that formats/spense.py has checked. Each call makes a new plan, which takes the host 0.4 to
+2 ms, and in fp16 up to 0.35 s (0.8.0, suite spense-calls): use it in CUDA graphs.
 Source: docs.nvidia.com/cuda/cusparselt; torch's ATen/native/sparse/cuda/cuSPARSELtOps.cpp.
 """
 
@@ -41,7 +41,7 @@ FP16_ALGORITHMS = 12, 16, 19, 20  # of 0.8.0: run on Hopper from 16 tokens to 20
 
 @dataclass(frozen=True)
 class Way:
-    """One way to call the library; its defaults are the library's."""
+    """One way to call the library; the defaults are the library's."""
 
     x_layout: Layout = "columns"
     y_layout: Layout = "columns"
@@ -51,7 +51,7 @@ class Way:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Ask for sizes that the library takes, and for the library."""
+    """Say why cuSPARSELt cannot run the problem here, or None."""
     dtype, m, n, k = (problem[field] for field in ("dtype", "m", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
@@ -65,7 +65,10 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
-    """Compress W and keep the fastest way; `search: false` takes the default."""
+    """Compress W and keep the fastest way; `search: false` takes the default.
+
+    Raises Unsupported unless all of W is 2:4.
+    """
     w = operands.weights["w"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
@@ -75,7 +78,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
 
 
 def product_of(w: Tensor, x: Tensor, search: bool, pinned: Mapping[str, Any] | None) -> Launch:
-    """Y [m, n] of a contiguous W [n, k] that is 2:4 and X [m, k], whose rows may be apart."""
+    """Return the launch of Y [m, n]; W [n, k] is 2:4 and contiguous, X [m, k] of any row stride."""
     compressed = torch._cslt_compress(w)
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
@@ -92,7 +95,7 @@ def product_of(w: Tensor, x: Tensor, search: bool, pinned: Mapping[str, Any] | N
 
 
 def multiply(compressed: Tensor, x: Tensor, way: Way) -> Tensor:
-    """Y [m, n], contiguous."""
+    """Return Y [m, n], contiguous."""
     y = torch._cslt_sparse_mm(
         compressed,
         _laid_out(x, way.x_layout),
@@ -106,7 +109,7 @@ def multiply(compressed: Tensor, x: Tensor, way: Way) -> Tensor:
 
 
 def _searched(compressed: Tensor, x: Tensor) -> Iterator[Way]:
-    """Yield what the library finds for each pair of layouts; where it finds nothing, nothing."""
+    """Yield what the library finds for each pair of layouts; nothing where its search fails."""
     for x_layout, y_layout in product(LAYOUTS, LAYOUTS):
         turned = _laid_out(x, x_layout)
         try:
@@ -119,12 +122,12 @@ def _searched(compressed: Tensor, x: Tensor) -> Iterator[Way]:
 
 
 def _laid_out(x: Tensor, layout: Layout) -> Tensor:
-    """X.T [k, m]; contiguous in one layout or the other, since the library is told no stride."""
+    """Return X.T [k, m], contiguous in this layout: the library takes no stride."""
     return x.contiguous().t() if layout == "columns" else x.t().contiguous()
 
 
 def _output(x: Tensor) -> torch.dtype | None:
-    """Return the output's dtype where the library has a choice: of 8 bits alone."""
+    """Return the output's dtype for fp8; None for 16 bits, where the library has no choice."""
     return OUTPUTS["fp8"] if x.dtype == DTYPES["fp8"] else None
 
 

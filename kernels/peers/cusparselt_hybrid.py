@@ -1,15 +1,19 @@
-"""Spense by two libraries, as in its paper: cuSPARSELt for the 2:4 part, cuBLAS for the dense one.
+"""Spense by two libraries, as in its paper: cuSPARSELt for the 2:4 part, cuBLAS for the dense part.
 
     split rows       Y[:, :s] = X @ Ws.T             Y[:, s:]  = X @ Wd.T
     split columns    Y        = X[:, :s] @ Ws.T      Y        += X[:, s:] @ Wd.T
 
-cuSPARSELt, as torch calls it, writes into a tensor of its own, adds to none and knows no stride. So
-with rows its part is copied into Y, to which cuBLAS writes in place, or both parts are copied. With
-columns X[:, :s] is copied; cuBLAS adds to Y in place, but for fp8, where torch's product cannot and
-another kernel adds a copy. All of it is timed. By its bytes, to copy half of Y takes an H200 0.2 ms
-with 8192 tokens and n = 51200, where in fp8 the two products take 2.85 ms with k = 5120.
+torch's cuSPARSELt writes a new tensor, cannot add to one, and takes no stride. Copies are therefore
+needed, and timed:
 
-The 2:4 part is chosen first, alone (cusparselt.py), then the dense one as a part of Y.
+    rows       copy the 2:4 part into Y, where cuBLAS writes its part in place; or copy both parts
+    columns    copy X[:, :s]. cuBLAS adds to Y in place; in fp8 torch cannot, and a kernel adds
+
+An H200 copies half of Y in 0.2 ms (8192 tokens, n = 51200, by its bytes). In fp8 the two products
+take 2.85 ms there, with k = 5120.
+
+`prepare` chooses the way of the 2:4 part first, alone (cusparselt.py), and then that of the dense
+part, with the whole of Y.
 Source: arXiv:2606.10445, section 3.
 """
 
@@ -34,7 +38,7 @@ Join = Literal["in place", "copied"]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to multiply the dense part and to join it; `use_fast_accum` is of fp8."""
+    """One way to multiply the dense part and to join it to Y; `use_fast_accum` for fp8 only."""
 
     library: str
     join: Join
@@ -42,7 +46,10 @@ class Way:
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
-    """Settle both parts; `search: false` takes cuSPARSELt's default."""
+    """Choose the way of both parts; `search: false` takes cuSPARSELt's default.
+
+    Raises Unsupported.
+    """
     w, x, pinned = operands.weights["w"], operands.activations["x"], operands.pinned
     assert isinstance(w, Spense)
     rows, columns = w.sparse_shape
@@ -52,7 +59,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     matrix, by_rows = w.to_dense(), w.split == "rows"
     front = matrix[:rows, :columns].contiguous()
     back = matrix[rows:] if by_rows else matrix[:, columns:]
-    back = back.clone(memory_format=torch.contiguous_format)  # lets go of the rest of W
+    back = back.clone(memory_format=torch.contiguous_format)  # frees the rest of W
     known = pinned and pinned["sparse"]
     sparse = cusparselt.product_of(front, x[:, :columns], search, known)
     x_back = x if by_rows else x[:, columns:]
@@ -63,7 +70,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
 
 
 def ways(dtype: torch.dtype, by_rows: bool) -> list[Way]:
-    """Return what is worth trying: the libraries, or in fp8 how one of them accumulates."""
+    """Return the ways to time: both libraries; in fp8 both accumulations of cuBLASLt."""
     if dtype != DTYPES["fp8"]:
         return [Way(library, "in place") for library in LIBRARIES]
     joins: tuple[Join, ...] = ("copied", "in place") if by_rows else ("copied",)
@@ -71,7 +78,7 @@ def ways(dtype: torch.dtype, by_rows: bool) -> list[Way]:
 
 
 def multiply(sparse: Callable[[], Any], w: Tensor, x: Tensor, by_rows: bool, way: Way) -> Tensor:
-    """Y [m, n] of the launch of the 2:4 part, and the dense W with the X that it multiplies."""
+    """Return Y [m, n]: `sparse` computes the 2:4 part; w and x are operands of the dense part."""
     y: Tensor = sparse()
     with preferred(way.library) if way.use_fast_accum is None else nullcontext():
         if not by_rows:

@@ -1,4 +1,4 @@
-"""CSR on the CPU by scipy.sparse: one thread, fp32, one axpy of m elements a non-zero.
+"""CSR on the CPU by scipy.sparse: one thread, fp32, one axpy of m elements for each non-zero.
 
 Source: scipy/sparse/sparsetools/csr.h, csr_matvecs.
 """
@@ -11,7 +11,7 @@ from sparsebench.kernels.peers import _scipy
 
 
 def prepare(operands: Operands) -> Launch:
-    """Hand scipy the format's own arrays, without a copy."""
+    """Give scipy the format's own arrays, without a copy."""
     w = operands.weights["w"]
     assert isinstance(w, Csr)
     arrays = w.values.numpy(), w.columns.numpy(), w.offsets.numpy()

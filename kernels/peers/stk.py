@@ -1,12 +1,16 @@
 """STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128, the faster of its two layouts.
 
-    dds   Y = X @ W.T        a tile of Y from a block row of W; X and Y as they lie
-    dsd   Y.T = W @ X.T      X.T read as a view of X; the launch transposes Y.T, which is copied
+    dds   Y = X @ W.T        a tile of Y from a block row of W; X and Y in place
+    dsd   Y.T = W @ X.T      X.T is a view of X; the launch transposes Y.T by a copy
 
-STK (Gale et al. 2022, MegaBlocks) has no more to choose: tiles of 128 x 128 x 32, four warps, four
-stages. fp16 or bf16; m, n and k multiples of 128; n and k at most 32768, since its int16 indices
-times 128 overflow beyond (stanford-futuredata/stk pull request 17); activations and output of less
-than 2^31 elements, its offsets being int32. Blocks are used as they are stored.
+STK (Gale et al. 2022, MegaBlocks) has nothing else to choose: tiles of 128 x 128 x 32, four warps,
+four stages. It uses the blocks as they are stored.
+
+    dtype    fp16 or bf16
+    m, n, k  multiples of 128. n and k at most 32768: beyond, its int16 indices times 128 overflow
+             (stanford-futuredata/stk pull request 17). X and Y of less than 2^31 elements: its
+             offsets are int32
+
 Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
 """
 
@@ -30,7 +34,7 @@ ELEMENTS = 2**31  # of activations and output, less than
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Ask for an NVIDIA GPU, STK (not the chemistry package of the same import name) and sizes."""
+    """Say why STK cannot run here, or None. A chemistry package has the same import name."""
     if device.type != "cuda":
         return f"expected an NVIDIA GPU, found device {device}"
     if problem["dtype"] not in ("fp16", "bf16"):
@@ -51,14 +55,14 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Hand STK the format's arrays and time its two layouts."""
+    """Give STK the format's arrays and time its two layouts. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     return multiplied(operands, operands.activations["x"], matrix(w), transposed=True)
 
 
 def matrix(w: Bsr) -> Any:
-    """Return W as STK's matrix, which sorts a transposed index here. Raises Unsupported."""
+    """Return W as STK's matrix; its constructor sorts a transposed index. Raises Unsupported."""
     if w.block != (SIDE, SIDE):
         r, c = w.block
         raise Unsupported(f"STK expected blocks of {SIDE}x{SIDE}, found {r}x{c}")
@@ -69,7 +73,7 @@ def matrix(w: Bsr) -> Any:
 
 
 def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> Launch:
-    """Return the faster layout of X @ W.T if transposed, else of X @ W."""
+    """Return the launch of the faster layout: of X @ W.T if transposed, else of X @ W."""
     from stk import ops
 
     right, left = (w.t(), w) if transposed else (w, w.t())

@@ -1,7 +1,7 @@
 """Gradient of a layer's input by STK: dX = dY @ W, the faster of its two layouts.
 
-STK multiplies by W from the blocks as they are stored, through the transposed index that its matrix
-holds: no value is copied, and a change of values costs nothing. What it asks for: stk.py.
+STK reads the blocks as they are stored, through the transposed index of its matrix. So no value is
+copied, and new values need no work. Sizes and dtypes: stk.py.
 """
 
 from sparsebench.formats.bsr import Bsr
@@ -10,7 +10,7 @@ from sparsebench.kernels.peers.stk import matrix, multiplied, unsupported
 
 
 def prepare(operands: Operands) -> Launch:
-    """Hand STK the format's arrays and time its two layouts."""
+    """Give STK the format's arrays and time its two layouts. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)

@@ -1,7 +1,7 @@
-"""Gradient of a layer's weight by STK: the stored blocks of dW = dY.T @ X, one program a block.
+"""Gradient of a layer's weight by STK: stored blocks of dW = dY.T @ X, one program for each block.
 
-dY.T is read as a view of dY. STK returns the blocks in a matrix of the pattern that it was given:
-its `data` are the values. What it asks for: stk.py.
+dY.T is a view of dY. STK returns a matrix of the given pattern; its `data` are the values. Sizes
+and dtypes: stk.py.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sparsebench.kernels.peers.stk import matrix, unsupported
 
 
 def prepare(operands: Operands) -> Launch:
-    """Hand STK the pattern's arrays."""
+    """Give STK the pattern's arrays. Raises Unsupported."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
     topology = matrix(w)

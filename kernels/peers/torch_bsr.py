@@ -1,15 +1,15 @@
 """PyTorch's own BSR product on an NVIDIA GPU: its Triton kernel, as shipped or tuned.
 
-    as shipped   torch.nn.functional.linear(x, bsr): tile parameters from torch's table, which
-                 holds the A100 only; elsewhere one stage, four warps and r tokens a tile
+    as shipped   torch.nn.functional.linear(x, bsr): tile parameters from torch's table, which has
+                 the A100 only; on other GPUs one stage, four warps and r tokens a tile
     tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters found here
 
-Both write Y.T as a view of the token-major Y and read X.T as a view of X; tuned, the launch copies
-X.T first where the kernel gains more than the copy costs.
+Both write Y.T as a view of the token-major Y, and read X.T as a view of X. If `tuned`, the launch
+copies X.T first where that is faster in total.
 
-Blocks are powers of two of at least 16 that divide n and k; as shipped they are square and r
-divides m. Elsewhere torch gathers rows and multiplies in fp32 without a word, or fails: refused.
-fp32 runs without tensor cores, TF32 being off; so do tf32 problems, exactly.
+Block sides are powers of two of at least 16 that divide n and k. As shipped, blocks are square and
+r divides m. All else is unsupported: torch would gather rows and multiply in fp32 without a
+warning, or fail. fp32 runs without tensor cores, because TF32 is off. So do tf32 problems.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
@@ -30,8 +30,8 @@ from sparsebench.results.record import Problem
 TOKEN_TILES = 16, 32, 64, 128, 256
 WIDEST = 3  # token tiles tried: the widest that divide m, and torch's own
 STAGES_AND_WARPS = (1, 4), (2, 4), (3, 4), (4, 4), (3, 8)
-UNROLLED = 2**20  # fp32 multiply-adds a tile; all are unrolled, and more take minutes to compile
-GROUPS = 1, 4, 8  # block rows visited together, for the L2 cache
+UNROLLED = 2**20  # fp32 multiply-adds of a tile: all are unrolled; more take minutes to compile
+GROUPS = 1, 4, 8  # block rows that programs visit together, for the L2 cache
 TORCH_GROUP = 4  # torch's default
 COMPILERS = 8  # threads that compile
 
@@ -39,20 +39,20 @@ Plan = tuple[dict[str, Any], Callable[[], Tensor]]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Ask for an NVIDIA GPU."""
+    """Say why torch's BSR product cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "torch's BSR product expected 16 or 32 bits, found fp8"
     return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"
 
 
 def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
-    """Hand torch the format's arrays; with `tuned`, search its kernel's parameters."""
+    """Give torch the format's arrays; if `tuned`, search its parameters. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bsr)
     if reason := unsupported_operands(w, len(x), tuned):
         raise Unsupported(reason)
     with warnings.catch_warnings():
-        # Once a process that BSR is beta, once a shape that the table lacks this GPU.
+        # torch warns once that BSR is beta, and for each shape that its table lacks this GPU.
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         warnings.filterwarnings("ignore", message=".*non-optimal triton kernel parameters")
@@ -70,7 +70,7 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
 
 
 def unsupported_operands(w: Bsr, m: int, tuned: bool) -> str | None:
-    """Say which of torch's conditions fails, if any."""
+    """Say which of torch's conditions fails, or None."""
     if reason := unsupported_blocks(w):
         return reason
     r, c = w.block
@@ -81,7 +81,7 @@ def unsupported_operands(w: Bsr, m: int, tuned: bool) -> str | None:
 
 
 def unsupported_blocks(w: Bsr) -> str | None:
-    """Say which of the conditions fails that all of torch's BSR kernels have, if any."""
+    """Say which condition of all of torch's BSR kernels fails, or None."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) for side in (r, c)):
         return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
@@ -91,7 +91,7 @@ def unsupported_blocks(w: Bsr) -> str | None:
 
 
 def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]:
-    """Return the token tiles worth compiling, torch's own (r) among them where it divides m."""
+    """Return the token tiles to time, with torch's own (r) if it divides m."""
     r, c = block
     most = UNROLLED // (r * c) if dtype == torch.float32 else max(TOKEN_TILES)
     fitting = [t for t in TOKEN_TILES if m % t == 0 and t <= max(most, TOKEN_TILES[0])]
@@ -99,7 +99,7 @@ def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]
 
 
 def _tuned(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> Plan:
-    """Search tiles, stages and warps together, then the group and the copy for the best."""
+    """Search tiles, stages and warps together; then, for the best, the group and the copy."""
     m = len(x)
     metas = [
         {"SPLIT_N": m // tile, "GROUP_SIZE_ROW": TORCH_GROUP, "num_stages": s, "num_warps": w}

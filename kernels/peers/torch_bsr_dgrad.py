@@ -1,6 +1,6 @@
 """Input gradient by PyTorch's own BSR product: torch_bsr on W.T, as shipped or tuned.
 
-torch has no backward for BSR on a GPU: a user packs W.T, as `prepare` does here.
+torch has no backward for BSR on a GPU. A user must pack W.T, as `prepare` does here.
 """
 
 from sparsebench.kernels._kernel import Kernel, Launch, Operands

@@ -1,8 +1,8 @@
 """Weight gradient in CSR by torch.sparse.sampled_addmm: cuSPARSE's SDDMM, or its own loop on a CPU.
 
-fp32 alone: torch dispatches it for fp32, fp64 and complex types. On a GPU each call also asks for
-the workspace's size and runs the SDDMM's preprocessing. The launch zeroes its output first: torch
-multiplies what was there by beta = 0, on the CPU at least, and NaN would stay.
+fp32 only: torch has it for fp32, fp64 and complex types. On a GPU each call also asks for the size
+of the workspace and runs the preprocessing of SDDMM. The launch first sets its output to zero:
+torch multiplies the old output by beta = 0, at least on the CPU, and NaN would stay NaN.
 Source: ATen/native/sparse/cuda/SparseBlasImpl.cpp; ATen/native/cpu/SampledAddmmKernel.cpp.
 """
 
@@ -17,14 +17,14 @@ from sparsebench.results.record import Problem
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Refuse 16-bit types; tf32 problems run exactly."""
+    """Say why torch cannot run the dtype, or None; tf32 problems run in full fp32."""
     dtype = problem["dtype"]
     exact = dtype in ("fp32", "tf32")
     return None if exact else f"torch.sparse.sampled_addmm expected fp32, found {dtype}"
 
 
 def prepare(operands: Operands) -> Launch:
-    """Hand torch the pattern's arrays and values of its own, which every launch overwrites."""
+    """Give torch the pattern's arrays, and values that every launch overwrites."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Csr)
     gradient = replace(w, values=torch.zeros_like(w.values))

@@ -1,8 +1,8 @@
-"""Weight gradient in BSR on the CPU by torch: one GEMM a block row.
+"""Weight gradient in BSR on the CPU by torch: one GEMM for each block row.
 
     values of block row i  =  dY[:, its rows].T @ X[:, the columns of its blocks]
 
-The columns are gathered by the launch. Any block and dtype; sums are those of torch's own GEMM.
+The launch gathers the columns. Any block and dtype; torch's GEMM accumulates.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 def prepare(operands: Operands) -> Launch:
-    """Find where block rows start; nothing is packed."""
+    """Read on the host where block rows start. Packs nothing."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
     r, c = w.block
@@ -36,7 +36,7 @@ def prepare(operands: Operands) -> Launch:
 
 
 def _in_blocks(tokens: Tensor, size: int) -> Tensor:
-    """View [m, features] as [m, blocks, size], padded with zeros to whole blocks."""
+    """Return [m, features] as [m, blocks, size], padded with zeros to whole blocks."""
     beyond = -tokens.shape[1] % size
     whole = pad(tokens, (0, beyond)) if beyond else tokens
     return whole.view(len(tokens), -1, size)

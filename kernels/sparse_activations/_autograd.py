@@ -1,12 +1,12 @@
 """The operators of a gated MLP that is trained with few hidden units on, and their gradients.
 
     forward                                         backward
-    G       dense, by cuBLAS, and let go            dH      of units that are on
-    index   which units are on, by token            dX      dG @ Wg + dU @ Wu, of such units
+    G       dense, by cuBLAS; not kept              dH      of units that are on
+    index   the units that are on, by token         dX      dG @ Wg + dU @ Wu, of units that are on
             and by unit, with g and u of each       dW      sums over the tokens a unit is on for
 
-Programs are bound once for each size (_common/triton.py, Template): a call makes outputs and gives
-addresses. On a CPU both operators are dense products: a reference, not a kernel.
+Kernels are bound once for each size (_common/triton.py, Template): a call allocates outputs and
+passes addresses. On a CPU both operators are dense products: a reference, not a kernel.
 """
 
 from functools import lru_cache
@@ -24,11 +24,11 @@ from sparsebench.kernels.sparse_activations._index import Active, require_room
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-SHARE = 64  # of the units, one is given a slot: with all taken a step is slower than a dense one
-PLANS = 64  # kept, of different sizes: of a call's programs, bound without their tensors
+SHARE = 64  # units for each slot of a token: with all slots taken, a dense step is faster
+PLANS = 64  # cached, one for each size: the kernels of a call, bound without its tensors
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Offsets, columns, g, u, unit offsets, tokens, places: an Active, and u beside g."""
+"""Offsets, columns, g, u, unit offsets, tokens, places: an Active, and u of each entry."""
 
 
 def _forward(
@@ -134,14 +134,17 @@ gated_mlp.register_autograd(_gradients, setup_context=_save)
 def _forward_plan(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, squared: bool, slots: int
 ) -> Template:
-    """Return what makes the nine of _forward of X, Wu, Wd.T and G. Raises Unsupported."""
+    """Return the plan that computes _forward's results from X, Wu, Wd.T and G.
+
+    Raises Unsupported.
+    """
     _require_kernels(m, n, k, dtype, device)
     x, y, wu, wd_t, g = _shaped(dtype, (m, k), (m, k), (n, k), (n, k), (m, n))
     (norms,) = _shaped(torch.float32, (m,))
     listing, active = _index.listing(g, m * slots)
     up, u, h = _gather.up(x, wu, active, squared=squared)
     lists = active.offsets, active.columns
-    down = _gather.summed("norms", lists, (h,), (wd_t,), (y, norms))
+    down = _gather.dsd("norms", lists, (h,), (wd_t,), (y, norms))
     dense = _overflow.forward(x, wu, wd_t, g, y, norms, active, squared=squared, device=device)
     by_unit = active.unit_offsets, active.tokens, active.places
     results = y, norms, *lists, active.values, u, *by_unit
@@ -152,10 +155,11 @@ def _forward_plan(
 def _backward_plan(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, squared: bool, capacity: int
 ) -> tuple[Template, Template]:
-    """Return what makes dX, dWg, dWu and dWd.T, and what makes them where too many units are on.
+    """Return two plans of dX, dWg, dWu and dWd.T: the sparse one, and that for too many units on.
 
-    The first is of dY, dnorms, X, Wg, Wu, Wd.T and Packed; the second is of these and of the four.
-    By then the first one's memory is free: the second takes more. Raises Unsupported.
+    The first takes dY, dnorms, X, Wg, Wu, Wd.T and Packed; the second takes these and the four
+    results. The second needs more memory, and runs when that of the first is free. Raises
+    Unsupported.
     """
     _require_kernels(m, n, k, dtype, device)
     dy, x, dx = _shaped(dtype, *[(m, k)] * 3)
@@ -165,11 +169,11 @@ def _backward_plan(
     offsets, columns, values, u, unit_offsets, tokens, places = packed
     active = Active(offsets, columns, values, unit_offsets, tokens, places)
     slopes, by_token, (dg, du, h) = _gather.slopes(dy, wd_t, active, u, dnorms, squared=squared)
-    out, summed, by_unit = (dx, dwg, dwu, dwd_t), _gather.summed, (unit_offsets, tokens)
+    out, dsd, by_unit = (dx, dwg, dwu, dwd_t), _gather.dsd, (unit_offsets, tokens)
     sums = [
-        summed("matrices", (offsets, columns), by_token, (wg, wu), (dx,)),
-        summed("sums", by_unit, (dg, du), (x,), (dwg, dwu)),
-        summed("one", by_unit, (h,), (dy,), (dwd_t,)),
+        dsd("two_products", (offsets, columns), by_token, (wg, wu), (dx,)),
+        dsd("two_outputs", by_unit, (dg, du), (x,), (dwg, dwu)),
+        dsd("plain", by_unit, (h,), (dy,), (dwd_t,)),
     ]
     dense = _overflow.backward(
         x, dy, (wg, wu, wd_t), dnorms, out, active, squared=squared, device=device
@@ -241,7 +245,7 @@ def _on_kernels(x: Tensor) -> bool:
 def dense_forward(
     x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, l1: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Y [m, k], a token's sum of |H| [m] if `l1`, and how many are on in all."""
+    """Return Y [m, k], a token's sum of |H| [m] if `l1`, and how many units are on in total."""
     act = relu(x @ wg.t())
     on = act.detach().count_nonzero()
     h = (act.square() if squared else act) * (x @ wu.t())
@@ -256,7 +260,7 @@ def _act(g: Tensor, squared: bool) -> Tensor:
 def _dense_backward(
     dy: Tensor, dnorms: Tensor, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], squared: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make the hidden units again, and return all gradients."""
+    """Compute the hidden units again, and return all gradients."""
     wg, wu, wd_t = weights
     g, u = x @ wg.t(), x @ wu.t()
     act, on = _act(g, squared), ~(g <= 0)

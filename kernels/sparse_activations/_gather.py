@@ -1,27 +1,28 @@
-"""Products of the units that are on, and no others: sampled ones, and sums of rows; in Triton.
+"""Products over the units that are on, and no others: SDD and DSD with gathered rows, in Triton.
 
-An index (_index.py) lists entries by row: the units of a token, or the tokens of a unit. A
-program takes 8 or 16 rows, whose entries follow each other in the list, some at a time:
+The names are STK's: three letters say whether output, left and right operand are sparse or dense.
+An index (_index.py) lists the entries of the sparse matrix by row: the units of a token, or the
+tokens of a unit. A program takes 8 or 16 rows, whose entries are adjacent in the list:
 
-           entries, row by row    sampled: u[e] = X[row of e] . W[unit of e]
+           entries, row by row    SDD: u[e] = X[row of e] . W[unit of e]
 
-    row 0  | x x x . . . . . |    gathered rows of W times all those rows of X, by tensor cores; of
-    row 1  | . . . x x . . . |    each entry's products the one with its own row stays
+    row 0  | x x x . . . . . |    Gathered rows of W times all 8 rows of X, on tensor cores. Of an
+    row 1  | . . . x x . . . |    entry's 8 products the one with its own row is kept.
     row 2  | . . . . . . . . |
-    ...    | . . . . . x x x |    summed: Y[r] = sum of h[e] W[unit of e] over the entries of r
+    ...    | . . . . . x x x |    DSD: Y[r] = sum of h[e] W[unit of e] over the entries of r
 
-                                  h, spread over the rows as drawn, times the gathered rows of W
+                                  h, laid out in 16 rows as drawn, times gathered rows of W.
 
-7 of 8 and 15 of 16 of these operations are for nothing, and cost less than what they wait for: each
-gathered row comes from L2. Short rows leave no lane idle, and no row is too long. A sum is of 512
-bytes of each row, and all programs of these columns run before the next ones: what they gather of X
-and dY, 8 MB of 16,384 tokens, stays in L2. Where entries are more than the capacity, programs
-return at once (_overflow.py does the work).
+7 of 8 (SDD) and 15 of 16 (DSD) of these operations are wasted. They still take less time than the
+gathered rows take to arrive from L2. Rows of any length are handled alike, and short ones leave no
+lane idle. A program of DSD takes 512 bytes of each row. All programs of the same columns run before
+those of the next, so that what they gather of X and dY, 8 MB for 16,384 tokens, stays in L2. Where
+there are more entries than the capacity, programs return at once (_overflow.py does the work).
 
 Sums run over the entries in their order: the same bits at every call. h and the gradients of gate
-and up are rounded to the dtype, as dense layers round them, then kept in fp32: an asynchronous copy
-moves 4 bytes or more. Zeros times a gathered row that is not finite are NaN in all 16 rows, as they
-are in all rows of a dense product: NaN reaches fewer places, and none where dense is finite.
+and up are rounded to the dtype, as in dense layers, and then kept in fp32, because an asynchronous
+copy moves at least 4 bytes. A gathered row that is not finite makes all 16 rows of its program NaN
+(zero times it is NaN). A dense product makes all rows NaN there.
 """
 
 from typing import Literal
@@ -34,66 +35,72 @@ from torch import Tensor
 from sparsebench.kernels._common.triton import BoundKernel, whole_tile
 from sparsebench.kernels.sparse_activations._index import Active
 
-SAMPLED_ROWS, SAMPLED, PARTS = 8, 64, 4  # entries a step, programs a group of rows
-DEPTH, SAMPLED_STAGES = 64, 4  # columns a stage
-SUMMED_ROWS, SUMMED_STAGES = 16, 4
-SUMMED, WIDTH_BYTES = 32, 512  # entries a stage, and of a row, of sums over a token's units
-UNIT_SUMMED, UNIT_WIDTH_BYTES = 32, 512  # and over a unit's tokens
+SDD_ROWS, SDD_ENTRIES, SDD_PARTS = 8, 64, 4  # entries a step, programs for a group of rows
+SDD_DEPTH, SDD_STAGES = 64, 4  # columns a stage
+DSD_ROWS, DSD_STAGES = 16, 4
+DSD_ENTRIES, DSD_BYTES = 32, 512  # a stage's entries, and bytes of each gathered row
 
-Kind = Literal["norms", "one", "matrices", "sums"]
-"""Of a sum: Y, and the sum of a row's |values|; Y alone; two matrices into Y; two Y of a matrix."""
+Kind = Literal["plain", "norms", "two_products", "two_outputs"]
+"""What a DSD computes, S being sparse and W dense:
+
+    plain           Y = S W
+    norms           Y = S W, and the sum of |values| of each row of S
+    two_products    Y = S0 W0 + S1 W1
+    two_outputs     Y0 = S0 W and Y1 = S1 W
+
+S0 and S1 have their entries at the same places.
+"""
 
 
 def up(
     x: Tensor, wu: Tensor, active: Active, *, squared: bool
 ) -> tuple[BoundKernel, Tensor, Tensor]:
-    """Return the program of u and h, both of each entry: u in the dtype of x, h in fp32.
+    """Return the kernel that computes u and h of each entry; u in the dtype of x, h in fp32.
 
-    x [m, k], wu [n, k].
+    x [m, k], wu [n, k]; u and h [capacity].
     """
     u, h = (active.values.new_empty(active.capacity, dtype=d) for d in (x.dtype, torch.float32))
     args = x, wu, active.offsets, active.columns, active.values, u, h
-    return _sampled(_up, args, active, squared, u), u, h
+    return _sdd(_up, args, active, squared, u), u, h
 
 
 def slopes(
     dy: Tensor, wd_t: Tensor, active: Active, u: Tensor, dnorms: Tensor, *, squared: bool
 ) -> tuple[BoundKernel, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-    """Return the program of dG and dU by token, and of dG, dU and H by unit; all fp32.
+    """Return the kernel that computes dG and dU by token, and dG, dU and H by unit; all fp32.
 
-    dy [m, k], wd_t [n, k]; dnorms [m], fp32, is the gradient of each token's sum of |h|.
+    dy [m, k], wd_t [n, k]; dnorms [m], fp32, is the gradient of each token's sum of |h|. Results
+    have [capacity] entries.
     """
     dg, du, *by_unit = (dnorms.new_empty(active.capacity) for _ in range(5))
     lists = active.offsets, active.columns, active.values, u, active.places
     args = dy, wd_t, dnorms, *lists, dg, du, *by_unit
-    return _sampled(_slopes, args, active, squared, dg), (dg, du), (*by_unit,)
+    return _sdd(_slopes, args, active, squared, dg), (dg, du), (*by_unit,)
 
 
-def summed(
+def dsd(
     kind: Kind,
     lists: tuple[Tensor, Tensor],
     values: tuple[Tensor, ...],
     matrices: tuple[Tensor, ...],
     out: tuple[Tensor, ...],
 ) -> BoundKernel:
-    """Return the program of out[r] = sum of values[e] matrix[index[e]] over the entries of r.
+    """Return the kernel that computes out[r] = sum of values[e] matrix[index[e]], e of row r.
 
     lists are offsets [rows + 1] and index [capacity]; values fp32 [capacity], matrices [any, k],
-    out [rows, k], of `norms` the second one fp32 [rows].
+    out [rows, k]; the second output of `norms` is fp32 [rows].
     """
     (rows, k), size = out[0].shape, out[0].element_size()
-    by_unit = kind in ("one", "sums")
-    entries, width = (UNIT_SUMMED, UNIT_WIDTH_BYTES) if by_unit else (SUMMED, WIDTH_BYTES)
-    width = min(width // size, whole_tile(k))
-    grid = -(-rows // SUMMED_ROWS), -(-k // width)
+    width = min(DSD_BYTES // size, whole_tile(k))
+    grid = -(-rows // DSD_ROWS), -(-k // width)
     args = *lists, values[0], values[-1], matrices[0], matrices[-1], out[0], out[-1]
-    constants = {"ROWS": SUMMED_ROWS, "ENTRIES": entries, "WIDTH": width, "STAGES": SUMMED_STAGES}
+    constants = {"ROWS": DSD_ROWS, "ENTRIES": DSD_ENTRIES, "WIDTH": width, "STAGES": DSD_STAGES}
     constants |= {"num_warps": 4 if size == 2 else 8}
     sizes = rows, k // 8, len(lists[1])
     return BoundKernel(_sum, grid, (*args, *sizes), {**constants, "KIND": kind}, out[0])
 
 
-def _sampled(
+def _sdd(
     kernel: triton.JITFunction,
     args: tuple[Tensor, ...],
     active: Active,
@@ -101,9 +108,9 @@ def _sampled(
     out: Tensor,
 ) -> BoundKernel:
     m, k = args[0].shape
-    constants = {"ROWS": SAMPLED_ROWS, "ENTRIES": SAMPLED, "PARTS": PARTS, "DEPTH": DEPTH}
-    constants |= {"STAGES": SAMPLED_STAGES, "SQUARED": squared, "num_warps": 4}
-    grid = (-(-m // SAMPLED_ROWS) * PARTS,)  # those that share X follow each other
+    constants = {"ROWS": SDD_ROWS, "ENTRIES": SDD_ENTRIES, "PARTS": SDD_PARTS, "DEPTH": SDD_DEPTH}
+    constants |= {"STAGES": SDD_STAGES, "SQUARED": squared, "num_warps": 4}
+    grid = (-(-m // SDD_ROWS) * SDD_PARTS,)  # programs that share rows of X are neighbours
     return BoundKernel(kernel, grid, (*args, m, k // 8, active.capacity), constants, out)
 
 
@@ -128,7 +135,7 @@ def rounded(value, pointer):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(offsets, group, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a group's rows, where each starts and ends, and where they do together."""
+    """Return a group's rows, first and last entry of each, and of all of them together."""
     first = group * ROWS
     rows = first + tl.arange(0, ROWS)
     starts = tl.load(offsets + tl.minimum(rows, count))
@@ -144,7 +151,7 @@ def _rows(offsets, group, count, ROWS: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def _index(index, entries, end):  # type: ignore[no-untyped-def]
-    """Return whom entries are of; a number of 16 bits has no sign."""
+    """Return the unit or token of each entry; 16 bits are unsigned."""
     of = tl.load(index + entries, entries < end, 0)
     if index.dtype.element_ty == tl.int16:
         return of.to(tl.int32) & 0xFFFF
@@ -302,15 +309,15 @@ def _sum(  # type: ignore[no-untyped-def]
                 norms += tl.abs(spread)
             spread = spread.to(gathered.dtype)
             sum0 = tl.dot(spread, gathered, sum0, input_precision="ieee")
-            if KIND == "matrices" or KIND == "sums":
+            if KIND == "two_products" or KIND == "two_outputs":
                 weights = tl.load(values1 + e, there, 0.0)
                 spread = tl.where(mine, weights[None, :], 0.0).to(gathered.dtype)
-            if KIND == "matrices":
+            if KIND == "two_products":
                 gathered = tl.load(matrix1 + of[:, None] * k + at, there[:, None] & (at < k), 0.0)
                 sum0 = tl.dot(spread, gathered, sum0, input_precision="ieee")
-            if KIND == "sums":
+            if KIND == "two_outputs":
                 sum1 = tl.dot(spread, gathered, sum1, input_precision="ieee")
-            # A step ahead, in a register: loaded in the same step, it would take half the stages.
+            # Loaded one step ahead, in a register: in the same step it would take half the stages.
             of = _index(index, e + ENTRIES, end)
         to = rows[:, None] * k + at
         mask = (rows < count)[:, None] & (at < k)
@@ -318,5 +325,5 @@ def _sum(  # type: ignore[no-untyped-def]
         if KIND == "norms":
             first = tl.program_id(1) == 0
             tl.store(out1 + rows, tl.sum(norms, 1), (rows < count) & first)
-        if KIND == "sums":
+        if KIND == "two_outputs":
             tl.store(out1 + to, sum1.to(out1.dtype.element_ty), mask)

@@ -1,4 +1,4 @@
-"""Which hidden units are on for which token, listed by token and by unit; made on the device.
+"""Which hidden units are on for which token, listed by token and by unit, on the device.
 
     G of three    unit 0 1 2 3          by token                     by unit
     tokens and  +---------------+
@@ -7,24 +7,26 @@
                 |      . . d e  |   values   a  b  c   d  e
                 +---------------+   places   0  2  1   3  4       of each entry in the other list
 
-offsets       int32 [m + 1]        columns  int16 [capacity], to be read as unsigned
-unit_offsets  int32 [n + 1]        tokens, places  int32 [capacity]        values [capacity], G
+offsets       int32 [m + 1]        columns  int16 [capacity], read as unsigned
+unit_offsets  int32 [n + 1]        tokens, places  int32 [capacity]        values [capacity], of G
 
-A unit of a token is on unless G <= 0: NaN is on. No token and no tile of units has a capacity of
-its own, the lists as a whole have: offsets[m] says how many entries there are, and where that is
-more than the capacity, nothing is written into the lists, and all that reads them returns at once
-(_gather.py). What lies behind the last entry is undefined.
+A unit of a token is on unless G <= 0: NaN is on. The capacity is that of the lists as a whole, not
+of a token or a tile of units. offsets[m] is the number of entries. Where it is above the capacity,
+nothing is written into the lists, and kernels that read them return at once (_gather.py). What lies
+beyond the last entry is undefined.
 
-    count   32 tokens by 256 units of 16 bits, a warp: a lane has 8 units of each token, so that the
-            bits of 32 tokens of a unit are one lane's, and those of 32 units of a token four lanes'
-    before  how many entries of a token are before each of its words, and of a unit; and all of each
-    offset  the running sums of these, by one program for tokens and one for units
-    fill    a lane has 32 units of a token, and lists one after the other; its place by unit is the
-            number of bits before it in the unit's word of these tokens
+Four kernels make the lists, by words of 32 bits:
 
-Words of units lie token by token, as G does: all that a program reads and writes of them is
-adjacent. G is read once, and then where units are on. No atomics: lists are in ascending order, the
-same ones at every call.
+    count   the bits of G > 0. A warp takes 32 tokens by 256 units of 16 bits: a lane has 8 units of
+            each token, so one lane has the bits of 32 tokens, and four have those of 32 units
+    before  for each word, the entries before it in its token, or its unit; and the totals
+    offset  the running sums of the totals, by one program for tokens and one for units
+    fill    the entries. A lane takes 32 units of a token, one after the other; an entry's place by
+            unit counts the bits before it in the unit's word of these tokens
+
+Words of units lie token by token, as G does, so that a program's reads and writes are adjacent. G
+is read once as a whole, and once where units are on. There are no atomics: lists are in ascending
+order, the same at every call.
 """
 
 from dataclasses import dataclass
@@ -40,19 +42,19 @@ from sparsebench.kernels._common.triton import BoundKernel
 
 WORD = 32  # bits
 LANE_BYTES = 16  # of a token, one lane's in one load
-ROWS, STAGES = 8, 4  # tokens that are copied at a time, and copies under way
-BEFORE_PIECES, BEFORE_UNITS = 128, 32  # words of units that are counted at a time,
-BEFORE_TOKENS, BEFORE_WORDS = 32, 64  # and of tokens
+ROWS, STAGES = 8, 4  # tokens that are copied at a time, and copies in flight
+BEFORE_PIECES, BEFORE_UNITS = 128, 32  # the tile of words of units that is counted at a time
+BEFORE_TOKENS, BEFORE_WORDS = 32, 64  # the same of words of tokens
 OFFSETS = 8192  # counts that are summed at a time
 LANES = 128  # words that a warp lists
-SIZES = "m", "eights", "words", "pieces", "capacity"  # compiled once for any
-MOST_UNITS = 2**16  # for columns of 16 bits
-ELEMENTS = 2**31 - 2**9  # for offsets of 32 bits, and the entries that a loop looks ahead
+SIZES = "m", "eights", "words", "pieces", "capacity"  # one compile serves all their values
+MOST_UNITS = 2**16  # columns have 16 bits
+ELEMENTS = 2**31 - 2**9  # offsets have 32 bits, and loops read some entries ahead
 
 
 @dataclass(frozen=True)
 class Active:
-    """The lists, as the module says."""
+    """The lists that the module's docstring draws."""
 
     offsets: Tensor
     columns: Tensor
@@ -68,7 +70,7 @@ class Active:
 
 
 def require_room(m: int, n: int, k: int) -> None:
-    """Raise Unsupported where indices would not hold m tokens of n units, or of k features."""
+    """Raise Unsupported where indices are too small for m tokens of n units, or of k features."""
     if n > MOST_UNITS:
         raise Unsupported(f"expected at most {MOST_UNITS} hidden units, found {n}")
     if (most := max(m * n, m * k, n * k)) > ELEMENTS:
@@ -84,7 +86,7 @@ def index_of(g: Tensor, capacity: int) -> Active:
 
 
 def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], Active]:
-    """Return the programs that list the units that are on in gates g [m, n], and the lists."""
+    """Return the kernels that list the units that are on in gates g [m, n], and the lists."""
     (m, n), int32 = g.shape, torch.int32
     words, pieces = -(-n // WORD), -(-m // WORD)
     sizes = m, n // 8, words, pieces
@@ -108,7 +110,7 @@ def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], Active]:
     by_token = {"TOKENS": BEFORE_TOKENS, "WORDS": BEFORE_WORDS}
     groups = -(-n // BEFORE_UNITS) + -(-m // BEFORE_TOKENS)
     filled, each = (*offsets, *lists, *sizes, capacity), {"WORD": WORD, "LANES": LANES}
-    return [  # of one axis: the others end at 65535
+    return [  # grids of one axis: the other two end at 65535
         program(_count, -(-n // units) * pieces, g, *bits, *sizes, **rows),
         program(_before, groups, *bits, *before, *counts, *sizes, **by_unit, **by_token),
         program(_offset, 2, *counts, *offsets, m, n // 8, EACH=OFFSETS, num_warps=8),
@@ -118,7 +120,7 @@ def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], Active]:
 
 @triton.jit
 def _bits_in(word):  # type: ignore[no-untyped-def]
-    """Return how many bits of uint32 are set, as int32: in pairs, fours, bytes, and all."""
+    """Return how many bits of a uint32 are set, as int32: sums of pairs, fours, bytes, all."""
     pairs = word - (word >> 1 & 0x55555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     octets = fours + (fours >> 4) & 0x0F0F0F0F
@@ -212,7 +214,7 @@ def _offset(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _running_sums(counts, offsets, size, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write size + 1 sums, of none first."""
+    """Write the size + 1 running sums of counts [size]; the first is 0."""
     total, lanes = 0, tl.arange(0, EACH)
     tl.store(offsets, total)
     for first in range(0, size, EACH):

@@ -1,23 +1,23 @@
-"""The dense products of a gated MLP, for when too many units are on; decided on the device.
+"""The dense products of a gated MLP for calls with too many units on, which the device decides.
 
     forward                                    backward
 
-    H   = act(G) * (X @ Wu.T)   over G         G   = X @ Wg.T,  U = X @ Wu.T        made again
+    H   = act(G) * (X @ Wu.T)   over G         G   = X @ Wg.T,  U = X @ Wu.T        once more
     norms, a token's sum of |H|                dWd = (act(G) * U).T @ dY            transposed
     Y   = H @ Wd.T                             dH  = dY @ Wd + dnorms * sign(H)
-                                               dG  = dH * U * act'(G), dU = dH * act(G)   over both
+                                               dG  = dH * U * act'(G), dU = dH * act(G)   over G, U
                                                dWg = dG.T @ X,  dWu = dU.T @ X
                                                dX  = dG @ Wg + dU @ Wu
 
-Every program first reads how many entries the index has (_index.py): where they fit its
-capacity, it returns. The host does not know, and never waits; a launch for nothing takes about
-2 µs. Else a program stays, and takes one tile after the other. Tiles come as boxes (TMA; before
-Hopper, through pointers that Triton makes of them), as they are stored or to be transposed:
+Every program first reads how many entries the index has (_index.py). Where they fit its capacity,
+it returns: the host never waits for the count, and such a launch takes about 2 µs. Else programs
+are persistent, and take one tile after the other. Tiles are loaded by TMA (before Hopper through
+pointers, which Triton makes of the descriptors), as they are stored or to be transposed:
 
     out [i, j]  =  sum over d of  A [i, d] B [j, d]        A stored [i, d] or [d, i], B likewise
 
-The gates that backward makes again may differ from forward's by a rounding, and a unit at zero be
-on in one of them alone; either is a right rounding of the same gate.
+The gates that backward computes again may differ from forward's in the last bit. Then a unit near
+zero may be on in one of the two only. Both are correct roundings of the same gate.
 """
 
 from functools import partial
@@ -38,9 +38,15 @@ DEPTH_BYTES, STAGES = 128, 3
 WIDTH = 1024  # of H, summed at a time
 SIZES = "m", "height", "width", "depth", "capacity"  # compiled once for any
 
-Kind = Literal["plain", "gated", "hidden", "slopes", "two"]
-"""A product; times act(out), over out; of act(A) * A2; to both slopes, over out and out2; and A2
-times B2 beside it."""
+Kind = Literal["plain", "gated", "hidden", "slopes", "two_products"]
+"""What a product computes:
+
+    plain           out = A B
+    gated           out = act(out) * (A B)
+    hidden          out = (act(A) * A2) B
+    slopes          out, out2 = dG, dU of dH = A B, over G and U
+    two_products    out = A B + A2 B2
+"""
 
 
 def forward(
@@ -55,7 +61,7 @@ def forward(
     squared: bool,
     device: torch.device,
 ) -> list[BoundKernel]:
-    """Return the programs of Y [m, k] and norms [m], over gates g [m, n]; wu and wd_t [n, k]."""
+    """Return the kernels of Y [m, k] and norms [m]; H overwrites g [m, n]; wu, wd_t [n, k]."""
     product = partial(_product, active, squared, device)
     (m, n), programs = g.shape, 4 * multiprocessors(device)
     args = g, norms, active.offsets, m, n, active.capacity
@@ -78,9 +84,9 @@ def backward(
     squared: bool,
     device: torch.device,
 ) -> list[BoundKernel]:
-    """Return the programs of dX [m, k] and dWg, dWu, dWd.T [n, k], in `out`.
+    """Return the kernels that write dX [m, k] and dWg, dWu, dWd.T [n, k] into `out`.
 
-    weights are Wg, Wu and Wd.T. Takes room for two [m, n].
+    weights are Wg, Wu and Wd.T. Allocates two matrices [m, n].
     """
     product = partial(_product, active, squared, device)
     (wg, wu, wd_t), (dx, dwg, dwu, dwd_t) = weights, out
@@ -93,7 +99,7 @@ def backward(
         product("slopes", dy, wd_t, g, out2=u, norms=dnorms),
         product("plain", g, x, dwg, transposed=both),
         product("plain", u, x, dwu, transposed=both),
-        product("two", g, wg, dx, a2=u, b2=wu, transposed=(False, True)),
+        product("two_products", g, wg, dx, a2=u, b2=wu, transposed=(False, True)),
     ]
 
 
@@ -112,7 +118,7 @@ def _product(
     norms: Tensor | None = None,
     transposed: tuple[bool, bool] = (False, False),
 ) -> BoundKernel:
-    """Return the program of a product; `transposed` are A and B that are stored so."""
+    """Return the kernel of a product; `transposed` says of A and of B that it is stored so."""
     depth = DEPTH_BYTES // a.element_size()
     rows, columns, warps = tile_of(device, a.element_size(), kind)
     a_box, b_box = (
@@ -127,19 +133,19 @@ def _product(
     flags = {"KIND": kind, "A_T": transposed[0], "B_T": transposed[1], "SQUARED": squared}
     sides = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND, "STAGES": STAGES}
     constants = {**sides, **flags, **options(warps, "pointers")}
-    grid = (2 * multiprocessors(device),)  # one stores while the other multiplies
+    grid = (2 * multiprocessors(device),)  # two a SM: one stores while the other multiplies
     return BoundKernel(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
 
 
 def tile_of(device: torch.device, itemsize: int, kind: Kind) -> tuple[int, int, int]:
-    """Return rows, columns and warps of a tile, for which the registers suffice."""
+    """Return rows, columns and warps of the largest tile that does not spill."""
     if before_hopper(device) or itemsize == 4:
         return 64, 64, 8
     return (128, 64, 8) if kind == "slopes" else (128, 128, 8)
 
 
 def before_hopper(device: torch.device) -> bool:
-    """Say whether boxes are read through pointers, in registers."""
+    """Say whether tiles are loaded through pointers: the device has no TMA."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
 
 
@@ -182,7 +188,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 ):
     if tl.load(offsets + m) > capacity:
         row_tiles, column_tiles = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
-        # One stage: the store takes the operands' shared memory, and two programs fit an SM.
+        # One stage: the store reuses the operands' shared memory, so that two programs fit an SM.
         tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
         for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
             band = tile // (BAND * column_tiles)
@@ -201,7 +207,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                 left = left.T if A_T else left
                 right = right if B_T else right.T
                 total = tl.dot(left, right, total, input_precision="ieee")
-            if KIND == "two":
+            if KIND == "two_products":
                 for d in tl.range(0, depth, DEPTH, num_stages=STAGES):
                     left, right = a2.load([row, d]), b2.load([d, column])
                     total = tl.dot(left, right, total, input_precision="ieee")

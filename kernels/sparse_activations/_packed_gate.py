@@ -1,17 +1,17 @@
-"""The gate of a layer whose units are mostly off: a product that says who is on, in CUDA C++.
+"""The gate of a layer whose units are mostly off: a product that also writes which units are on.
 
-    bits    uint8 [ceil(m / 8), n]    of a unit and eight tokens: bit t is set where token t is on
-    values  [m, n]                    X @ Wg.T where it is on; elsewhere what was there before
+    bits    uint8 [ceil(m / 8), n]    for a unit and eight tokens: bit t is set if it is on for t
+    values  [m, n]                    X @ Wg.T where a unit is on; elsewhere undefined
 
-spense_wgmma.cu with PACKED, of an all dense W: its sums meet the bitmap and the stores in shared
-memory, so that G is neither written whole nor read to find who is on. A unit is on unless its gate
-is <= 0: any number of them has room, and NaN is on. Of 16 units and a token, 32 bytes of memory,
-values are written if one is on. Bytes, at 29 units on of 5632:
+It is spense_wgmma.cu with PACKED, and a W that is all dense. Its epilogue makes the bitmap in
+shared memory: G is neither written as a whole, nor read to find the units that are on. A unit is on
+unless its gate is <= 0: NaN is on. There is room for any number of units. The values of 16 units of
+a token, 32 bytes, are written if one of them is on. Bytes of memory traffic at 29 units on of 5632:
 
     G, written and read    4 m n                          packed    m n / 4 and 2 x 0.08 x 2 m n
     m = 131072             2.95 GB                                  0.18 and 0.24 GB
 
-Readers take eight tokens at a time (ffn_sparse.cu), or ask the bits first (_remainder.py).
+ffn_sparse.cu reads the bits of eight tokens at a time; _remainder.py reads a value's bit first.
 """
 
 import struct
@@ -29,12 +29,12 @@ from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
 
-EIGHT = 8  # tokens of a byte
+EIGHT = 8  # tokens to a byte
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Gates as drawn above, and the program that writes them in this configuration."""
+    """Gates as described above, and the kernel that writes them in this configuration."""
 
     values: Tensor
     bits: Tensor
@@ -52,7 +52,7 @@ class Gate:
 
 
 def packed(w: Tensor) -> Spense:
-    """Return a weight [n, k] in the kernel's tiles, all dense."""
+    """Return a weight [n, k] in the tiles of spense_wgmma, all dense."""
     return Spense.from_dense(w, dense_fraction=1.0)
 
 
@@ -71,7 +71,7 @@ def launch(x: Tensor, w: Spense, config: Config, *, watchdog: bool = False) -> G
 
 
 def prepare(x: Tensor, w: Tensor, pinned: Mapping[str, Any] | None) -> Gate:
-    """Pack the weight; take the pinned configuration, or the fastest of a few."""
+    """Pack the weight [n, k]; take the pinned configuration, or the fastest of a few."""
     tiles = packed(w)
     configs = [Config(**pinned)] if pinned else spense_wgmma.configurations(len(x))
     gates = [launch(x, tiles, config) for config in configs]

@@ -1,8 +1,8 @@
-"""Dense products, in Triton, of those groups of tokens that a kernel of sparse ones has left.
+"""Dense products, in Triton, of the groups of tokens that ffn_sparse.cu leaves to them.
 
-    left   int32 [3]        how many groups there are, how many programs are through with them, and
-                            how many groups the kernel has taken up beyond its first ones
-    heavy  int32 [groups]   their numbers, in any order; a group is GROUP tokens
+    left   int32 [3]        three counts: groups that are left; programs that have finished; groups
+                            that ffn_sparse.cu has taken beyond the first of each CTA
+    heavy  int32 [groups]   the numbers of the groups left, in any order; a group is GROUP tokens
 
                           FEATURES
             group 7    +-----------+
@@ -10,13 +10,14 @@
             group 31   |           |        Y[t] = H[t] @ Wd.T
             ...        +-----------+
 
-Tiles of X come through pointers, a row at a time, or, where all groups are left, as boxes (TMA). A
-program stays and takes one tile after the other; where no group is left, all end at once. That
-is what the host's not knowing costs: two launches of a program an SM, which start early (PTX,
-griddepcontrol). The sums of a row do not
-depend on the rows beside it, so that the order of `heavy` does not show. The last program of the
-last product sets all counts back to zero, for the next call. Without a gate of its own, H is
-act(G), and there is one product. Of packed gates (_packed_gate.py) only what is on is read.
+The host does not know how many groups are left, so each call launches both products, one program an
+SM. They start early (PTX, griddepcontrol), and end at once where no group is left. Else programs
+are persistent, and take one tile after the other. Tiles of X are loaded row by row through
+pointers; where all groups are left, by TMA.
+
+The sums of a row do not depend on its neighbours, so the order of `heavy` does not change any bit.
+The last program of the last product sets all counts to zero for the next call. Without a gate, H is
+act(G), and there is one product. Of packed gates (_packed_gate.py) it reads values that are on.
 """
 
 from dataclasses import dataclass
@@ -35,12 +36,18 @@ BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run 
 DEPTH, STAGES = 64, 4
 
 Kind = Literal["gated", "packed", "plain", "activated"]
-"""Of a product: times act(what is in its output), all or where it is on; as it is; of act(X)."""
+"""What a product computes:
+
+    gated        out = act(out) * (X W.T)
+    packed       the same, where `out` holds a value only for units that are on
+    plain        out = X W.T
+    activated    out = act(X) W.T
+"""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What is left, on the device; and the programs to multiply it by."""
+    """The groups that are left, on the device; and how many programs multiply them."""
 
     left: Tensor
     heavy: Tensor
@@ -48,7 +55,7 @@ class Rest:
 
 
 def rest_of(m: int, programs: int, device: torch.device) -> Rest:
-    """Return an empty rest of m tokens."""
+    """Return a rest of m tokens with no group left."""
     left = torch.zeros(3, dtype=torch.int32, device=device)
     heavy = torch.zeros(-(-m // GROUP), dtype=torch.int32, device=device)
     return Rest(left, heavy, programs)
@@ -65,9 +72,10 @@ def products(
     squared: bool,
     bits: Tensor | None = None,
 ) -> list[BoundKernel]:
-    """Return the programs of H, over the gates g [m, n], and of Y; relu squared, or relu.
+    """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
-    Without wu, H is act(G), made on the way into the product. With `bits`, g is packed.
+    Without wu, H is act(g), which the product of Y computes as it loads g. With `bits`, g is
+    packed.
     """
     if wu is None:
         return [_program(g, wd, y, rest, "activated", squared)]
@@ -101,7 +109,7 @@ def _program(
         "EARLY": x.device.type != "cpu",
     }
     boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
-    bits = rest.heavy if bits is None else bits  # which is not read
+    bits = rest.heavy if bits is None else bits  # an argument that is not read
     args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k)
     compiled = constants | options(warps, "pointers")
     compiled["launch_pdl"] = constants["EARLY"]
@@ -116,8 +124,8 @@ def _act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(x, w, total, KIND: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
-    # What is made of X on the way stands second: as a first operand, from registers, Triton 3.6
-    # overwrites it before it has been read, wherever loads are pipelined.
+    # act(X) is the second operand. As the first, in registers, Triton 3.6 overwrites it before it
+    # is read, wherever loads are pipelined.
     if KIND == "activated":
         total = tl.dot(w, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
     else:
@@ -147,14 +155,14 @@ def _multiply(  # type: ignore[no-untyped-def]
     SQUARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:  # launched before the kernel ahead has ended
+    if EARLY:  # launched before the previous kernel has ended
         gdc_launch_dependents()
         gdc_wait()
     count = tl.load(left)
     if count > 0:
         features = tl.arange(0, FEATURES)
         lanes = tl.arange(0, DEPTH)
-        whole = count * GROUP >= m  # nothing was sparse: rows as they are, by TMA
+        whole = count * GROUP >= m  # all groups are left: X by TMA
         token_tiles = tl.cdiv(count * GROUP, TOKENS)
         feature_tiles = tl.cdiv(n, FEATURES)
         for tile in range(tl.program_id(0), token_tiles * feature_tiles, tl.num_programs(0)):
@@ -198,7 +206,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                 total *= _act(tl.load(out_at, read, 0.0).to(tl.float32), SQUARED)
             tl.store(out_at, total.to(out.dtype.element_ty), mask)
         if KIND == "plain" or KIND == "activated":
-            tl.debug_barrier()  # all warps have read the count: it may change
+            tl.debug_barrier()  # all warps have read the count: it may change now
             through = tl.atomic_add(left + 1, 1)
             if through == tl.num_programs(0) - 1:
                 tl.store(left, 0)

@@ -1,12 +1,12 @@
 """A training step of a gated feed-forward layer with few units on, relu or relu2.
 
-    forward     G dense; which units are on, found by each call; Y of these
-    backward    dX, dWg, dWu and dWd.T of these
+    forward     G, dense; the units that are on, found by each call; Y over these units
+    backward    dX, dWg, dWu and dWd.T over these units
 
-It runs the two operators of _autograd.py, which a SparseGatedMLP runs, one after the other. Then it
-copies the five results into one tensor, as the op has it and its definition does, too. Any number
-of units is right: `slots` of a token, on average, are the room for those that are on, a 64th of all
-if not given, and a call with more is dense.
+It runs the two operators of _autograd.py, as a SparseGatedMLP does. Then it copies the five results
+into one tensor, as the op's definition does. The results are right for any number of units that are
+on. There is room for `slots` of them a token, on average (by default a 64th of all); a call with
+more is dense.
 """
 
 import torch
@@ -33,7 +33,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, slots: int | None = None) -> Launch:
-    """Lay Wd out as the layer holds it. Raises Unsupported."""
+    """Copy Wd.T, which the layer holds. Raises Unsupported."""
     x, dy = operands.activations["x"], operands.activations["dy"]
     wg, wu, wd = (_values(operands, name) for name in ("wg", "wu", "wd"))
     n, squared = len(wg), operands.problem["activation"] == "relu2"

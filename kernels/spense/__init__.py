@@ -1,1 +1,1 @@
-"""Kernels that multiply weights of 2:4 beside a dense region (Spense)."""
+"""Kernels for weights of which one part is 2:4 sparse and the rest is dense (formats/spense.py)."""

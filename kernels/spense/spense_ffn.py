@@ -8,13 +8,13 @@
     | ...                 |      sparse rows end at twice those of gate, then come dense ones
     +---------------------+      2 n
 
-A thread of the kernel has the sums of a unit's gate and of its up, so G and U never leave registers
-and H is rounded once. As products of their own, G and U would be written, read, and H written: at
-16 bits 10 bytes for each of m n elements, where 2 are written here. At m = 8192 and n = 25600 that
-is 1.7 GB less, 0.39 ms at 4.3 TB/s.
+A thread of the kernel has the accumulators of both gate and up of a unit. So G and U never leave
+registers, and H is rounded once. Separate products would write G and U, read them, and write H: 10
+bytes for each of m n elements at 16 bits. Here only H is written, 2 bytes. At m = 8192 and
+n = 25600 that saves 1.7 GB, or 0.39 ms at 4.3 TB/s.
 
-    fp8   X is rounded to e4m3 by a launch of its own (_common/elementwise.py), which is timed; sums
-          are scaled in fp32, before act and before Y is rounded
+    fp8   X is rounded to e4m3 by a launch of its own (_common/elementwise.py), which is timed.
+          Accumulators are scaled in fp32, before act and before Y is rounded.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,13 +33,13 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Scales
 
-TURN = 8  # rows of gate and of up: of 16 that a warp multiplies, a thread has two, 8 apart
+TURN = 8  # rows of gate, then of up: a thread has two of its warp's 16 rows, 8 apart
 
 
 def joined(gate: Spense, up: Spense) -> Spense:
-    """Return gate and up [n, k] as one matrix, in the order drawn above; Unsupported if it cannot.
+    """Return gate and up [n, k] as one matrix [2 n, k], in the order drawn above.
 
-    Both are split by rows, at the same one, and n is a multiple of 8.
+    Raises Unsupported unless both are split at the same row and n is a multiple of 8.
     """
     parts = [(w.shape, w.sparse_shape, w.dtype) for w in (gate, up)]
     (n, k), (rows, columns), _ = parts[0]
@@ -53,7 +53,7 @@ def joined(gate: Spense, up: Spense) -> Spense:
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Return [2 n, ...] of gate's and up's [n, ...], n a multiple of 8: 8 of each in turn."""
+    """Return [2 n, ...]: 8 rows of gate [n, ...], then 8 of up, and so on; n a multiple of 8."""
     return torch.stack([w.unflatten(0, (-1, TURN)) for w in (gate, up)], 1).flatten(0, 2)
 
 
@@ -64,7 +64,7 @@ def parted(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Settle both launches, each alone, as spense_wgmma.py does with `tuned`."""
+    """Choose a configuration for each of both launches, as spense_wgmma.py does with `tuned`."""
     wg, wu, wd = (_spense(operands.weights, name) for name in ("wg", "wu", "wd"))
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []

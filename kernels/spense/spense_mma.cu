@@ -116,7 +116,7 @@ __device__ __forceinline__ int swizzled(int row, int piece) {  // offset of a pi
 
 #include "mma.cuh"
 
-__device__ __forceinline__ u32 address_of(const void* p) {  // in shared memory
+__device__ __forceinline__ u32 smem_address(const void* p) {  // in shared memory
   return (u32)__cvta_generic_to_shared(p);
 }
 // Writes zeros if not `valid`.
@@ -132,7 +132,7 @@ __device__ __forceinline__ u32 ld_shared_u32(u32 address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 pair_of(float low, float high) {
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
@@ -207,7 +207,7 @@ struct Loader {
       load_w(to + X_BYTES, w, group, box >> 1, box & 1);
       if (++box == last) item++, begin_item();
     }
-    end_of_copies();
+    cp_async_commit();
   }
 };
 
@@ -239,10 +239,10 @@ __device__ __forceinline__ void mma_sparse_box(Accumulators& d, u32 x, u32 value
     u32 a[MMAS_M][4], b[4];
     #pragma unroll
     for (int i = 0; i < MMAS_M; i++)
-      matrices(a[i], values + 16 * i * ROW_BYTES + ldmatrix_offset_a(4 * half + 2 * step));
+      ldmatrix_x4(a[i], values + 16 * i * ROW_BYTES + ldmatrix_offset_a(4 * half + 2 * step));
     #pragma unroll
     for (int j = 0; j < MMAS_N; j++) {
-      matrices(b, x + 8 * j * ROW_BYTES + ldmatrix_offset_b(4 * step));
+      ldmatrix_x4(b, x + 8 * j * ROW_BYTES + ldmatrix_offset_b(4 * step));
       #pragma unroll
       for (int i = 0; i < MMAS_M; i++)
         if (step == 0) mma_sp<0>(d[i][j], a[i], b, metadata[i]);
@@ -257,15 +257,15 @@ __device__ __forceinline__ void mma_dense_box(Accumulators& d, u32 x, u32 values
     u32 a[4], b[MMAS_N][4];
     #pragma unroll
     for (int j = 0; j < MMAS_N; j++)
-      matrices(b[j], x + 8 * j * ROW_BYTES + ldmatrix_offset_b(4 * step));
+      ldmatrix_x4(b[j], x + 8 * j * ROW_BYTES + ldmatrix_offset_b(4 * step));
     #pragma unroll
     for (int deep = 0; deep < 2; deep++)  // two instructions where 2:4 has one
       #pragma unroll
       for (int i = 0; i < MMAS_M; i++) {
-        matrices(a, values + 16 * i * ROW_BYTES + ldmatrix_offset_a(4 * step + 2 * deep));
+        ldmatrix_x4(a, values + 16 * i * ROW_BYTES + ldmatrix_offset_a(4 * step + 2 * deep));
         #pragma unroll
         for (int j = 0; j < MMAS_N; j++)
-          multiply(d[i][j], a, b[j][2 * deep], b[j][2 * deep + 1]);
+          mma_m16n8k16(d[i][j], a, b[j][2 * deep], b[j][2 * deep + 1]);
       }
   }
 }
@@ -328,7 +328,7 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, u16* y, const Wo
     for (int j = 0; j < MMAS_N; j++)
       #pragma unroll
       for (int below = 0; below < 2; below++) {
-        const u32 pair = transposed(pair_of(d[i][j][2 * below], d[i][j][2 * below + 1]));
+        const u32 pair = movmatrix_trans(pack_pair(d[i][j][2 * below], d[i][j][2 * below + 1]));
         const int t = token + 8 * j, f = feature + 16 * i + 8 * below;
         if (t < m && f < n) *(u32*)(y + (u64)t * n + f) = pair;
       }
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ Weights w, u16* y,
                const WorkItem* items, const int* starts, float4* workspace, int* counters, int n) {
   extern __shared__ __align__(128) char shared[];
-  const u32 stages = address_of(shared);
+  const u32 stages = smem_address(shared);
   const WorkItem *item = items + starts[blockIdx.x], *end = items + starts[blockIdx.x + 1];
   Loader loader(item, end);
   for (int i = 0; i < STAGES - 1; i++) loader.load_stage(stages + i * STAGE_BYTES, x, w);
@@ -349,7 +349,7 @@ multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ We
     const int group = item->group, last = 2 * (item->k_tile + item->k_tiles);
     Accumulators d{};
     for (int box = 2 * item->k_tile; box < last; box++) {
-      copies_left<STAGES - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
       loader.load_stage(freed, x, w);
       mma_box(d, stage, is_sparse(w, group, box >> 1), box & 1);

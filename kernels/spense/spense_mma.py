@@ -1,15 +1,17 @@
 """Linear layer with 2:4 sparse and dense weights in one launch by mma.sp: Y[m, n] = X[m, k] W.T.
 
-For any NVIDIA GPU of compute capability 8.0 or newer; Hopper has spense_wgmma, which is faster.
-spense_mma.cu is the kernel: it draws its pipeline, and says which lane gives mma.sp what. Both read
-the same packed bytes. _stream_k.py says which CTA multiplies what, and which items are cut along k;
-here are the choice of a configuration, the launch, and what is refused:
+For any NVIDIA GPU of compute capability 8.0 or newer. On Hopper spense_wgmma is faster; it reads
+the same packed bytes.
 
-    fp16 or bf16; n even, k a multiple of 8: rows of X of 16 bytes; any m, X with any row stride of
-    a multiple of 16 bytes; any split of W
+    spense_mma.cu     the kernel; draws its pipeline and the registers of mma.sp
+    _stream_k.py      which CTA multiplies what, and which work items are cut along k
+    this file         the choice of a configuration, the launch, and what is unsupported
 
-fp8 has no mma.sp on compute capability 8.0, and on 9.0 one that is made of 16-bit products: it is
-refused.
+    dtype     fp16 or bf16. fp8 is unsupported: 8.0 has no mma.sp of fp8, and 9.0 emulates it with
+              16-bit instructions
+    sizes     any m; n a multiple of 2, k of 8
+    X         any row stride of a multiple of 16 bytes
+    W         any split
 """
 
 from dataclasses import dataclass
@@ -38,12 +40,12 @@ CTAS = 2  # of an SM: registers are the limit
 ALIGNMENT = 16  # bytes that cp.async copies at a time
 # Activations: x, bytes of a row, m, k; Weights; y, work items, starts, workspace, counters; n.
 ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")
-LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+LARGEST = 2**31 - 1  # an int32
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel: how many tokens of X a CTA multiplies at a time, of TOKENS."""
+    """One way to run the kernel: how many tokens of X a work item has, one of TOKENS."""
 
     tokens: int
 
@@ -63,39 +65,39 @@ class Config:
 
 
 def configurations(m: int) -> list[Config]:
-    """Return what is worth trying for m tokens, the likeliest first.
+    """Return the configurations to time for m tokens, the likeliest first: at most two.
 
-    The tile that holds all tokens reads W once; for more tokens than any holds, the largest two.
+    The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
     fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
     return [Config(tokens) for tokens in fitting[:-3:-1]]
 
 
 def space() -> list[Config]:
-    """Return what a long search times: everything."""
+    """Return the configurations of a wide search: all."""
     return [Config(tokens) for tokens in TOKENS]
 
 
 def workers(device: torch.device, config: Config) -> int:
-    """Return how many CTAs run side by side."""
+    """Return how many CTAs the device runs at a time."""
     of_each = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     fitting = of_each // (config.shared_bytes + RESERVED_BYTES)
     return multiprocessors(device) * max(min(fitting, CTAS), 1)
 
 
 def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
-    """Return the program that computes X @ W.T [m, n]."""
+    """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     (m, k), (n, _), device = x.shape, w.shape, x.device
     grid, shared = workers(device, config), config.shared_bytes
-    work = schedule(w, m, config.tokens, 1, grid, in_turn=False)
+    work = schedule(w, m, config.tokens, 1, grid, interleaved=False)
     constants, target = constants_of(config, w.dtype), target_of(device)
     kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
     items, starts = (torch.from_numpy(a).to(device) for a in (work.items, work.starts))
-    sums = x.new_empty(max(work.places * ROW_STEP * config.tokens, 1), dtype=torch.float32)
-    counters = x.new_zeros(max(work.counters, 1), dtype=torch.int32)  # the kernel leaves them so
-    y, lists = x.new_empty(m, n), (items, starts, sums, counters)
+    workspace = x.new_empty(max(work.slots * ROW_STEP * config.tokens, 1), dtype=torch.float32)
+    counters = x.new_zeros(max(work.counters, 1), dtype=torch.int32)  # zero again after each launch
+    y, lists = x.new_empty(m, n), (items, starts, workspace, counters)
     activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
     weights = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     args = ARGUMENTS(*activations, *weights, y.data_ptr(), *(a.data_ptr() for a in lists), n)
@@ -104,7 +106,7 @@ def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
-    """Return what the kernel is compiled for."""
+    """Return the macros that the kernel is compiled with."""
     return (
         ("TOKENS", config.tokens),
         ("FP16", int(dtype == torch.float16)),
@@ -139,7 +141,7 @@ def unsupported_operands(x: Tensor, w: Spense) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Assign the work; take a table's configuration, or time a few."""
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if reason := unsupported_operands(x, w):

@@ -71,7 +71,7 @@
 // Macros from spense_wgmma.py: TOKENS=256|128|64|32|16, CLUSTER=1|2, AHEAD=2..., FP8=0|1, FP16=0|1
 // (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, PACKED=0|1 (16 bits, without
 // an activation), and the constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES,
-// VALUE_BYTES, STORE_TOKENS. -DWATCHDOG=1 ends a kernel that hangs and says where it waited.
+// VALUE_BYTES, STORE_TOKENS, WORKERS. With WATCHDOG=1 a kernel that hangs ends and says where.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
@@ -151,18 +151,18 @@ template <int BYTES, int STAGES> struct Pipeline {
   __device__ __forceinline__ u32 full_barrier() const { return base + FULL + 8 * stage; }
   __device__ __forceinline__ u32 empty_barrier(int of) const { return base + EMPTY + 8 * of; }
   __device__ __forceinline__ void consumer_wait() const {
-    wait(full_barrier(), phase, "a full stage");
+    mbarrier_wait(full_barrier(), phase, "a full stage");
   }
   __device__ __forceinline__ void producer_acquire() const {
-    wait(empty_barrier(stage), phase, "an empty stage");
+    mbarrier_wait(empty_barrier(stage), phase, "an empty stage");
   }
   __device__ __forceinline__ void advance() {
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
   }
   __device__ __forceinline__ void init_barriers(int consumers) const {  // that release a stage
     for (int i = 0; i < STAGES; i++) {
-      init(base + FULL + 8 * i, 1);  // the producer, which also expects bytes
-      init(base + EMPTY + 8 * i, consumers);
+      mbarrier_init(base + FULL + 8 * i, 1);  // the producer, which also expects bytes
+      mbarrier_init(base + EMPTY + 8 * i, consumers);
     }
   }
 };
@@ -182,9 +182,9 @@ __device__ __forceinline__ void produce_x(const TensorMap& x, WorkTile next, con
     for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
       const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
       pipeline.producer_acquire();
-      arrive_expecting(pipeline.full_barrier(), X_BYTES);
-      if (CLUSTER == 1) load(to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
-      else load_for(MULTICAST, to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+      mbarrier_arrive_expect_tx(pipeline.full_barrier(), X_BYTES);
+      if (CLUSTER == 1) tma_load(to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+      else tma_load_multicast(MULTICAST, to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
       pipeline.advance();
     }
   }
@@ -194,8 +194,8 @@ template <int BYTES>
 __device__ __forceinline__ void produce_tiles(WPipeline& pipeline, const char* from, int count) {
   for (int i = 0; i < count; i++) {
     pipeline.producer_acquire();
-    arrive_expecting(pipeline.full_barrier(), BYTES);
-    bring(pipeline.buffer(), from + (u64)i * BYTES, BYTES, pipeline.full_barrier());
+    mbarrier_arrive_expect_tx(pipeline.full_barrier(), BYTES);
+    bulk_load(pipeline.buffer(), from + (u64)i * BYTES, BYTES, pipeline.full_barrier());
     pipeline.advance();
   }
 }
@@ -247,16 +247,16 @@ using Accumulators = float[TOKENS / 2];
 constexpr int DESC_32_BYTES = 32 >> 4, DESC_64_BYTES = 64 >> 4;  // steps of an smem descriptor
 
 __device__ __forceinline__ void mma_sparse(Accumulators& d, u64 w, u64 x, const uint2& metadata) {
-  begin_products();
+  wgmma_fence();
   SPARSE_WGMMA(TOKENS, w, x, metadata.x);
   SPARSE_WGMMA(TOKENS, w + DESC_32_BYTES, x + DESC_64_BYTES, metadata.y);
-  end_of_products();
+  wgmma_commit();
 }
 __device__ __forceinline__ void mma_dense(Accumulators& d, u64 w, u64 x) {
-  begin_products();
+  wgmma_fence();
   #pragma unroll
   for (int i = 0; i < 4; i++) DENSE_WGMMA(TOKENS, w + i * DESC_32_BYTES, x + i * DESC_32_BYTES);
-  end_of_products();
+  wgmma_commit();
 }
 
 // Load a thread's metadata for the two wgmma.sp of half a tile. At 16 bits the instruction reads
@@ -284,10 +284,10 @@ __device__ __forceinline__ void consumer_release(const XPipeline& x, const WPipe
                                                  InFlight done) {
   const int thread = threadIdx.x % 128;
   if (done.x >= 0) {
-    if (CLUSTER == 1 && thread == 0) arrive(x.empty_barrier(done.x));
-    if (CLUSTER > 1 && thread < CLUSTER) arrive_in(x.empty_barrier(done.x), thread);
+    if (CLUSTER == 1 && thread == 0) mbarrier_arrive(x.empty_barrier(done.x));
+    if (CLUSTER > 1 && thread < CLUSTER) mbarrier_arrive_cluster(x.empty_barrier(done.x), thread);
   }
-  if (done.w >= 0 && thread % 32 == 0) arrive(w.empty_barrier(done.w));
+  if (done.w >= 0 && thread % 32 == 0) mbarrier_arrive(w.empty_barrier(done.w));
 }
 
 // The wgmma of one half run while the metadata of the other half is loaded.
@@ -301,9 +301,9 @@ __device__ __forceinline__ void mainloop_sparse(Accumulators& d, XPipeline& x, W
     for (int half = 0; half < 2; half++) {
       metadata[half] = load_metadata(w.buffer(), half);
       x.consumer_wait();
-      mma_sparse(d, descriptor(w.buffer()) + half * DESC_64_BYTES, descriptor(x.buffer()),
+      mma_sparse(d, smem_descriptor(w.buffer()) + half * DESC_64_BYTES, smem_descriptor(x.buffer()),
                  metadata[half]);
-      products_left<1>();
+      wgmma_wait<1>();
       fence_metadata(metadata[1 - half]);
       consumer_release(x, w, in_flight);
       in_flight = InFlight{x.stage, half ? w.stage : -1};
@@ -311,7 +311,7 @@ __device__ __forceinline__ void mainloop_sparse(Accumulators& d, XPipeline& x, W
     }
     w.advance();
   }
-  products_left<0>();
+  wgmma_wait<0>();
   fence_metadata(metadata[1]);
   consumer_release(x, w, in_flight);
 }
@@ -322,14 +322,14 @@ __device__ __forceinline__ void mainloop_dense(Accumulators& d, XPipeline& x, WP
   for (int i = 0; i < halves; i++) {
     w.consumer_wait();
     x.consumer_wait();
-    mma_dense(d, descriptor(w.buffer()), descriptor(x.buffer()));
-    products_left<1>();
+    mma_dense(d, smem_descriptor(w.buffer()), smem_descriptor(x.buffer()));
+    wgmma_wait<1>();
     consumer_release(x, w, in_flight);
     in_flight = InFlight{x.stage, w.stage};
     x.advance();
     w.advance();
   }
-  products_left<0>();
+  wgmma_wait<0>();
   consumer_release(x, w, in_flight);
 }
 
@@ -411,22 +411,22 @@ __device__ __forceinline__ void copy_hidden_r2s(u32 address, const float* s) {  
     st_shared_u8(address + 8 * EPI_ROW_BYTES, second);
     st_shared_u8(address + 9 * EPI_ROW_BYTES, second >> 8);
   } else {
-    stmatrix_x2_trans(address, pair_of(a, b), pair_of(c, d));
+    stmatrix_x2_trans(address, pack_pair(a, b), pack_pair(c, d));
   }
 }
 
 // ---- epilogue: accumulators to shared memory, STORE_TOKENS at a time; from there by TMA ----
 
 __device__ __forceinline__ u32 epilogue_address(u32 tile) {
-  return GATED ? hidden_address(tile) : place_of_lane(tile);
+  return GATED ? hidden_address(tile) : stmatrix_address(tile);
 }
 __device__ __forceinline__ void copy_r2s(u32 address, const float* d) {
   if (GATED) copy_hidden_r2s(address, d);
-  else put_transposed(address, d);
+  else stmatrix_x4_trans(address, d);
 }
 #if !PACKED
 __device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token) {
-  store(out, from, feature / (ROW_BYTES / EPI_ROW_BYTES), token);  // the map counts in 16 bits
+  tma_store(out, from, feature / (ROW_BYTES / EPI_ROW_BYTES), token);  // the map counts in 16 bits
 }
 #endif
 
@@ -478,8 +478,9 @@ __device__ __forceinline__ void store_packed(const Out& to, u32 tile, int featur
   for (int i = 0; i < COUNT; i++) {
     v[i] = ld_shared_v4(tile + i * STORE_BYTES + row * EPI_ROW_BYTES + ((piece ^ row % 8) << 4));
     const int by = 8 * (i % 2);
-    halves[i / 2] |= on(v[i].x) & 0x20001u << by | on(v[i].y) & 0x80004u << by |
-                     on(v[i].z) & 0x200010u << by | on(v[i].w) & 0x800040u << by;
+    halves[i / 2] |=
+        positive_mask(v[i].x) & 0x20001u << by | positive_mask(v[i].y) & 0x80004u << by |
+        positive_mask(v[i].z) & 0x200010u << by | positive_mask(v[i].w) & 0x800040u << by;
   }
   u32 bits = __byte_perm(halves[0], halves[1], 0x5410) | __byte_perm(halves[0], halves[1], 0x7632);
   if (inside < 4) bits &= (1u << 8 * inside) - 1;  // no bit for a token beyond m
@@ -520,7 +521,7 @@ __device__ __forceinline__ void store_partial(const Accumulators& d, const Fixup
   #pragma unroll
   for (int i = 0; i < TOKENS / 8; i++)
     to[i * 128] = float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-  warpgroup_in_step(warpgroup + 1);
+  warpgroup_sync(warpgroup + 1);
   if (threadIdx.x % 128 == 0) red_release_add_1(counters + fixup.counter * TILE_ROWS + consumer);
 }
 
@@ -560,20 +561,20 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         }
     }
     if (FP8) apply_scales<2 * COUNT>(d, scales, feature, token + index * STORE_TOKENS);
-    if (!PACKED && leader) stores_have_read<0>();
-    warpgroup_in_step(warpgroup + 1);
+    if (!PACKED && leader) tma_store_wait_read<0>();
+    warpgroup_sync(warpgroup + 1);
     #pragma unroll
     for (int j = 0; j < COUNT; j++) copy_r2s(address + j * STORE_BYTES, d + 8 * j);
 #if PACKED
-    warpgroup_in_step(warpgroup + 1);
+    warpgroup_sync(warpgroup + 1);
     store_packed<COUNT>(*to, out, feature, token + index * STORE_TOKENS, end - index);
 #else
-    show_to_copies();
-    warpgroup_in_step(warpgroup + 1);
+    fence_proxy_async();
+    warpgroup_sync(warpgroup + 1);
     if (leader) {
       for (int j = 0; j < COUNT && index + j < end; j++)
         copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS);
-      end_of_stores();
+      tma_store_commit();
     }
 #endif
   }
@@ -589,7 +590,7 @@ __device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* f
   if (part >= reducers) return;
   const bool leader = threadIdx.x % 128 == 0;
   if (leader) wait_for_parts(counter, parts);
-  warpgroup_in_step(warpgroup + 1);
+  warpgroup_sync(warpgroup + 1);
   const int index = part * each, end = min(index + each, STORES);
   if (each == 1)
     reduce_parts<1, 10>(from, parts, index, end, scales, to, out, feature, token, warpgroup);
@@ -607,25 +608,25 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
   #pragma unroll
   for (int c = 0; c < EPI_TILES; c++) {
     const int stage = c % EPI_STAGES * EPI_BYTES;
-    if (!PACKED && leader) stores_have_read<EPI_STAGES - 1>();
+    if (!PACKED && leader) tma_store_wait_read<EPI_STAGES - 1>();
     // With two stages, a barrier below lies between the reads of one and the next writes to it.
-    if (!PACKED || EPI_STAGES == 1) warpgroup_in_step(warpgroup + 1);
+    if (!PACKED || EPI_STAGES == 1) warpgroup_sync(warpgroup + 1);
     #pragma unroll
     for (int i = 0; i < EPI_TOKENS / 16; i++)
       copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / 16) + i));
 #if PACKED
-    warpgroup_in_step(warpgroup + 1);
+    warpgroup_sync(warpgroup + 1);
     store_packed<EPI_TOKENS / STORE_TOKENS>(*to, out + stage, feature, token + c * EPI_TOKENS,
                                             EPI_TOKENS / STORE_TOKENS);
 #else
-    show_to_copies();
-    warpgroup_in_step(warpgroup + 1);
+    fence_proxy_async();
+    warpgroup_sync(warpgroup + 1);
     if (leader) {
       #pragma unroll
       for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)
         copy_s2g(to, out + stage + i * STORE_BYTES, feature,
                  token + c * EPI_TOKENS + i * STORE_TOKENS);
-      end_of_stores();
+      tma_store_commit();
     }
 #endif
   }
@@ -641,14 +642,14 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                const __grid_constant__ First first, const __grid_constant__ Scales scales,
                const WorkItem* items, float4* workspace, int* counters) {
   extern __shared__ char shared[];
-  const u32 stages = (address_of(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
+  const u32 stages = (smem_address(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
   if (threadIdx.x == 0) {
     XPipeline{stages}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
     for (int warpgroup = 0; warpgroup < 2; warpgroup++)
       WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(4);  // warps
     asm volatile("fence.mbarrier_init.release.cluster;");  // by all threads it takes 2 us
   }
-  if (CLUSTER > 1) cluster_in_step();
+  if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER;
@@ -695,7 +696,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                    counters + item.fixup.counter * TILE_ROWS + consumer, scales, &maps.out, out,
                    tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
     }
-    if (threadIdx.x % 128 == 0) stores_are_done();
+    if (threadIdx.x % 128 == 0) tma_store_wait();
   }
-  if (CLUSTER > 1) cluster_in_step();  // the other CTA may still send boxes and arrivals here
+  if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and arrivals here
 }

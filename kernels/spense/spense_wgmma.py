@@ -1,19 +1,23 @@
 """Linear layer with 2:4 sparse and dense weights in one launch on Hopper: Y[m, n] = X[m, k] W.T.
 
-spense_wgmma.cu is the kernel and draws its pipeline: W's tiles by bulk copies as they lie, X by
-TMA, wgmma.sp and wgmma into the same fp32 sums. _stream_k.py says which CTA multiplies what, and
-which items are cut along k; here are the choice of a configuration, the launch, and what is
-refused:
+    spense_wgmma.cu   the kernel; draws its pipeline: W by bulk copies, X by TMA, wgmma.sp and wgmma
+                      into the same fp32 accumulators
+    _stream_k.py      which CTA multiplies what, and which work items are cut along k
+    this file         the choice of a configuration, the launch, and what is unsupported
 
-    fp16, bf16, or fp8 (e4m3) with Y in bf16; n a multiple of 8, k of 8 (16 bits) or 16 (8 bits):
-    rows of 16 bytes; any m, X with any row stride of a multiple of 16 bytes; any split of W
+    dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
+    sizes     any m; n a multiple of 8; k of 8 (16 bits) or 16 (8 bits), so that rows have a
+              multiple of 16 bytes
+    X         any row stride of a multiple of 16 bytes
+    W         any split
 
-fp8 is added up as the tensor cores do it, in fewer bits than fp32 has, as torch._scaled_mm does
-with use_fast_accum. Its sums may be scaled, by feature and by token, before Y is rounded.
+In fp8 the tensor cores accumulate in fewer bits than fp32 has, as torch._scaled_mm does with
+use_fast_accum. Accumulators may be scaled by feature and by token before Y is rounded.
 
-With an `activation`, W is gate and up of a gated MLP in one (spense_ffn.py), and the launch writes
-H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype: fp8 by e4m3, at 448
-where it is larger. n is a multiple of 16 then, of 32 in fp8: rows of H, too, have 16 bytes.
+With an `activation`, W holds gate and up of a gated MLP (spense_ffn.py). The launch then writes
+H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype. In fp8 that is e4m3,
+which saturates at 448. n is then a multiple of 16, or of 32 in fp8, so that rows of H have a
+multiple of 16 bytes.
 """
 
 from dataclasses import dataclass
@@ -48,7 +52,7 @@ SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment
 STORE_TOKENS = 16  # tokens of Y that one TMA store writes
 # Maps of x and y; Weights; First; Scales; work items, workspace, counters.
 ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
-LARGEST = 2**31 - 1  # of what the kernel counts in an int32
+LARGEST = 2**31 - 1  # an int32
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
 
@@ -56,9 +60,9 @@ ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the 
 class Config:
     """One way to run the kernel.
 
-    tokens   of X that a CTA multiplies at a time, one of TOKENS
-    cluster  CTAs with the same tokens, which share the boxes of X: 1 or 2
-    ahead    tiles of W on their way to a warpgroup, at most
+    tokens   of X in a work item, one of TOKENS
+    cluster  CTAs of a cluster, which share the boxes of X: 1 or 2
+    ahead    tiles of W in flight for a warpgroup, at most
     """
 
     tokens: int
@@ -67,30 +71,30 @@ class Config:
 
 
 def configurations(m: int) -> list[Config]:
-    """Return what is worth trying for m tokens, the likeliest first: at most four.
+    """Return the configurations to time for m tokens, the likeliest first: at most four.
 
-    The tile that holds all tokens reads W once; for more tokens than any holds, the largest two.
+    The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
     fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
     if m <= 32:
         return [Config(fitting[-1], 1, ahead) for ahead in (5, 4, 6)]
-    if m <= 64:  # those of one CTA are 2 to 3 % faster where there are many features
+    if m <= 64:  # clusters of one CTA are 2 to 3 % faster with many features
         return [Config(fitting[-1], *sizes) for sizes in ((2, 5), (2, 4), (1, 5), (1, 6))]
     return [Config(tokens, cluster, 4) for tokens in fitting[:-3:-1] for cluster in (2, 1)]
 
 
 def space() -> list[Config]:
-    """Return what a long search times: everything."""
+    """Return the configurations of a wide search: all."""
     few, many = product((16, 32, 64), (1, 2), (4, 5, 6, 8)), product((128, 256), (1, 2), (4,))
     return [Config(*sizes) for sizes in (*few, *many)]
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What sums of fp8 are multiplied by, in fp32: by feature [n] and by token [m]; None is 1.
+    """fp32 factors of fp8 accumulators: one for each feature [n] and each token [m]; None is 1.
 
-    Features are rows of W; an activation is applied to scaled sums. H is linear in U: up's scales
-    can hold one for H, whose inverse goes into those of the next product.
+    Features are rows of W. The activation sees scaled values. H is linear in U, so up's scales may
+    contain a scale of H; the scales of the next product then contain its inverse.
     """
 
     features: Tensor | None = None
@@ -99,18 +103,19 @@ class Scales:
 
 @dataclass(frozen=True)
 class Plan:
-    """What depends on the layout of W, tokens, configuration and activation, but on no address.
+    """A launch without addresses: it depends on shapes, configuration and activation.
 
-    items     on the device;  first  the first ones, and starts: an argument
-    sums      floats of sums of pieces;  counters  of pieces that have arrived
-    x, y      shapes of X and of Y or H;  sparse, dense  those of W's tiles;  dtype  of X and W
+    items      work items, on the device
+    first      the argument First: the first work tile of each worker, and where its items start
+    workspace  floats of partial sums;  counters  one for each warpgroup of each item that is cut
+    x, y       shapes of X, and of Y or H;  sparse, dense  shapes of W's tiles;  dtype  of X and W
     """
 
     loaded: Loaded
     config: Config
     items: Tensor
     first: bytes
-    sums: int
+    workspace: int
     counters: int
     x: tuple[int, int]
     y: tuple[int, int]
@@ -129,9 +134,10 @@ def launch(
     activation: str | None = None,
     watchdog: bool = False,
 ) -> BoundKernel:
-    """Return the program that computes X @ W.T [m, n], of fp8 times the scales; or H [m, n / 2].
+    """Return the kernel, bound to these operands, that computes Y [m, n] or H [m, n / 2].
 
-    A `watchdog` ends a kernel that hangs, says where it waited, and slows it down a little.
+    With `watchdog` a kernel that hangs ends and says where it waited; it runs a little slower.
+    Raises Unsupported.
     """
     if reason := unsupported_operands(x, w, activation):
         raise Unsupported(reason)
@@ -147,11 +153,12 @@ def plan(
     packed: bool = False,
     watchdog: bool = False,
 ) -> Plan:
-    """Assign the work and upload the lists; of W the shapes and the dtype count.
+    """Schedule the work and upload the list. Reads only the shapes and the dtype of W.
 
-    `unsupported_operands` says what may not come here. _packed_gate.py binds what is `packed`.
+    The caller checks the operands before (`unsupported_operands`). _packed_gate.py binds a plan
+    that is `packed`.
     """
-    device, (n, k), share = w.sparse.device, w.shape, 2 * config.cluster
+    device, (n, k), tile_rows = w.sparse.device, w.shape, 2 * config.cluster
     workers = multiprocessors(device) // config.cluster
     work = schedule(w, m, config.tokens, config.cluster, workers)
     constants = constants_of(config, w.dtype, activation, packed)
@@ -163,8 +170,8 @@ def plan(
         config,
         items=torch.from_numpy(work.items).to(device),
         first=work.first,
-        sums=work.places * share * ROWS * config.tokens,
-        counters=work.counters * share,
+        workspace=work.slots * tile_rows * ROWS * config.tokens,
+        counters=work.counters * tile_rows,
         x=(m, k),
         y=(m, n // 2 if activation else n),
         sparse=tuple(w.sparse.shape),
@@ -175,41 +182,41 @@ def plan(
 
 
 def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKernel:
-    """Return the program of a plan on these operands, into an output and sums of its own."""
+    """Bind a plan to operands, a new output and a new workspace. Raises Unsupported."""
     expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
     found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
     if found != expected:
         raise Unsupported(f"planned for {expected}, found {found}")
-    m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
-    for name, own, size in zip(("features", "tokens"), of_sums, (n, m), strict=True):
+    m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
+    for name, own, size in zip(("features", "tokens"), given, (n, m), strict=True):
         if own is not None and (x.itemsize > 1 or not _fits(own, size)):
             wanted = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
             raise Unsupported(f"expected {wanted}; found {own.dtype} {list(own.shape)}, {x.dtype}")
     kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
     y = x.new_empty(plan.y, dtype=kind)
-    written = BOX * y.itemsize // 4 if plan.activation else BOX  # of the 128 features of W's tiles
+    written = BOX * y.itemsize // 4 if plan.activation else BOX  # columns, in 16 bits
     return program(plan, x, w, y, _map_of(y, (STORE_TOKENS, written)), scales)
 
 
 def program(
     plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
 ) -> BoundKernel:
-    """Return the program that writes `out`, described to the kernel as `to`: a tensor map."""
-    m, n, of_sums = len(x), w.shape[0], (scales.features, scales.tokens)
-    sums = x.new_empty(max(plan.sums, 1), dtype=torch.float32)
-    counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # the kernel leaves them so
+    """Bind a plan to operands and `out`; `to` is the kernel's argument Out: a tensor map of it."""
+    m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
+    workspace = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
+    counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero again after each launch
     part = plan.config.tokens // plan.config.cluster
     maps = _map_of(x, (part, BOX)) + to
-    by = *(0 if own is None else own.data_ptr() for own in of_sums), n, m
-    kept = plan.items, sums, counters
+    scaling = *(0 if own is None else own.data_ptr() for own in given), n, m
+    kept = plan.items, workspace, counters
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
-    args = ARGUMENTS(maps, *tiles, plan.first, *by, *(a.data_ptr() for a in kept))
-    owned = [own for own in of_sums if own is not None]
+    args = ARGUMENTS(maps, *tiles, plan.first, *scaling, *(a.data_ptr() for a in kept))
+    owned = [own for own in given if own is not None]
     return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
 
 
 def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
-    """Describe a matrix to TMA in words of 16 bits: bytes are copied two at a time."""
+    """Return the tensor map of a matrix, in words of 16 bits: two elements of fp8 are one."""
     each, (height, width) = 2 // matrix.itemsize, matrix.shape
     kind = matrix.dtype if each == 1 else torch.bfloat16
     strides = matrix.stride(0) // each, matrix.stride(1)
@@ -223,7 +230,7 @@ def _fits(scales: Tensor, size: int) -> bool:
 def constants_of(
     config: Config, dtype: torch.dtype, activation: str | None = None, packed: bool = False
 ) -> Constants:
-    """Return what the kernel is compiled for."""
+    """Return the macros that the kernel is compiled with."""
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
@@ -232,13 +239,13 @@ def constants_of(
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("PACKED", int(packed)),
-        ("WORKERS", WORKERS),
         ("THREADS", THREADS),
         ("SHARED_BYTES", SHARED_BYTES),
         ("ROWS", ROWS),
         ("ROW_BYTES", ROW_BYTES),
         ("VALUE_BYTES", VALUE_BYTES),
         ("STORE_TOKENS", STORE_TOKENS),
+        ("WORKERS", WORKERS),
     )
 
 
@@ -275,7 +282,7 @@ def prepare(
     *,
     tuned: Tuned = True,
 ) -> Launch:
-    """Assign the work; take a table's configuration, or time a few."""
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if reason := unsupported_operands(x, w, activation):

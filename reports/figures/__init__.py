@@ -1,1 +1,1 @@
-"""Report figures, one a file."""
+"""Report figures, one per file."""

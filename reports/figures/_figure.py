@@ -1,7 +1,10 @@
-"""The contract that every file in reports/figures/ keeps, and how they split a run into panels.
+"""The contract of every file in reports/figures/, and how figures split a run into panels.
 
-A figure file names a TITLE, its ORDER on the page, and `draw(Frames) -> Markup`: HTML that loads
-nothing, or the empty Markup where there is nothing to show. The report finds it by file name.
+    TITLE = "Stored bytes"                      the heading
+    ORDER = 50                                  the place on the page: smaller comes first
+    def draw(frames: Frames) -> Markup: ...     HTML that loads nothing; NOTHING if none applies
+
+The report finds a figure by its file name.
 """
 
 import re
@@ -29,9 +32,12 @@ SCOPES = {"kernel": "kernel time", "op": "as called from Python, host cost inclu
 
 @dataclass(frozen=True)
 class Frames:
-    """What a figure draws from: the run, a line for each row, a line for each case, A/A pairs.
+    """What a figure draws from.
 
-    `pruning` is what pruning cost a model or a layer, where the report was given it.
+    rows     one line per row (results/frame.py)
+    cases    one line per case, scope and cache state (results/summary.py)
+    noise    A/A pairs and noise floors (results/noise.py)
+    pruning  errors by pruning, if the report was given any (results/pruning.py)
     """
 
     run: Run
@@ -47,27 +53,27 @@ class Frames:
 
     @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases that have times, without the second halves of A/A pairs.
+        """Return the cases that have times, without twins, with two more columns.
 
-        `clear` says that a case is faster than its baseline, `undecided` that it is not told apart.
+        `clear`: clearly faster than the baseline. `undecided`: not told apart from it.
         """
         raced = self.cases[(self.cases.status == Status.OK) & ~self.cases.twin.astype(bool)]
         return raced.assign(clear=clear(raced), undecided=undecided(raced))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
-        """Number the contenders among these cases as everywhere on the page."""
+        """Return the contenders of these cases with their numbers, the same on the whole page."""
         drawn = set(cases.label)
         return {label: number for label, number in self.series.items() if label in drawn}
 
     @cached_property
     def series(self) -> dict[str, int]:
-        """Number all contenders that ran but the baseline: their colours and markers."""
-        ours = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
-        return {label: number for number, label in enumerate(ours.label.unique())}
+        """Number all contenders that ran, except the baseline: a number is a colour and marker."""
+        others = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
+        return {label: number for number, label in enumerate(others.label.unique())}
 
 
 def swept(cases: pd.DataFrame) -> str:
-    """Return the column to draw against: the level of sparsity, or what has more values than it."""
+    """Return the column for x: the level of sparsity, or a numeric field with more values."""
     others = [name for name in fields(cases) if name not in ("sparsity", "block", "n", "k")]
     numeric = [name for name in others if pd.api.types.is_numeric_dtype(cases[name])]
     return max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
@@ -80,7 +86,7 @@ def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) -> Markup:
-    """Draw the first scope and cache state openly, and fold the same for each other below it."""
+    """Draw the first scope and cache state openly, and each other one folded below it."""
     drawn = [(named(group.iloc[0], MEASURE), draw(group)) for group in measures(cases)]
     shown = [(title, body) for title, body in drawn if body]
     rest = Markup("").join(folded(title, body) for title, body in shown[1:])
@@ -90,9 +96,9 @@ def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) ->
 def panels(
     cases: pd.DataFrame, x: str, together: Sequence[str] = ()
 ) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
-    """Split cases by every field but x and those to keep together.
+    """Split cases into panels, by every field but x and those to keep together.
 
-    Return what all cases share, in words, and for each panel what sets it apart and its cases.
+    Return the values that all cases share, in words; and for each panel its own values and cases.
     """
     names = [*fields(cases), "level", *MEASURE]
     names = ["op", *(n for n in names if n not in ("sparsity", x, *together))]
@@ -101,18 +107,18 @@ def panels(
     if not differ:
         return same, [("", cases)]
     groups = [group for _, group in cases.groupby(differ, sort=False, dropna=False)]
-    groups.sort(key=lambda group: [_order(group[name].iloc[0]) for name in differ])
+    groups.sort(key=lambda group: [_sort_key(group[name].iloc[0]) for name in differ])
     return same, [(named(group.iloc[0], differ), group) for group in groups]
 
 
 def named(line: "pd.Series[Any]", names: Sequence[str]) -> str:
-    """Say a line's fields for a reader: `linear · m 64 · n 4096 · bf16 · block 16`."""
+    """Write the fields of a line for a reader: `linear · m 64 · n 4096 · bf16 · block 16`."""
     return " · ".join(_word(name, line[name]) for name in names if not _empty(line[name]))
 
 
 def ordered(values: "pd.Series[Any]") -> list[Any]:
     """Return the distinct values: numbers by size, blocks by area, other text by name."""
-    return sorted(values.unique(), key=_order)
+    return sorted(values.unique(), key=_sort_key)
 
 
 def _word(name: str, value: Any) -> str:
@@ -127,8 +133,8 @@ def _empty(value: Any) -> bool:
     return bool(pd.isna(value)) or value == ""
 
 
-def _order(value: Any) -> tuple[float, str]:
-    """Order numbers by size, blocks by area, other text by name; what is missing comes first."""
+def _sort_key(value: Any) -> tuple[float, str]:
+    """Sort numbers by size, blocks by area, other text by name; what is missing comes first."""
     if _empty(value):
         return -1, ""
     if not isinstance(value, str):

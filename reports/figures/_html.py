@@ -13,7 +13,7 @@ def plain(value: Any) -> str:
 
 
 def percent(level: float) -> str:
-    """Write a sparsity in percent, to a hundredth where it needs one."""
+    """Write a sparsity in percent, with at most two decimals."""
     return "–" if pd.isna(level) else f"{round(100 * level, 2):g} %"
 
 
@@ -28,7 +28,7 @@ def three(ratio: float) -> str:
 
 
 def significant(value: Any, digits: int = 3) -> str:
-    """Write a number to so many significant digits, without exponent; a dash where it is NaN."""
+    """Write a number with so many significant digits and no exponent; a dash for NaN."""
     if pd.isna(value):
         return "–"
     if value == 0:
@@ -39,7 +39,7 @@ def significant(value: Any, digits: int = 3) -> str:
 def table(
     heads: Sequence[str | Markup], rows: Iterable[Sequence[str | Markup]], classes: str = ""
 ) -> Markup:
-    """Return a table that scrolls sideways; a head that starts with `>` is one of numbers."""
+    """Return a table that scrolls sideways; a head `>...` is of a column of numbers."""
     sides = ["num" if head.startswith(">") else "text" for head in heads]
     top = Markup("").join(
         Markup('<th class="{}">{}</th>').format(side, head[1:] if side == "num" else head)
@@ -60,7 +60,7 @@ def table(
     ).format(classes, top, lines)
 
 
-def known(
+def without_dashes(
     heads: Sequence[str], rows: Sequence[Sequence[str | Markup]]
 ) -> tuple[list[str], list[list[str | Markup]]]:
     """Leave out the columns of a table that are a dash in every row."""
@@ -74,7 +74,7 @@ def note(text: str | Markup) -> Markup:
 
 
 def folded(title: str, body: Markup) -> Markup:
-    """Return what a reader opens."""
+    """Return a title that opens to a body."""
     return Markup("<details><summary>{}</summary>{}</details>").format(title, body)
 
 

@@ -1,4 +1,4 @@
-"""matplotlib drawings as inline SVG that follows the page: its font, its ink, its colours.
+"""matplotlib drawings as inline SVG with the font, ink and colours of the page.
 
 Colours are drawn as stand-ins and become CSS afterwards, so that one drawing serves light and dark:
 INK becomes currentColor, PAPER the page's, the colour of series i becomes var(--series-i).
@@ -65,7 +65,7 @@ def style() -> Any:
 
 
 def svg(figure: Figure, label: str) -> Markup:
-    """Write a drawing as an SVG element that says for a screen reader what it shows."""
+    """Return a drawing as an SVG element, with a label for screen readers."""
     file = StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
@@ -91,13 +91,13 @@ def svg(figure: Figure, label: str) -> Markup:
 
 @cache
 def swatch(number: int | None) -> Markup:
-    """Return a short piece of a contender's line, or of the baseline's, for a legend."""
+    """Return a short piece of a contender's line for a legend; None is the baseline."""
     return _swatch({"color": INK, "linewidth": 1.2} if number is None else series(number))
 
 
 @cache
 def hollow() -> Markup:
-    """Return the marker of what is not told apart from the baseline, for a legend."""
+    """Return the marker of an undecided case for a legend."""
     return _swatch({"color": INK, "marker": "o", "markersize": 5} | HOLLOW)
 
 

@@ -1,4 +1,4 @@
-"""Small multiples: one quantity against the swept field, a line a contender, a panel a shape.
+"""Small multiples: a quantity against the swept field; lines are contenders, panels are shapes.
 
 log2 y │   ●──●──○      band: the interval, or the range or quartiles; hollow: undecided
      1 ┼──────────── baseline
@@ -28,8 +28,8 @@ from sparsebench.reports.figures._svg import (
     swatch,
 )
 
-OPEN = 16  # panels shown at once; more are folded away
-WIDTH, CHARACTER = 205, 6  # CSS pixels: of a panel's x axis, at least, and of a character
+OPEN = 16  # panels shown at once; the others are folded
+WIDTH, CHARACTER = 205, 6  # CSS pixels: least width of an x axis, and of a character
 LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks where levels are many
 
 
@@ -41,7 +41,7 @@ class Sweep:
     values: NDArray[np.float64]
 
     def place(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Return positions: halvings of the density for a level, else doublings."""
+        """Return positions on the axis: -log2(1 - level) for levels, else log2(value)."""
         values = np.asarray(values, dtype=float)
         if self.name == "level":
             return np.asarray(-np.log2(np.maximum(1 - values, 1e-6)))
@@ -65,9 +65,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column to draw, its interval, its name with the unit, and what the baseline has.
+    """A column to draw, the columns of its interval, its name with the unit, the baseline's value.
 
-    Markers are hollow where the column `hollow` says so.
+    Markers are hollow where the column `hollow` is True.
     """
 
     column: str
@@ -79,7 +79,7 @@ class Quantity:
 
 
 def apart(middles: NDArray[np.float64], labels: Sequence[str]) -> list[str]:
-    """Leave out labels that would touch the next one; the last one stays. Pixels, from the left."""
+    """Leave out labels that would touch the next one; `middles` are pixels from the left."""
     kept, free = list(labels), np.inf
     for i in reversed(range(len(kept))):
         half = CHARACTER * (len(labels[i]) + 1) / 2
@@ -91,12 +91,12 @@ def apart(middles: NDArray[np.float64], labels: Sequence[str]) -> list[str]:
 
 
 def sweep(cases: pd.DataFrame, x: str) -> Sweep:
-    """Return the axis of these cases."""
+    """Return the x axis for these cases."""
     return Sweep(x, np.unique(cases[x].dropna().to_numpy(dtype=float).round(4)))
 
 
 def legend(names: Mapping[str, int], solid: str, empty: str = "") -> Markup:
-    """Name the series beside their lines, what the plain line is, and what is hollow."""
+    """Return a legend: each series, the meaning of the plain line, and that of hollow markers."""
     entries = [(swatch(number), name) for name, number in names.items()] + [(swatch(None), solid)]
     entries += [(hollow(), empty)] if empty else []
     items = Markup("").join(Markup("<li>{}{}</li>").format(*entry) for entry in entries)
@@ -110,7 +110,7 @@ def draw_panels(
     quantity: Quantity,
     dress: Callable[[Axes, pd.DataFrame], Markup],
 ) -> Markup:
-    """Draw every panel with the same y range; `dress` adds what is special, returns a caption."""
+    """Draw all panels with one y range; `dress` adds to a panel and returns its caption."""
     bounds = _bounds(pd.concat([group for _, group in groups]), quantity)
     drawn = []
     with style():
@@ -127,7 +127,7 @@ def draw_panels(
 
 
 def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
-    """Lay out panels, each a title, a drawing and a caption: OPEN of them, the others folded."""
+    """Lay out panels (title, drawing, caption): the first OPEN of them, the others folded."""
     figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
     figures = [figure.format(*panel) for panel in drawn]
     shown = Markup('<div class="panels">{}</div>').format(Markup("").join(figures[:OPEN]))
@@ -138,7 +138,7 @@ def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
 
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:
-    """Return limits that hold the baseline and span two octaves, so that noise looks like noise."""
+    """Return limits that include the baseline and span at least two octaves: noise stays small."""
     logs = np.log2(cases[[quantity.low, quantity.high]].to_numpy(dtype=float))
     base = np.nan if quantity.baseline is None else np.log2(quantity.baseline)
     low, high = np.nanmin([np.nanmin(logs), base]), np.nanmax([np.nanmax(logs), base])

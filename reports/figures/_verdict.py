@@ -1,10 +1,10 @@
-"""How the page writes a verdict, and which cases it draws as decided.
+"""How the report writes verdicts, and which cases it draws as undecided.
 
     faster, slower, no difference     the outcome of a case (results/statistics.py)
-    inconclusive (+3 would decide)    so many more processes
-    –                                 none: a baseline, or fewer than FEWEST processes
+    inconclusive (+3 would decide)    3 more processes would decide
+    –                                 no verdict: a baseline, or fewer than FEWEST processes
 
-Below FEWEST processes a look takes its place: is the whole range or are the quartiles above 1?
+With fewer than FEWEST processes (a look) the range or the quartiles take the place of a verdict.
 """
 
 from typing import Any
@@ -18,28 +18,28 @@ from sparsebench.results.statistics import FALSE_DISCOVERIES, MOST, IntervalKind
 UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 
 
-def judged(cases: pd.DataFrame) -> bool:
+def any_verdict(cases: pd.DataFrame) -> bool:
     """Say whether any case has a verdict."""
     return bool(cases.outcome.isin(list(Outcome)).any())
 
 
 def clear(cases: pd.DataFrame) -> pd.Series:
-    """Say which cases are clearly faster: by verdict, and in a look by the whole interval."""
-    if judged(cases):
+    """Say which cases are clearly faster: the verdict says so, or in a look the whole interval."""
+    if any_verdict(cases):
         return cases.outcome == Outcome.FASTER
     return cases.speedup_low > 1
 
 
 def undecided(cases: pd.DataFrame) -> pd.Series:
-    """Say which cases are not told apart from their baseline; in a look the interval holds 1."""
+    """Say which cases are not told apart from their baseline; in a look the interval contains 1."""
     spans = (cases.speedup_low <= 1) & (cases.speedup_high >= 1)
     return spans.where(~cases.outcome.isin(list(Outcome)), cases.outcome.isin(UNDECIDED))
 
 
 def meaning(cases: pd.DataFrame) -> tuple[str, str]:
     """Say what `clear` and `undecided` mean among these cases."""
-    if not judged(cases):
-        return "the whole interval is above 1", "the interval holds 1"
+    if not any_verdict(cases):
+        return "the whole interval is above 1", "the interval contains 1"
     faster = f"the whole interval is beyond the noise floor, and q ≤ {100 * FALSE_DISCOVERIES:g} %"
     return faster, "no difference, or inconclusive"
 
@@ -55,7 +55,7 @@ def outcome(line: "pd.Series[Any]") -> str:
 
 
 def above_floor(line: "pd.Series[Any]") -> str:
-    """Write the speed-up above the cost of launching, where either time is mostly that."""
+    """Write the speed-up without the cost of a launch, if either time is below LAUNCH_US."""
     short = line.median_us * min(1, line.speedup) < LAUNCH_US
     return times(line.speedup_above_floor) if short else "–"
 

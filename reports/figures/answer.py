@@ -1,7 +1,7 @@
-"""The answer in sentences, and the best contender of every shape and level.
+"""The answer in sentences, and a table of the best contender at every shape and level.
 
-A speed-up is written with its interval, its outcome, its baseline, its shape and dtype, and the
-device: without them it says nothing. Where there are verdicts, no other case makes a headline.
+A speed-up is written with its interval, outcome, baseline, shape, dtype and device: without them
+it says nothing. Where the run has verdicts, only a case with the verdict `faster` is a headline.
 """
 
 from typing import Any
@@ -21,7 +21,6 @@ from sparsebench.reports.figures._figure import (
 )
 from sparsebench.reports.figures._html import (
     folded,
-    known,
     note,
     percent,
     plain,
@@ -29,6 +28,7 @@ from sparsebench.reports.figures._html import (
     table,
     three,
     times,
+    without_dashes,
 )
 from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
 from sparsebench.results.summary import winners
@@ -41,14 +41,14 @@ HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
 WEIGHTS = ["pattern", "block"]
 OPEN = 8  # lines of the table shown at once
 READ = (
-    "Above launch: the ratio of what both times have above that of an op that does almost nothing, "
-    "for ops below 20 µs. A best is chosen on the numbers it is shown with: confirm it in a run of "
+    "Above launch: the speed-up when the time of an almost empty op is taken from both times; for "
+    "ops below 20 µs. The best case was chosen by the numbers shown here: confirm it in a run of "
     "its own (sparsebench confirm)."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """Write a sentence a shape and a table over shapes and levels."""
+    """Write one sentence per shape, and a table over shapes and levels."""
     raced = frames.raced
     if raced.empty:
         return Markup("<p>No case of this run is ok: there is no answer.</p>")
@@ -67,27 +67,28 @@ def _answers(cases: pd.DataFrame) -> Markup:
     items = Markup("").join(Markup("<li>{}</li>").format(sentence) for sentence in sentences)
     best = [(title or same, _best(winners(group), x)) for title, group in groups]
     lines = [_line(title, line, x) for title, group in best for _, line in group.iterrows()]
-    listed = table(*known(HEADS, lines))
+    listed = table(*without_dashes(HEADS, lines))
     shown = listed if len(lines) <= OPEN else folded(f"All {len(lines)} shapes and levels", listed)
     return note(same) + Markup('<ul class="answers">{}</ul>').format(items) + shown
 
 
 def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Keep, at each x, the line that gains most, of those that are clearly faster if any is.
+    """Keep the largest speed-up at each x, among the clearly faster ones if there are any.
 
-    That chooses among blocks too: they are different matrices, not contenders.
+    The choice is also among blocks, which are different matrices and not contenders.
     """
-    order = cells.assign(at=cells[x].round(4), gain=cells.speedup.fillna(0), haste=-cells.median_us)
-    order = order.sort_values(["at", "clear", "gain", "haste"], kind="stable")
-    return order.drop_duplicates("at", keep="last")
+    gain, haste = cells.speedup.fillna(0), -cells.median_us
+    ranked = cells.assign(at=cells[x].round(4), gain=gain, haste=haste)
+    ranked = ranked.sort_values(["at", "clear", "gain", "haste"], kind="stable")
+    return ranked.drop_duplicates("at", keep="last")
 
 
 def _sentence(title: str, cases: pd.DataFrame, x: str) -> Markup:
     where = Markup('<span class="where">{}</span> ').format(title) if title else NOTHING
-    ours = cases[cases.label != cases.baseline_label]
-    if ours.empty:
+    others = cases[cases.label != cases.baseline_label]
+    if others.empty:
         return where + f"only {', '.join(cases.label.unique())} ran."
-    best = _best(ours, x)
+    best = _best(others, x)
     if best.speedup.isna().all():
         words = Markup("<b>{}</b> {}, without an ok baseline to compare with.")
         return where + words.format(best.ran.iloc[0], _measured(best.iloc[0], x))
@@ -109,7 +110,7 @@ def _measured(line: "pd.Series[Any]", x: str) -> str:
 
 
 def _others(best: pd.DataFrame, x: str) -> str:
-    """Name the points where nothing is clearly faster, and the outcome of the best contender."""
+    """Name the points where no contender is clearly faster, and the outcome of the best one."""
     words = best.outcome.str.replace("_", " ").mask(best.clear)
     said = []
     for word in words.dropna().unique():
@@ -148,7 +149,7 @@ def _at(line: "pd.Series[Any]", x: str) -> str:
 
 
 def _points(best: pd.DataFrame, chosen: NDArray[np.bool_], x: str) -> str:
-    """Name the chosen points, neighbours as a span: `50 % to 80 %, 95 %`."""
+    """Name the chosen points, and neighbours as a span: `50 % to 80 %, 95 %`."""
     points = [_at(line, x) for _, line in best.iterrows()]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen, [0]])))
     spans = [dict.fromkeys([points[a], points[b - 1]]) for a, b in edges.reshape(-1, 2)]

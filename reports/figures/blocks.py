@@ -1,4 +1,4 @@
-"""The fastest contender but the baseline on a map of block and sparsity."""
+"""A map of block and sparsity: the fastest contender but the baseline in each cell."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from sparsebench.results.summary import winners
 TITLE = "Block by sparsity"
 ORDER = 30
 
-OCTAVES = 3  # colours end at 8× and at 1/8×
+OCTAVES = 3  # the colours end at 8× and 1/8×
 COLOURS = seaborn.diverging_palette(25, 245, s=80, l=50, as_cmap=True)
 
 
 def draw(frames: Frames) -> Markup:
-    """Show, where a run has several blocks, the best speed-up of each cell and whose it is."""
+    """Show the best speed-up of each cell and its contender, if a run has several blocks."""
     raced = frames.raced
     raced = raced[raced.label.isin(frames.series) & raced.speedup.notna()]
     return each_measure(raced, _maps)
@@ -36,7 +36,7 @@ def _maps(raced: pd.DataFrame) -> Markup:
     if not maps:
         return NOTHING
     words = f"{same}. The fastest contender but the baseline, and its speed-up over the baseline; "
-    words += "≈ where the runner-up is not told apart from it. Blue is faster than the baseline; "
+    words += "≈: the runner-up is not told apart from it. Blue: faster than the baseline; "
     words += f"hatched: {meaning(raced)[1]}."
     return note(words) + Markup('<div class="maps">{}</div>').format(Markup("").join(maps))
 

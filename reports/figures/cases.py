@@ -1,4 +1,4 @@
-"""Every case in one table that sorts and filters, and the data it was made from."""
+"""All cases in one table that sorts and filters, and the same data as CSV."""
 
 import base64
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames
 from sparsebench.reports.figures._html import (
-    known,
     note,
     percent,
     plain,
     significant,
     table,
     times,
+    without_dashes,
 )
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.results.frame import fields
@@ -23,11 +23,11 @@ from sparsebench.results.frame import fields
 TITLE = "Every case"
 ORDER = 100
 
-EMBEDDED_BYTES = 2_000_000  # a larger CSV would be most of the page
+EMBEDDED_BYTES = 2_000_000  # of CSV at most: more would be most of the page
 
 
 def draw(frames: Frames) -> Markup:
-    """Show a line a case; the CSV of the whole summary is inside the page where it is small."""
+    """Show one line per case; the page holds the CSV of the whole summary if that is small."""
     cases = frames.cases
     if cases.empty:
         return NOTHING
@@ -43,7 +43,7 @@ def draw(frames: Frames) -> Markup:
     columns += [said[name].map(write) for _, name, write in COLUMNS]
     lines = [list(line) for line in zip(*columns, strict=True)]
     tool = Markup('<input type="search" placeholder="filter, e.g. bsr 4096 ok" data-filter>')
-    return _download(cases) + tool + table(*known(heads, lines), "sortable")
+    return _download(cases) + tool + table(*without_dashes(heads, lines), "sortable")
 
 
 def _text(value: Any) -> str:

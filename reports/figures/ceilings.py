@@ -1,9 +1,9 @@
-"""How close each contender comes to what this device allows, by measured ceilings.
+"""How close each contender comes to the bound of this device, by measured ceilings.
 
     bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
-    of bound = bound / median time
+    share of the bound = bound / median time
 
-Bandwidth and rates are measured on the device itself in the run (harness/bench/ceilings.py).
+Bandwidth and matrix rates are measured in the run (harness/bench/ceilings.py).
 """
 
 from collections.abc import Mapping
@@ -13,26 +13,26 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import known, note, significant, table
+from sparsebench.reports.figures._html import note, significant, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.results.noise import LAUNCH_US, classes
 
 TITLE = "How close to the bound"
 ORDER = 65
 
-CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # and their markers
+CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # with their markers
 SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
 WIDTH_PX, LINE_PX = 620, 30
 READ = (
-    "Circles: bound by memory; squares: by compute; hollow: below "
-    f"{LAUNCH_US:g} µs, where launching is much of the time whatever the bound. "
-    "The bound counts non-zeros alone: at 90 % sparsity dense can reach 10 % of it where computing "
-    "is the bound. The table has counts, medians and best."
+    "Circles: bound by memory; squares: bound by compute; hollow: below "
+    f"{LAUNCH_US:g} µs, where the launch is much of the time. "
+    "The bound counts non-zeros alone: at 90 % sparsity a dense kernel that is bound by compute "
+    "reaches at most 10 % of it. The table has counts, medians and the best case."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """Name the ceilings in a line, draw a point a case, and list medians by what bounds them."""
+    """Write the ceilings, draw one point per case, and list medians by kind of bound."""
     line = _ceilings(frames.run.environment.get("ceilings") or {})
     bounded = frames.raced[frames.raced.of_bound.notna()]
     if bounded.empty:
@@ -45,11 +45,11 @@ def draw(frames: Frames) -> Markup:
         heads += [f">{name}", ">median, %", ">best, %"]
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
     words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
-    return words + _drawn(frames, first, labels) + table(*known(heads, lines))
+    return words + _drawn(frames, first, labels) + table(*without_dashes(heads, lines))
 
 
 def _ceilings(found: Mapping[str, Any]) -> str:
-    """Write the ceilings of the device as a sentence; empty where the run has none."""
+    """Write the ceilings of the device as a sentence, or "" if the run has none."""
     if not found:
         return ""
     rates = [f"{name} {significant(rate)}" for name, rate in found["matrix_tflops"].items()]

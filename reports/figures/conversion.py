@@ -1,8 +1,9 @@
-"""What converting and preparing cost, and after how many calls they are paid back.
+"""The time to convert and prepare, and after how many calls it is paid back.
 
-convert     dense weights to the format                        calls = convert / saved a call
-preparing   and what the kernel does before its first call     calls = (convert + later) / saved
-later       in processes after the first: packing, loading compiled code, one call; no search
+convert   from dense weights to the format              calls = convert / time saved per call
+prepare   what the kernel does before its first call    calls = (convert + later) / time saved
+first     prepare in the first process, which searches for a configuration
+later     prepare in later processes, without a search: packing, loading code, one call
 """
 
 import math
@@ -11,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
-from sparsebench.reports.figures._html import folded, known, note, significant, table
+from sparsebench.reports.figures._html import folded, note, significant, table, without_dashes
 from sparsebench.results.record import Status
 
 TITLE = "Conversion"
@@ -21,35 +22,35 @@ HEADS = ["problems", "contender", ">convert, ms", ">worst, ms", ">prepare, ms, f
 HEADS += [">later", ">calls to pay back", ">with preparing", ">never"]
 OPEN = 12  # lines shown at once
 READ = (
-    "Medians over sparsities and m. Calls: conversion over the time that a call saves against the "
-    "baseline, least to most, where it is clearly faster; never: where it is not. With preparing: "
-    "conversion and what the kernel itself does before its first call (packing, loading compiled "
-    "code) in processes after the first, which take the choice of the first without a search."
+    "Medians over sparsities and m. Calls to pay back: conversion time over the time that a call "
+    "saves, least to most, in cases that are clearly faster than the baseline; never: the other "
+    "cases. With preparing: also the kernel's own work before its first call (packing, loading "
+    "compiled code), in processes after the first, which do not search for a configuration."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """List the times of converting and preparing, and the calls that pay for them."""
+    """List the times to convert and prepare, and the calls that pay them back."""
     raced = frames.raced
     raced = raced[raced.label.isin(frames.series) & raced.convert_us.notna()]
     if raced.empty:
         return NOTHING
-    ours = _prepared(frames, measures(raced)[0])
-    same, groups = panels(ours, "level", ["m", "dtype", "pattern"])
+    drawn = _prepared(frames, measures(raced)[0])
+    same, groups = panels(drawn, "level", ["m", "dtype", "pattern"])
     lines = [
         _line(title or same, str(label), cases)
         for title, group in groups
         for label, cases in group.groupby("label", sort=False)
     ]
-    body = table(*known(HEADS, lines))
+    body = table(*without_dashes(HEADS, lines))
     shown = body if len(lines) <= OPEN else folded(f"All {len(lines)} lines", body)
     return note(f"{same}. {READ}") + shown
 
 
 def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
-    """Add the time of preparing in the first process, and in later ones that did not search.
+    """Add the time to prepare in the first process, and in later ones, which do not search.
 
-    Runs without reference contests are of a time when every process searched.
+    Runs without reference contests are older: in them every process searched.
     """
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
@@ -75,7 +76,7 @@ def _line(title: str, label: str, cases: pd.DataFrame) -> list[str | Markup]:
 
 
 def _calls(calls: pd.Series) -> str:
-    """Write the fewest and the most calls."""
+    """Write the least and the greatest number of calls."""
     paid = calls.dropna()
     ends = [f"{math.ceil(end):,}" for end in (paid.min(), paid.max())] if len(paid) else ["–"]
     return "–".join(dict.fromkeys(ends))

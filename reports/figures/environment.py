@@ -1,4 +1,4 @@
-"""Where and how the run was made: every fact that its environment.json and run.json hold."""
+"""Where and how the run was made: every fact of its environment.json and run.json."""
 
 from markupsafe import Markup
 
@@ -11,7 +11,7 @@ ORDER = 90
 
 
 def draw(frames: Frames) -> Markup:
-    """List the facts by name, and the suite as it was run."""
+    """List the facts by name, and show the suite as it was run."""
     run = frames.run
     facts = flat(run.environment) | flat(run.state, "run.")
     facts.pop("schema", None), facts.pop("run.schema", None)

@@ -1,6 +1,6 @@
-"""The noise floor: every A/A pair (one kernel twice in one contest) around 1, by class of op.
+"""The noise floor: the ratio of every A/A pair (one kernel twice in one contest), by class of op.
 
- │▒▒▒|▒▒▒▒▒│          ▒  the floor of the class: what is inside means nothing
+ │▒▒▒|▒▒▒▒▒│          ▒  the floor of the class: a ratio inside it means nothing
  │  ├─●─┤  │          ●  ratio of the pair, and its 95 % interval over the processes
  │▒▒|▒┼▒├◆─┼─┤        |  one process     ◆  called different: the interval excludes 1
 -1%   0   +1%
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import folded, known, note, significant, table
+from sparsebench.reports.figures._html import folded, note, significant, table, without_dashes
 from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
 
 TITLE = "Noise floor"
@@ -22,17 +22,17 @@ ORDER = 75
 
 HEADS = ["class", "pair", "problem", "measure", ">time, µs", ">difference, %", ">interval, %"]
 HEADS += ["different"]
-PAIR_PX, MOST_PX = 10, 420  # height of a pair, and of a panel of many
+PAIR_PX, MOST_PX = 10, 420  # height of one pair, and the most for all pairs of a panel
 READ = (
-    "A pair is one kernel twice in one contest, prepared twice. Point: its difference over the "
-    "processes, with the 95 % interval; ticks: single processes; shaded: the floor. Squares are "
-    "the pairs that every run has, circles the twins hidden in the suite, diamonds those called "
-    "different."
+    "A pair is one kernel twice in one contest, prepared twice. Point: the difference over all "
+    "processes, with its 95 % interval; ticks: single processes; shaded: the floor. Squares are "
+    "the reference pairs that every run has, circles are twins hidden in the suite, diamonds are "
+    "pairs called different."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a forest plot a class, all on one scale, and list the pairs."""
+    """Draw one forest plot per class, all on one scale, and list the pairs."""
     pairs = frames.noise.pairs
     if pairs.empty:
         return NOTHING
@@ -45,7 +45,7 @@ def draw(frames: Frames) -> Markup:
         ]
     body = Markup('<div class="panels">{}</div>').format(Markup("").join(figures))
     lines = [_line(pair) for _, pair in pairs.sort_values(["class", "ratio"]).iterrows()]
-    listed = folded(f"All {len(lines)} pairs", table(*known(HEADS, lines)))
+    listed = folded(f"All {len(lines)} pairs", table(*without_dashes(HEADS, lines)))
     return note(READ) + body + listed
 
 
@@ -60,8 +60,8 @@ def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Marku
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("difference, %")
-    judged = pairs.different.dropna()
-    called = f"{judged.sum()} of {len(judged)}" if len(judged) else "too few processes to say"
+    known = pairs.different.dropna()
+    called = f"{known.sum()} of {len(known)}" if len(known) else "too few processes to say"
     words = f"floor {100 * floor:.2g} %; called different: {called}"
     drawing = svg(figure, f"A/A pairs, {name}")
     text = "<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>"

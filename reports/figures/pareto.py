@@ -1,13 +1,13 @@
-"""Error against speed-up over the fraction of a weight left dense, and the Pareto front.
+"""Error against speed-up, for several fractions of a weight left dense, with the Pareto front.
 
     error │            0 o     a point: one dense fraction (its number), pruned by one method
-          │     50 o   ┌─o     across: this run's speed-up, with its interval
-          │    ┌───o───┘       up: what pruning to it cost a model (results/pruning.py)
+          │     50 o   ┌─o     x: speed-up in this run, with its interval
+          │    ┌───o───┘       y: error after pruning to that fraction (results/pruning.py)
         0 ┼100 o────────       step: the front, the least error at that speed-up or more
                1    speed-up
 
-The error of random weights says nothing, so it is never that of the weights timed: it comes from
-`sparsebench prune`, and where the report was given none, none is drawn.
+Timed weights are random, and their error says nothing. So errors come from `sparsebench prune`; if
+the report was given none, none is drawn.
 """
 
 import numpy as np
@@ -26,14 +26,14 @@ from sparsebench.results.pruning import OUTPUT, Pruning
 TITLE = "Error against speed-up"
 ORDER = 25
 
-NEAR = 0.01  # how far a dense fraction may be from the one pruned to: both are whole tiles
-NARROWEST, LOWEST = 0.4, 1  # the axes' least spans, in × and %, so that noise looks like noise
+NEAR = 0.01  # between a timed dense fraction and a pruned one: both are rounded to tiles
+NARROWEST, LOWEST = 0.4, 1  # least spans of the axes, in × and %: noise stays small
 PRUNE = "sparsebench prune MODEL.gguf --dense {} --json > errors.json"
 REPORT = "sparsebench report {} --errors errors.json"
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a panel for each shape, m and dtype; say what is missing where no error is known."""
+    """Draw one panel per shape, m and dtype, or say which errors are missing."""
     cases = _cases(frames.raced)
     fractions = ordered(cases.dense)
     if frames.pruning is None:
@@ -57,9 +57,9 @@ def draw(frames: Frames) -> Markup:
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points that no other beats in speed-up and error, the slowest first.
+    """Return the points that no other point beats in both speed-up and error, slowest first.
 
-    The dense baseline, 1 and 0, is one of them unless a faster one has no error.
+    The dense baseline (speed-up 1, error 0) is one of them, unless a faster point has error 0.
     """
     baseline = pd.DataFrame({"speedup": [1.0], "error": [0.0]})
     known = pd.concat([points[["speedup", "error"]], baseline])
@@ -68,9 +68,9 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cases(raced: pd.DataFrame) -> pd.DataFrame:
-    """Keep the cases that have a speed-up and a dense fraction, in `dense`.
+    """Keep the cases with a speed-up and a dense fraction; add `dense` and `contender`.
 
-    `contender` is the label without parameters, which it has where a problem has all fractions.
+    `contender` is the label without the parameters of the format.
     """
     dense = raced.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
     labels = zip(raced.label, raced.params, strict=True)
@@ -80,7 +80,7 @@ def _cases(raced: pd.DataFrame) -> pd.DataFrame:
 
 
 def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
-    """Return a line for each case and outcome of the same dense fraction."""
+    """Return one line per case and way to prune, with the same dense fraction."""
     found = [
         cases[(cases.dense - outcome.dense).abs() <= NEAR].assign(
             method=f"{outcome.method}, {outcome.region}", error=outcome.errors[OUTPUT]
@@ -138,7 +138,7 @@ def _line(axes: Axes, points: pd.DataFrame, number: int) -> None:
 
 
 def _name(axes: Axes, points: pd.DataFrame) -> None:
-    """Write the dense fraction beside the highest point of each: to the left no line leads on."""
+    """Write the dense fraction left of its highest point: no line is drawn there."""
     for _, top in points.sort_values("error").groupby("dense").tail(1).iterrows():
         place = (top.speedup, 100 * top.error)
         axes.annotate(
@@ -152,13 +152,13 @@ def _name(axes: Axes, points: pd.DataFrame) -> None:
 
 
 def _words(pruning: Pruning) -> str:
-    """Say what the axes are, and whose the errors are."""
+    """Describe the axes and where the errors come from."""
     tokens = f"{pruning.held_out:,} tokens held out of {pruning.tokens_from}"
     return (
-        "Across: this run's speed-ups with their intervals. Up: the relative error of outputs, "
-        f"mean over layers, after pruning {pruning.weights} from {pruning.calibration:,} tokens, "
-        f"on {tokens}: not the weights that were timed. Numbers: per cent of the features left "
-        "dense. Step: the Pareto front of the points and of the dense baseline, intervals aside."
+        "x: speed-ups of this run with their intervals. y: relative error of the output, mean over "
+        f"layers, after pruning {pruning.weights} with {pruning.calibration:,} tokens, measured on "
+        f"{tokens}. The timed weights are others. Numbers: per cent of the features left dense. "
+        "Step: the Pareto front of the points and the dense baseline, without regard to intervals."
     )
 
 

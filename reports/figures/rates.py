@@ -1,4 +1,4 @@
-"""Rates: operations on non-zeros, dense-equivalent operations, and the fewest bytes possible."""
+"""Rates: FLOP/s of non-zeros, dense-equivalent FLOP/s, and GB/s of the bytes that must move."""
 
 import pandas as pd
 from markupsafe import Markup
@@ -12,14 +12,14 @@ ORDER = 70
 
 RATES = {"tflops": "TFLOP/s of non-zeros", "dense_tflops": "dense-equivalent", "gb_per_s": "GB/s"}
 READ = (
-    "TFLOP/s of non-zeros count no padding; dense-equivalent ones count the zeros as if they were "
-    "multiplied; GB/s are non-zeros, activations and outputs once each, without indices. A median "
-    "over unlike problems only orients; the highest is one case."
+    "TFLOP/s of non-zeros count no padding. Dense-equivalent TFLOP/s count zeros as if they were "
+    "multiplied. GB/s count non-zeros, activations and outputs once each, without indices. Medians "
+    "are over different problems; the highest rate is of one case."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """List each contender's median and highest rate, and the case of the highest."""
+    """List the median and the highest rate of each contender, and the case of the highest."""
     if frames.raced.empty:
         return NOTHING
     raced = measures(frames.raced)[0]

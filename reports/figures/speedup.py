@@ -1,4 +1,4 @@
-"""Speed-up over the baseline against the swept field, with each contender's break-even."""
+"""Speed-up over the baseline against the swept field, with the break-even of each contender."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ SPEEDUP = Quantity("speedup", "speedup_low", "speedup_high", "speed-up, ×", 1, 
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a panel for each shape and block; bands are the intervals named above."""
+    """Draw one panel per shape and block; bands are the intervals of the speed-ups."""
     raced = frames.raced
     return each_measure(raced[raced.speedup.notna()], lambda cases: _draw(frames, cases))
 
 
 def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
-    ours = raced[raced.label.isin(frames.series)]
-    if ours.empty:
+    drawn = raced[raced.label.isin(frames.series)]
+    if drawn.empty:
         return NOTHING
-    axis = sweep(ours, swept(ours))
-    same, groups = panels(ours, axis.name)
+    axis = sweep(drawn, swept(drawn))
+    same, groups = panels(drawn, axis.name)
 
     def dress(axes: Axes, group: pd.DataFrame) -> Markup:
         if axis.name != "level":
@@ -41,10 +41,10 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
 
     words = f"{same}. Horizontal line: the baseline."
     if axis.name == "level":
-        words += " Dotted: 1 / (1 − sparsity), where time follows the non-zeros. ○ break-even."
+        words += " Dotted: 1 / (1 − sparsity), if the time follows the non-zeros. ○: break-even."
     return (
         note(words)
-        + legend(frames.series_of(ours), "baseline", f"hollow: {meaning(frames.raced)[1]}")
+        + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}")
         + draw_panels(frames, groups, axis, SPEEDUP, dress)
     )
 
@@ -56,7 +56,7 @@ def _ideal(axes: Axes, axis: Sweep) -> None:
 
 
 def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
-    """Say how long the baseline takes: a ratio of two slow kernels is no news."""
+    """Write the time of the baseline: a speed-up over a slow baseline says little."""
     base = raced[raced.problem_id.isin(group.problem_id) & (raced.label == raced.baseline_label)]
     low, high = significant(base.median_us.min()), significant(base.median_us.max())
     span = low if low == high else f"{low}–{high}"

@@ -17,9 +17,9 @@ BYTES = Quantity("percent", "percent", "percent", "bytes, % of dense", baseline=
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a panel for each block and shape of weights; kernels of one format share its line.
+    """Draw one panel per block and shape of weights; kernels of one format share a line.
 
-    Nothing where all weights are dense.
+    Return NOTHING if all weights are dense.
     """
     stored = frames.cases[frames.cases.bytes_of_dense.notna() & frames.cases.level.notna()]
     stored = stored[stored.label.isin(frames.series)]
@@ -35,7 +35,7 @@ def draw(frames: Frames) -> Markup:
         axes.plot(axis.place(levels), 100 * (1 - levels), ":", color=INK, alpha=0.6, linewidth=1)
         return NOTHING
 
-    words = f"{same}. Values and indices, of the bytes of the dense matrix. Dotted: 1 − sparsity."
+    words = f"{same}. Bytes of values and indices, in % of the dense matrix. Dotted: 1 − sparsity."
     lines = stored.drop_duplicates("format")
     names = {line.format: frames.series[line.label] for _, line in lines.iterrows()}
     return note(words) + legend(names, "dense") + draw_panels(frames, groups, axis, BYTES, dress)

@@ -1,4 +1,4 @@
-"""Absolute time against the swept field: what a call costs, and where launching is all of it."""
+"""Time of a call against the swept field."""
 
 import pandas as pd
 from markupsafe import Markup
@@ -12,13 +12,13 @@ from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sw
 TITLE = "Time of a call"
 ORDER = 40
 
-OPEN = 8  # panels shown at once: speed-ups come first
+OPEN = 8  # panels shown at once; more are folded
 
 TIME = Quantity("median_us", "low_us", "high_us", "time, µs")
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a panel for each shape and block; the baseline's own time is the solid line."""
+    """Draw one panel per shape and block; the solid line is the baseline."""
     return each_measure(frames.raced, lambda cases: _draw(frames, cases))
 
 
@@ -37,5 +37,5 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
     drawn = draw_panels(frames, groups, axis, TIME, dress)
     shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
-    words = f"{same}. Medians; bands are their range over processes, or the quartiles in one."
+    words = f"{same}. Medians; bands: their range over processes, or the quartiles in one process."
     return note(words) + legend(frames.series_of(raced), bases) + shown

@@ -1,5 +1,7 @@
 """A made-up NVML with one GPU, `GPU-fake`, that draws 300 W and is power-capped half of the time.
 
+Its clock moves on by STEP_S with every reading of the fields.
+
 FAKE_NVML changes it, as JSON: {"driver": "580.65.06"}, {"untold": [a field id, or the end of a
 function's name]}, {"tell": {the end of a function's name: what it returns}}, {"init": why it
 fails}, {"dies_after": readings}.
@@ -7,7 +9,6 @@ fails}, {"dies_after": readings}.
 
 import json
 import os
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLAT
 NVML_TEMPERATURE_THRESHOLD_GPU_MAX = 3
 nvmlClocksEventReasonGpuIdle = 1
 
-WATT = 300.0
+WATT, STEP_S = 300.0, 0.125
 OLD_DRIVERS = "575.51.03", "580.65.06"
 CLOCKS = {NVML_CLOCK_SM: 1980, NVML_CLOCK_MEM: 3201}
 TOLD = {
@@ -35,7 +36,7 @@ TOLD = {
     "PowerManagementDefaultLimit": 700_000,
 }
 POWER, SINCE_580_82, BEFORE = 186, (269, 270, 271), (251, 252, 253)
-started, readings = time.perf_counter(), []
+readings: list[tuple[int, ...]] = []
 
 
 class NVMLError(Exception):
@@ -73,7 +74,7 @@ def nvmlDeviceGetFieldValues(handle: str, ids: tuple[int, ...]) -> list[SimpleNa
     readings.append(ids)
     if len(readings) > asked("dies_after", 10**9):
         os._exit(7)
-    ran_ns = int(1e9 * (time.perf_counter() - started))
+    ran_ns = int(1e9 * STEP_S * len(readings))
     old = nvmlSystemGetDriverVersion() in OLD_DRIVERS
     slowdowns = dict.fromkeys(BEFORE if old else SINCE_580_82, ran_ns // 10)
     return [_field(id, {74: ran_ns // 2, 76: 0, **slowdowns}) for id in ids]
@@ -95,7 +96,7 @@ def __getattr__(name: str) -> Any:
     def answer(handle: str, *arguments: Any) -> Any:
         tell = {**TOLD, **asked("tell", {})}
         if what == "TotalEnergyConsumption" and what not in asked("untold", []):
-            return int(1e3 * WATT * (time.perf_counter() - started))
+            return int(1e3 * WATT * STEP_S * len(readings))
         if what.endswith("ClockInfo") and what not in asked("untold", []):
             return CLOCKS[arguments[0]]
         if what in asked("untold", []) or what not in tell:

@@ -81,7 +81,7 @@ def test_stored_bytes_are_those_of_the_arrays(name: str) -> None:
     [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int32), torch.zeros(8, 4).T],
     ids=["a vector", "integers", "strided"],
 )
-def test_no_format_takes_what_is_not_a_matrix(name: str, bad: Tensor) -> None:
+def test_every_format_refuses_what_is_not_a_matrix(name: str, bad: Tensor) -> None:
     with pytest.raises(FormatError, match=r"expected .*, found"):
         load_format(name).from_dense(bad)
 
@@ -125,7 +125,7 @@ def test_a_block_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["csr", "bsr"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_sample_is_the_other_matrix_where_this_one_stores(
+def test_a_sample_is_the_other_matrix_at_the_stored_positions(
     name: str, shape: tuple[int, int]
 ) -> None:
     packed = stored(name, matrix(shape, torch.float16, 0.05))
@@ -141,7 +141,7 @@ def test_a_sample_is_the_other_matrix_where_this_one_stores(
 
 
 @pytest.mark.parametrize("name", ["csr", "bsr"])
-def test_a_matrix_of_another_size_is_no_sample(name: str) -> None:
+def test_a_sample_of_a_matrix_of_another_size_is_refused(name: str) -> None:
     packed = stored(name, torch.ones(4, 6))
     with pytest.raises(FormatError, match=r"expected \[4, 6\], found \[6, 4\]"):
         packed.sample(torch.ones(6, 4))

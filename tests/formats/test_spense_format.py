@@ -1,4 +1,4 @@
-"""Spense: any 2:4 hybrid comes back bit for bit, in the bytes that it promises."""
+"""Spense: every 2:4 hybrid round-trips bit for bit, and stores the bytes of its docstring."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def two_of_four(shape: tuple[int, int], values: Tensor) -> Tensor:
     st.sampled_from(SPLITS),
     st.integers(0, 2**20),
 )
-def test_any_hybrid_comes_back(
+def test_every_hybrid_round_trips(
     shape: tuple[int, int], dtype: torch.dtype, fraction: float, split: str, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def sizes(w: Spense) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("stored", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_group_may_store_fewer_and_each_position(dtype: torch.dtype, stored: int) -> None:
+def test_a_group_may_store_fewer_elements_at_any_position(dtype: torch.dtype, stored: int) -> None:
     masks = [m for m in range(16) if m.bit_count() == stored]
     rows = [[(m >> i & 1) * (i + 1.0) for i in range(4)] for m in masks]
     dense = torch.tensor(rows).repeat(1, 3).to(dtype)
@@ -69,7 +69,7 @@ def test_a_group_may_store_fewer_and_each_position(dtype: torch.dtype, stored: i
 @pytest.mark.parametrize(("dtype", "share"), SHARES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("fraction", [0, 0.5, 1])
-def test_it_takes_the_bytes_that_it_promises(
+def test_it_stores_the_bytes_that_its_docstring_says(
     dtype: torch.dtype, share: float, split: str, fraction: float
 ) -> None:
     dense = torch.zeros(512, 1024).to(dtype)
@@ -77,7 +77,7 @@ def test_it_takes_the_bytes_that_it_promises(
     assert packed.stored_bytes == dense.nbytes * (share * (1 - fraction) + fraction)
 
 
-def test_the_dense_part_grows_to_whole_tiles_and_floats_do_not_make_it_larger() -> None:
+def test_the_dense_part_grows_to_whole_tiles_and_rounding_of_floats_adds_none() -> None:
     dense = torch.zeros(300, 1280, dtype=torch.bfloat16)
     for fraction, rows, columns in [(0.1, 256, 1152), (0.9, 0, 128), (0.5, 128, 640)]:
         by_rows = Spense.from_dense(dense, dense_fraction=fraction)
@@ -103,7 +103,7 @@ def test_it_draws_its_tiles() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_what_is_not_two_of_four_is_refused_by_its_place(split: str) -> None:
+def test_the_first_group_with_more_than_two_of_four_is_named(split: str) -> None:
     dense = torch.zeros(300, 700, dtype=torch.float16)
     dense[299, 696:] = 1.0  # in the dense part
     dense[120, 4:8] = -0.0
@@ -125,7 +125,7 @@ def test_what_is_not_two_of_four_is_refused_by_its_place(split: str) -> None:
     ],
     ids=["fp32", "a split", "a fraction"],
 )
-def test_a_setting_that_cannot_be_is_refused(
+def test_impossible_settings_are_refused(
     dense: Tensor, setting: dict[str, object], message: str
 ) -> None:
     with pytest.raises(FormatError, match=message):

@@ -63,7 +63,7 @@ def test_any_matrix_fits_any_tile(
     assert same_bits(packed.to_dense(), drawn)
 
 
-def test_what_a_tile_has_no_room_for_is_in_the_spill_in_order() -> None:
+def test_entries_beyond_the_capacity_are_in_the_spill_in_order() -> None:
     dense = torch.ones(3, 600, dtype=torch.bfloat16)
     dense[1, 40:] = 0
     packed = Twell.from_dense(dense)
@@ -90,7 +90,7 @@ def test_the_default_writes_the_published_words_in_their_bytes() -> None:
     assert packed.stored_bytes == words.nbytes + packed.spill_offsets.nbytes
 
 
-def test_published_words_are_read_in_any_order_and_not_past_their_count() -> None:
+def test_published_words_are_read_in_any_order_and_not_beyond_their_count() -> None:
     words = torch.tensor(WORDS, dtype=torch.uint32)
     words[0, 1:4] = torch.tensor([0x400000FF, 0x3F800003, 0xDEADBEEF], dtype=torch.uint32)
     packed = Twell.from_words(words, (2, 512))
@@ -99,7 +99,7 @@ def test_published_words_are_read_in_any_order_and_not_past_their_count() -> Non
 
 
 @pytest.mark.parametrize("capacity", [31, 63, 127])
-def test_each_published_capacity_comes_back_from_its_words(capacity: int) -> None:
+def test_each_published_capacity_round_trips_through_words(capacity: int) -> None:
     dense = torch.zeros(2, 300, dtype=torch.bfloat16)
     dense[0, :capacity] = -0.0
     dense[1, 299] = float("nan")
@@ -119,7 +119,7 @@ def test_each_published_capacity_comes_back_from_its_words(capacity: int) -> Non
         ((1, 65537), {}, "expected at most 65536 columns for 16-bit indices, found 65537"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(
+def test_impossible_settings_are_refused(
     shape: tuple[int, int], setting: dict[str, int], message: str
 ) -> None:
     with pytest.raises(FormatError, match=message):

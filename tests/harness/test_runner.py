@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
 
 from sparsebench.errors import SuiteError
@@ -14,7 +15,7 @@ from sparsebench.harness.run import runner as runners
 from sparsebench.harness.run.measure import Flags, measure
 from sparsebench.harness.run.runner import Runner, WorkerError
 from sparsebench.results import store
-from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
@@ -32,10 +33,16 @@ baselines:
 """
 
 
-def rows(*names: str, timeout_s: float = 60) -> list[Row]:
+def rows(*names: str) -> list[Row]:
     """Run one contest of the baseline and some faulty kernels in a worker process."""
     contenders = (BASELINE, *(Contender("dense", f"faulty.{name}") for name in names))
-    runner = Runner("cpu", None, timeout_s)
+    hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty.hangs"}
+    with pytest.MonkeyPatch.context() as patch:
+        patience.only_with(hanging, patch)
+        return measured_rows(Runner("cpu", None, timeout_s=2), contenders)
+
+
+def measured_rows(runner: Runner, contenders: tuple[Contender, ...]) -> list[Row]:
     try:
         (measured,) = runner.run([Contest(PROBLEM, contenders)])
     finally:
@@ -55,7 +62,7 @@ def test_a_crash_costs_its_own_row_and_no_other() -> None:
 
 
 def test_a_hang_is_a_timeout_and_the_others_get_their_rows() -> None:
-    right, hung = rows("hangs", timeout_s=2)
+    right, hung = rows("hangs")
     assert right.status is Status.OK
     assert hung.status is Status.TIMEOUT
     assert hung.detail == "no answer within 2 s"
@@ -151,12 +158,11 @@ def test_a_stop_leaves_a_valid_run(stop: signal.Signals, tmp_path: Path) -> None
     out = tmp_path / "run"
     command = [sys.executable, "-P", "-m", "sparsebench", "run", str(path), "--out", str(out)]
     child = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
     while not (out / "rows.jsonl").exists() or len(store.read(out).rows) < 2:
-        assert time.monotonic() < deadline
+        assert child.poll() is None
         time.sleep(0.1)
     os.kill(child.pid, stop)
-    _, said = child.communicate(timeout=30)
+    _, said = child.communicate()
     assert child.returncode == 130
     assert "interrupted" in said
     run = store.read(out)

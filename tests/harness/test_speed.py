@@ -2,10 +2,12 @@
 
 Measured on two cores of a shared server: 0.17 s to expand a suite, 0.9 s for frame and summary,
 2.4 s for a report, 0.07 s to append 192 rows. Of several rounds the fastest is held to the bound.
+A round is the time that the process had on the cores: other work on the machine does not count.
 """
 
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from sparsebench.reports.build import build
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row, Status
+
+pytestmark = pytest.mark.benchmark(timer=process_time)
 
 WORK = {"sparsity": 0.5, "nnz": 1, "flops": 2.0, "dense_flops": 4.0, "fewest_bytes": 1}
 BYTES = {"stored_bytes": 1, "dense_bytes": 2}
@@ -52,7 +56,7 @@ def within(
     bound_s: float, benchmark: Any, function: Callable[..., object], *args: object, rounds: int = 3
 ) -> None:
     benchmark.pedantic(function, args, rounds=rounds)
-    if benchmark.stats:  # none under --benchmark-disable
+    if benchmark.stats:  # none under --benchmark-disable and in a process of pytest-xdist
         assert benchmark.stats["min"] < bound_s
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import assert_passes, has_interpreter
+from sample import sampled
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.bench.check import TF32, Expected, check
@@ -20,8 +21,9 @@ KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton]
 
 
 @has_interpreter
-def test_every_product_is_right_in_tritons_interpreter():
-    assert_passes(Path(__file__).with_name("triton_interpreted.py"))
+@pytest.mark.parametrize("which", sampled(["not exhaustive", "exhaustive"]))
+def test_every_product_is_right_in_tritons_interpreter(which):
+    assert_passes(Path(__file__).with_name("triton_interpreted.py"), "-m", which)
 
 
 @pytest.mark.parametrize("module", KERNELS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample import sampled
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
@@ -40,6 +41,7 @@ WHOLE = [
     (66, 264, 256, [256, 64], "fp16"),
 ]
 PATHS = [(*problem, path) for problem in WHOLE for path in ("tma", "pointers")]
+SAMPLE = 3, 8, 9  # of ODD and PATHS: blocks of 10, and blocks of 16 by both paths
 WIDE = [
     (130, 144, 200, [64, 128], "fp16"),
     (66, 264, 256, [256, 64], "fp16"),
@@ -87,7 +89,8 @@ def bsr_runs(x: Tensor, w: Tensor, block: list[int], path: str) -> list[Launch]:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "block", "dtype", "path"), [(*odd, "pointers") for odd in ODD] + PATHS
+    ("m", "n", "k", "block", "dtype", "path"),
+    sampled([(*odd, "pointers") for odd in ODD] + PATHS, *SAMPLE),
 )
 def test_bsr_products_are_right_in_every_configuration(m, n, k, block, dtype, path):
     w, x = weights(n, k, block, dtype), torch.randn(m, k).to(DTYPES[dtype])
@@ -96,7 +99,8 @@ def test_bsr_products_are_right_in_every_configuration(m, n, k, block, dtype, pa
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "block", "dtype", "path"), [(*odd, "pointers") for odd in ODD] + PATHS
+    ("m", "n", "k", "block", "dtype", "path"),
+    sampled([(*odd, "pointers") for odd in ODD] + PATHS, *SAMPLE),
 )
 def test_input_gradients_are_right_in_every_configuration(m, n, k, block, dtype, path):
     w, dy = weights(n, k, block, dtype), torch.randn(m, n).to(DTYPES[dtype])
@@ -106,7 +110,9 @@ def test_input_gradients_are_right_in_every_configuration(m, n, k, block, dtype,
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "block", "dtype", "path"),
-    [(*strip, "pointers") for strip in STRIPS] + [(*wide, "tma") for wide in WIDE],
+    sampled(
+        [(*strip, "pointers") for strip in STRIPS] + [(*wide, "tma") for wide in WIDE], 5, 10, -1
+    ),
 )
 def test_weight_gradients_are_right_in_every_configuration(m, n, k, block, dtype, path):
     pattern = Bsr.from_dense(weights(n, k, block, dtype), block=block)
@@ -115,7 +121,7 @@ def test_weight_gradients_are_right_in_every_configuration(m, n, k, block, dtype
         assert_right_gradient(run_twice(launch), dy, x, pattern)
 
 
-@pytest.mark.parametrize(("m", "n", "k", "block", "dtype", "path"), PATHS)
+@pytest.mark.parametrize(("m", "n", "k", "block", "dtype", "path"), sampled(PATHS, 0, 1))
 def test_dense_products_are_right_in_every_configuration(m, n, k, block, dtype, path):
     w, x = torch.randn(n, k).to(DTYPES[dtype]), torch.randn(m, k).to(DTYPES[dtype])
     for config in dense_triton.configurations(m, w.element_size(), path):

@@ -87,8 +87,9 @@ def test_a_run_and_what_pruning_cost_are_one_panel_a_shape(run: Run, tmp_path: P
         "m 4096 · fp8",
         "spense/spense_wgmma over dense/cublas",
         "wanda, scored",
-        "after pruning &lt;model&gt;.gguf from 4,096 tokens, on 2,048 tokens held out of a book",
-        "not the weights that were timed",
+        "after pruning &lt;model&gt;.gguf with 4,096 tokens",
+        "measured on 2,048 tokens held out of a book",
+        "The timed weights are others.",
         "SHA-256 a5fd",
     ]:
         assert words in found

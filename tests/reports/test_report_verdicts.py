@@ -17,7 +17,7 @@ from places import PUBLISHED
 
 from sparsebench.reports.build import build
 from sparsebench.reports.figures._figure import Frames, each_measure, measures
-from sparsebench.reports.figures._html import known
+from sparsebench.reports.figures._html import without_dashes
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.reports.figures.conversion import draw as conversion
 from sparsebench.results.analysis import analyse
@@ -190,7 +190,7 @@ def test_cases_not_told_apart_from_the_baseline_are_hollow() -> None:
 def test_in_a_look_hollow_means_that_the_interval_holds_one() -> None:
     cases = frames(run(processes=5)).raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided[["fast", "equal"]].to_list() == [False, True]
-    assert "hollow: the interval holds 1" in section("speedup", page(processes=5))
+    assert "hollow: the interval contains 1" in section("speedup", page(processes=5))
 
 
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
@@ -216,7 +216,7 @@ def test_what_is_the_same_in_every_measure_is_said_once() -> None:
     ]
     text = build(replace(broken, rows=rows))
     assert "16 ok, 4 not, of 4 problems" in text
-    assert '<td class="num">4</td>' in section("refused", text)
+    assert '<td class="num">4</td>' in section("untimed", text)
     assert section("storage", page()).count("<figure>") == section("storage", text).count(
         "<figure>"
     )
@@ -273,8 +273,8 @@ def test_runs_in_which_every_process_searched_have_no_preparing_without_a_search
 
 
 def test_columns_of_dashes_are_left_out() -> None:
-    assert known(["a", "b"], [["1", "–"], ["–", "–"]]) == (["a"], [["1"], ["–"]])
-    assert known(["a", "b"], []) == (["a", "b"], [])
+    assert without_dashes(["a", "b"], [["1", "–"], ["–", "–"]]) == (["a"], [["1"], ["–"]])
+    assert without_dashes(["a", "b"], []) == (["a", "b"], [])
 
 
 def test_a_run_of_the_older_schema_has_its_page() -> None:

@@ -90,7 +90,7 @@ def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     assert found.floors.keys() == {"launch", "memory"}
     other = frame(contest((A, 100.0), bound_by="compute"))
     assert set(found.floor(other)) == {found.floors["launch"]}
-    assert "launch 4.1 %, memory 0.5 %; any other op takes the largest" in found.sentence
+    assert "launch 4.1 %, memory 0.5 %; every other class takes the largest" in found.sentence
 
 
 def test_a_run_without_a_pair_has_no_floor_and_its_outcomes_say_so() -> None:
@@ -125,12 +125,12 @@ def test_every_outcome_comes_out_of_a_run() -> None:
     rows += contest((A, 100.0), (B, noisy(100.0)), m=3)
     rows += contest((A, 100.0), (B, noisy(99.4)), m=4)
     cases = analyse(run(rows, PAIR)).cases
-    judged = cases[cases.label == "bsr/bsr_triton"]
-    assert list(judged.outcome) == ["faster", "slower", "no_difference", "inconclusive"]
-    assert list(judged.interval.unique()) == ["95 % over 8 processes"]
-    assert judged.speedup.iloc[0] == pytest.approx(2)
-    assert (judged.t_low < judged.speedup).all()
-    assert judged.more_processes.notna().tolist() == [False, False, False, True]
+    of_bsr = cases[cases.label == "bsr/bsr_triton"]
+    assert list(of_bsr.outcome) == ["faster", "slower", "no_difference", "inconclusive"]
+    assert list(of_bsr.interval.unique()) == ["95 % over 8 processes"]
+    assert of_bsr.speedup.iloc[0] == pytest.approx(2)
+    assert (of_bsr.t_low < of_bsr.speedup).all()
+    assert of_bsr.more_processes.notna().tolist() == [False, False, False, True]
     assert (cases[cases.baseline].outcome == "").all()
 
 

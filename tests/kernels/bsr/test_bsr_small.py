@@ -149,9 +149,9 @@ def test_a_matrix_cut_into_smaller_blocks_is_the_same_matrix(block, side):
 
 def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
     w = Bsr.from_dense(torch.ones(128, 128).half(), block=64)
-    assert bsr_small._fitting(w, bsr_small.FEW).block == (32, 32)
+    assert bsr_small._fitting(w, bsr_small.CUT_TOKENS).block == (32, 32)
     with pytest.raises(Unsupported, match=r"blocks of 64x64: expected up to 256 tokens, found 257"):
-        bsr_small._fitting(w, bsr_small.FEW + 1)
+        bsr_small._fitting(w, bsr_small.CUT_TOKENS + 1)
 
 
 def test_a_step_has_less_room_where_blocks_are_rare_but_enough_for_any_strip():

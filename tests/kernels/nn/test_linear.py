@@ -101,7 +101,7 @@ def test_kernels_are_chosen_by_gpu_dtype_and_block(
             _bsr_plans.chosen(call, device)
 
 
-def test_what_no_kernel_multiplies_is_refused(monkeypatch):
+def test_what_no_kernel_multiplies_is_unsupported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     call = _bsr_plans.Call("linear", 100, (512, 512), (64, 64), torch.float16)
     with pytest.raises(Unsupported, match=r"needs compute capability 8.0 or newer, found 7.5"):
@@ -234,7 +234,7 @@ def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
         layer(x[:2])
 
 
-def test_plans_are_made_once_and_end_with_their_pattern():
+def test_plans_are_made_once_and_freed_with_their_pattern():
     gc.collect()
     before, layer, x = len(_bsr_plans._PLANS), layer_of(), torch.randn(3, 48)
     for _ in range(3):
@@ -247,7 +247,7 @@ def test_plans_are_made_once_and_end_with_their_pattern():
     assert len(_bsr_plans._PLANS) == before
 
 
-def test_plans_end_with_either_half_of_their_index():
+def test_plans_are_freed_with_either_half_of_their_index():
     layer, x = layer_of(), torch.randn(3, 48)
     layer(x)
     before = len(_bsr_plans._PLANS)
@@ -298,7 +298,7 @@ def driver(monkeypatch) -> Driver:
     cuda.tensor_map.cache_clear()
 
 
-def test_a_map_is_made_once_for_what_it_depends_on(driver):
+def test_a_tensor_map_is_made_once_for_what_it_describes(driver):
     given = 4096, (64, 128), (128, 1), torch.bfloat16, (64, 64)
     made = cuda.tensor_map(*given)
     assert cuda.tensor_map(*given) is made
@@ -475,7 +475,7 @@ def index(offsets: list[int], columns: list[int]) -> tuple[Tensor, Tensor]:
         ([0, 3], [0, 1, 2], "expected 3 offsets from 0 to 3, found 2 from 0 to 3"),
     ],
 )
-def test_an_index_that_is_none_is_refused_and_changes_nothing(offsets, columns, message):
+def test_a_wrong_index_is_refused_and_changes_nothing(offsets, columns, message):
     layer, x = layer_of(32, 48), torch.randn(2, 48)
     before = layer(x)
     with pytest.raises(FormatError, match=message):
@@ -500,7 +500,7 @@ def test_an_index_of_another_type_is_refused():
         ({"x": lambda x: x.half()}, Unsupported, "one dtype, found torch.float16 and torch.float"),
     ],
 )
-def test_operands_that_do_not_go_together_are_refused(change, error, message):
+def test_operands_that_do_not_fit_together_are_refused(change, error, message):
     layer = layer_of()
     given = {"x": torch.randn(3, 48), "values": layer.values.detach()}
     given |= {"offsets": layer.offsets, "columns": layer.columns}
@@ -521,7 +521,7 @@ def test_operands_that_do_not_go_together_are_refused(change, error, message):
         ({"sparsity": None, "pattern": torch.ones(4, 3)}, "expected a bool matrix, found torch.fl"),
     ],
 )
-def test_a_layer_that_cannot_be_is_refused(options, message):
+def test_wrong_sizes_and_settings_of_a_layer_are_refused(options, message):
     with pytest.raises(FormatError, match=message):
         layer_of(**options)
 

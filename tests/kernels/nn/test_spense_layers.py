@@ -341,7 +341,7 @@ def test_inputs_that_a_layer_cannot_multiply_are_refused():
 # ---- plans ----
 
 
-def test_equal_tiles_of_tokens_share_their_lists(monkeypatch):
+def test_equal_tiles_of_tokens_share_their_work_list(monkeypatch):
     monkeypatch.setattr(spense_wgmma, "load", lambda *given: (None, "code"))
     monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(spense_wgmma, "unsupported", lambda problem, device: None)
@@ -359,7 +359,7 @@ def test_equal_tiles_of_tokens_share_their_lists(monkeypatch):
     assert (plans[600].y, hidden.y) == ((600, 512), (600, 256))
 
 
-def test_a_gpu_without_the_kernel_is_refused(monkeypatch):
+def test_a_gpu_without_the_kernel_is_unsupported(monkeypatch):
     monkeypatch.setattr(layers, "_PLANS", {})
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     with pytest.raises(Unsupported, match="needs an NVIDIA GPU of compute"):

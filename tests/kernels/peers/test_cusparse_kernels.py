@@ -236,7 +236,7 @@ def test_every_layout_describes_the_same_weight_gradient(
 
 
 @pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
-def test_a_settled_layout_is_taken_again(
+def test_a_pinned_layout_is_taken_again(
     library: HostCusparse, peer: Any, block: int | None
 ) -> None:
     operands = wgrad_of(5, 9, 14, block)
@@ -265,7 +265,7 @@ def test_weights_without_a_non_zero_give_zeros(
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)
-def test_what_the_library_refuses_is_unsupported_in_its_own_words(
+def test_what_the_library_refuses_is_unsupported_with_its_own_reason(
     library: HostCusparse, peer: Any, block: int | None
 ) -> None:
     library.refuses = True
@@ -310,9 +310,7 @@ def test_padding_is_recorded(library: HostCusparse) -> None:
 
 
 @pytest.mark.parametrize("peer", [cusparse_csr, cusparse_bsr, cusparse_bell])
-def test_the_peers_ask_for_a_gpu_and_the_bindings(
-    monkeypatch: pytest.MonkeyPatch, peer: Any
-) -> None:
+def test_the_peers_need_a_gpu_and_the_bindings(monkeypatch: pytest.MonkeyPatch, peer: Any) -> None:
     problem = Problem("linear", {"m": 1, "n": 1, "k": 1, "dtype": "bf16"})
     assert "NVIDIA GPU, found device cpu" in peer.KERNEL.unsupported(problem, torch.device("cpu"))
     monkeypatch.setattr(_cusparse, "find_spec", lambda name: None)

@@ -1,7 +1,7 @@
-"""cuSPARSELt and the hybrid of two libraries: what is asked of the library, and what is refused.
+"""cuSPARSELt and the hybrid of two libraries: how they call the library, and what is unsupported.
 
-Where there is no GPU a stand-in for the library's three functions multiplies densely, in fp32. Like
-the library it is told no stride, refuses what it is not given contiguous, and knows no other sizes.
+Without a GPU a stand-in for the library's three functions multiplies densely, in fp32. Like the
+library it takes no stride, refuses operands that are not contiguous, and knows no other sizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -157,7 +157,7 @@ def test_without_a_search_it_is_the_default(library: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_what_is_settled_is_taken_again_without_a_search(
+def test_a_pinned_way_is_taken_again_without_a_search(
     library: Library, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     candidates(monkeypatch, cusparselt, pick=1)
@@ -172,7 +172,7 @@ def test_what_is_settled_is_taken_again_without_a_search(
 
 
 @pytest.mark.parametrize("pattern", SPLITS)
-def test_a_dense_part_is_refused_by_the_one_and_asked_for_by_the_other(pattern: str) -> None:
+def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str) -> None:
     with pytest.raises(
         Unsupported, match=r"all of W to be 2:4, found \[\d+, \d+\] of \[256, 512\]"
     ):
@@ -199,7 +199,7 @@ def test_the_hybrid_is_the_product_and_reads_activations_anew(
 
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("pattern", SPLITS)
-def test_the_hybrid_takes_what_is_settled(library: Library, dtype: str, pattern: str) -> None:
+def test_the_hybrid_takes_a_pinned_way_again(library: Library, dtype: str, pattern: str) -> None:
     choice = cusparselt_hybrid.prepare(operands_of(dtype, pattern)).choice
     last = cusparselt_hybrid.ways(DTYPES[dtype], pattern == "spense_rows")[-1]
     pinned = {"sparse": choice["sparse"], "dense": vars(last)}
@@ -218,7 +218,7 @@ def test_the_hybrid_takes_what_is_settled(library: Library, dtype: str, pattern:
         (problem_of("fp8", n=48), "found m 32, n 48 and k 512"),
     ],
 )
-def test_what_the_library_cannot_take_is_refused_before_any_launch(
+def test_what_the_library_cannot_take_is_unsupported_before_any_launch(
     problem: Problem, reason: str
 ) -> None:
     for kernel in (cusparselt.KERNEL, cusparselt_hybrid.KERNEL):

@@ -94,11 +94,11 @@ def test_rewritten_activations_are_multiplied_anew(peer: Any, form: Any, params:
 
 @pytest.mark.parametrize("peer", [scipy_csr, scipy_bsr])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_scipy_refuses_sixteen_bit_types(peer: Any, dtype: str) -> None:
+def test_sixteen_bit_types_are_unsupported_by_scipy(peer: Any, dtype: str) -> None:
     assert f"found {dtype}" in peer.KERNEL.unsupported(problem_of(dtype), CPU)
 
 
-def test_cublas_refuses_fp32_where_torch_is_told_to_use_tf32(
+def test_fp32_is_unsupported_by_cublas_where_torch_uses_tf32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert cublas.unsupported(problem_of("fp32"), CUDA) is None
@@ -111,7 +111,7 @@ def test_cublas_refuses_fp32_where_torch_is_told_to_use_tf32(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32"])
-def test_cublas_has_tf32_during_the_calls_of_a_tf32_problem_alone(dtype: str) -> None:
+def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(dtype: str) -> None:
     seen, settings = [], torch.backends.cuda.matmul
     before = settings.fp32_precision, torch.backends.cuda.preferred_blas_library()
 
@@ -134,7 +134,7 @@ def test_cublas_restores_the_precision_after_an_error() -> None:
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-def test_blocked_ell_is_refused_fp32_and_not_tf32() -> None:
+def test_blocked_ell_supports_tf32_and_not_fp32() -> None:
     assert "expected dtype tf32" in str(cusparse_bell.unsupported(problem_of("fp32"), CUDA))
     found = cusparse_bell.unsupported(problem_of("tf32"), CUDA)
     assert found == _cusparse.unsupported(problem_of("tf32"), CUDA)
@@ -152,7 +152,7 @@ def test_blocked_ell_is_refused_fp32_and_not_tf32() -> None:
         ((37, 64, 64), 32, True, "multiple of 16 tokens, found 37"),
     ],
 )
-def test_what_torch_would_hand_to_its_slow_path_is_refused(
+def test_what_torch_would_run_on_its_slow_path_is_unsupported(
     shape: tuple[int, int, int], block: Any, tuned: bool, reason: str
 ) -> None:
     with pytest.raises(Unsupported, match=reason):
@@ -182,7 +182,7 @@ def test_tiles_divide_the_tokens_and_hold_what_torch_ships(
     assert torch_bsr.token_tiles(m, block, DTYPES[dtype]) == tiles
 
 
-def test_torch_asks_for_a_gpu() -> None:
+def test_torchs_sparse_products_need_a_gpu() -> None:
     assert "found device cpu" in str(torch_bsr.unsupported(problem_of(), CPU))
     assert torch_bsr.unsupported(problem_of(), CUDA) is None
 

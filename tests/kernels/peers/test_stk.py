@@ -1,4 +1,4 @@
-"""STK as a peer: what is refused, and its calls and layouts on a stand-in of dense products."""
+"""STK as a peer: what is unsupported, and its calls and layouts, with dense products for STK."""
 
 import sys
 from dataclasses import replace
@@ -114,7 +114,9 @@ def test_the_weight_gradient_is_packed_like_the_weight() -> None:
         ({"m": 2**18, "n": 2**13}, "less than 2^31 elements"),
     ],
 )
-def test_sizes_that_stk_cannot_take_are_refused(fields: dict[str, Any], reason: str | None) -> None:
+def test_sizes_that_stk_cannot_take_are_unsupported(
+    fields: dict[str, Any], reason: str | None
+) -> None:
     found = stk.unsupported(Problem("linear", SIZES | fields), CUDA)
     assert found is None if reason is None else reason in str(found)
 
@@ -131,7 +133,7 @@ def test_without_a_gpu_or_stk_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_other_blocks_are_refused() -> None:
+def test_other_blocks_are_unsupported() -> None:
     with pytest.raises(Unsupported, match="blocks of 128x128, found 64x64"):
         stk.prepare(operands_of("linear", block=64))
 

@@ -118,11 +118,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
-    """Build the kernel's own source for this machine; PTX is grid_on_cpu.h's."""
-    source = cuda_source("ffn_few.cu")
-    head, _, rest = source.partition("// ---- PTX ----")
-    source = head + rest[rest.index("// ---- whose units") :]
-    source = source.replace('#include "hopper.cuh"', '#include "grid_on_cpu.h"')
+    """Build the kernel's own source for this machine; grid_on_cpu.h stands in for PTX."""
+    source = cuda_source("ffn_few.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source += """
       static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* words; int* counts; } p;
@@ -169,7 +166,8 @@ WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True,
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize(
-    ("case", "way"), [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
+    ("case", "way"),
+    sampled(((c, WAYS[(i + j) % 3]) for j in (0, 1) for i, c in enumerate(CASES)), 0, 2, 8),
 )
 def test_its_threads_give_the_product_on_a_cpu(
     case: tuple[int, int, int, float, int, int], way: tuple[str, bool, bool, bool], folder: Path

@@ -12,7 +12,7 @@ import pytest
 import torch
 from on_hopper import assert_compiles_cleanly, hopper
 from sample import sampled
-from test_spense_hidden import KERNEL, Case, on_cpu
+from spense_epilogue_on_cpu import KERNEL, Case, on_cpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -20,7 +20,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.sparse_activations import _packed_gate
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense._stream_k import rows_in_turn, schedule
+from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config
 
 READ = """
@@ -34,7 +34,7 @@ static uint4 ld_shared_v4(u32 at) {  // some warps are much later than others, i
 }
 """
 RUN = """
-template <int LEFT> static void stores_have_read() {}
+template <int LEFT> static void tma_store_wait_read() {}
 static struct { const float* given; const WorkItem* items; const int* starts; float4* workspace;
                 int* counters; unsigned short* values; unsigned char* bits; } p;
 static struct { int rows, n, m; } q;
@@ -114,8 +114,8 @@ CASES = [
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize(("case", "part"), CASES, ids=str)
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize(("case", "part"), sampled(CASES, 0, 2), ids=str)
+@pytest.mark.parametrize("name", sampled(["bf16", "fp16"]))
 def test_its_threads_write_who_is_on_on_a_cpu(
     name: str, case: Case, part: float, tmp_path: Path
 ) -> None:
@@ -138,13 +138,13 @@ def test_its_threads_write_who_is_on_on_a_cpu(
     sums[:n, m:] = np.nan
     of_steps = np.zeros((case.steps, *sums.shape), np.float32)
     of_steps[rng.integers(case.steps)] = sums  # sums of parts are exact
-    turns = rows_in_turn(rows, 0)
+    order = interleaved_rows(rows, 0)
     given = np.zeros((len(items), share, 64, config.tokens), np.float32)
     for i, (group, token, first, count, *_) in enumerate(items):
-        for j, row in enumerate(turns[np.minimum(group * share + np.arange(share), rows - 1)]):
+        for j, row in enumerate(order[np.minimum(group * share + np.arange(share), rows - 1)]):
             own = of_steps[first : first + count, row * 64 : row * 64 + 64]
             given[i, j] = own[..., token : token + config.tokens].sum(0)
-    partial = torch.full((work.places, share, 64, config.tokens), float("nan"))
+    partial = torch.full((work.slots, share, 64, config.tokens), float("nan"))
     counters = torch.zeros(work.counters * share + 1, dtype=torch.int32)
     values = torch.full((m, n), 7.0, dtype=dtype)
     bits = torch.full((-(-m // 8), n), 0xFF, dtype=torch.uint8)

@@ -27,7 +27,7 @@ from sparsebench.harness.bench.entry import bound
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.sim import contest as sim_contest
+from sparsebench.harness.sim.worker import contest as sim_contest
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import cublas, cublas_ffn, torch_compile
@@ -127,7 +127,7 @@ REFUSED = {
 
 @compiled
 @pytest.mark.parametrize("written", REFUSED)
-def test_what_fp8_cannot_be_right_in_is_refused(written: str, tmp_path: Path) -> None:
+def test_what_fp8_is_too_imprecise_for_is_refused(written: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(
         "schema: sparsebench/suite@1\ntitle: t\nproblems:\n"
@@ -253,14 +253,14 @@ def test_its_steps_are_one_graph_to_torch_compile() -> None:
         (spense_ffn, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
     ],
 )
-def test_a_cpu_is_refused(kernel: Any, reason: str) -> None:
+def test_a_cpu_is_unsupported(kernel: Any, reason: str) -> None:
     assert reason in kernel.KERNEL.unsupported(problem(), CPU)
     odd = kernel.KERNEL.unsupported(problem(n=2056), CPU)
     assert kernel is spense_ffn or "multiples of 16 in fp8, found n 2056 and k 512" in odd
 
 
 @compiled
-def test_both_libraries_and_layouts_are_tried_and_in_fp8_both_accumulations(
+def test_both_libraries_and_layouts_are_timed_and_in_fp8_both_accumulations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
@@ -333,7 +333,7 @@ def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 @pytest.mark.parametrize(("dtype", "sizes"), [("fp8", (19, 400, 144)), ("fp16", (5, 136, 72))])
-def test_interpreted_layers_of_two_products_are_right(activation, dtype, sizes) -> None:
+def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> None:
     m, n, k = sizes
     asked = problem(dtype, m=m, n=n, k=k, activation=activation)
     these, drawn = given(asked)
@@ -464,7 +464,7 @@ SHAPES = [(1, 512, 256), (17, 1360, 528), (33, 2048, 512), (300, 1360, 528), (10
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_two_products_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
+def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
     if reason := cublas_ffn.unsupported(problem(dtype), CUDA):
         pytest.skip(reason)
     m, n, k = shape

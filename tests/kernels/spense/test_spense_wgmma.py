@@ -1,7 +1,8 @@
-"""The kernel of 2:4 hybrids: what its instructions make of the packed bytes, its lists, its code.
+"""spense_wgmma: what wgmma computes from the packed bytes, work lists, machine code, and on a GPU.
 
-The emulation reads memory as wgmma does: descriptors of swizzled tiles, metadata from each thread's
-register, in the order that verified runs on an H200 have shown (PTX ISA 9.0, wgmma.mma_async.sp).
+The emulation reads memory as wgmma does: smem descriptors of swizzled tiles, and metadata from each
+thread's register. Their order is that of verified runs on an H200 (PTX ISA 9.0,
+wgmma.mma_async.sp).
 """
 
 import re
@@ -16,59 +17,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
 from on_hopper import assert_compiles_cleanly, hopper
 from sample import sampled
+from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES as PACKED
 from sparsebench.formats.spense import SPAN_BYTES, VALUE_BYTES, Spense
-from sparsebench.harness.bench.check import FP8, FP32, Expected, check
+from sparsebench.harness.bench.check import FP8, Expected, check
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, rows_in_turn, schedule
+from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
 
 CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
 CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
 NAMES = "bf16", "fp16", "fp8"
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-# m, n, k, dense fraction, split: one tile; edges on all sides; both splits; all sparse, all dense;
-# a last row of tiles without a neighbour; rows of tiles of both kinds in a group of four.
-SHAPES = [
-    (1, 8, 16, 0.0, "rows"),
-    (20, 200, 528, 0.25, "columns"),
-    (33, 320, 400, 0.5, "rows"),
-    (16, 136, 1040, 0.5, "columns"),
-    (5, 448, 784, 0.7, "rows"),
-    (40, 192, 640, 1.0, "rows"),
-    (17, 192, 640, 1.0, "columns"),
-]
-Shape = tuple[int, int, int, float, str]
-
-
-def example(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Spense]:
-    """Return small integers, whose products every dtype sums exactly: X, and W packed."""
-    m, n, k, fraction, split = shape
-    generator = torch.Generator(device).manual_seed(0)
-
-    def drawn(*size: int) -> Tensor:
-        return torch.randint(-3, 4, size, generator=generator, device=device).float()
-
-    dense = drawn(n, k)
-    groups = torch.rand(n, -(-k // 4), 4, generator=generator, device=device)
-    two = dense.where((groups.argsort(-1) < 2).flatten(1)[:, :k], 0)
-    last = int((n if split == "rows" else k) * (1 - fraction))
-    if split == "rows":
-        two[last:] = dense[last:]
-    else:
-        two[:, last:] = dense[:, last:]
-    packed = Spense.from_dense((two + 0.0).to(dtype), dense_fraction=fraction, split=split)
-    return drawn(m, k).to(dtype), packed
 
 
 # ---- what the instructions read ----
@@ -148,8 +115,8 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
     work = schedule(w, m, config.tokens, config.cluster, workers)
     raw = x.view(torch.uint8).numpy()
     rows = -(-n // 64)
-    turns = rows_in_turn(rows, w.sparse.shape[0])
-    sums = np.full((work.places, share, 64, config.tokens), np.nan, np.float32)
+    order = interleaved_rows(rows, w.sparse.shape[0])
+    sums = np.full((work.slots, share, 64, config.tokens), np.nan, np.float32)
     arrived = np.zeros(work.counters, int)
     y = np.full((m, n), np.nan, np.float32)
     for group, token, first, count, part, parts, place, counter in work.items[: work.starts[-1]]:
@@ -159,7 +126,7 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
                     multiplied(w, raw, row, step, token, config.tokens)
                     for step in range(first, first + count)
                 )
-                for row in turns[np.minimum(group * share + np.arange(share), rows - 1)]
+                for row in order[np.minimum(group * share + np.arange(share), rows - 1)]
             ]
         )
         if parts > 1:
@@ -170,7 +137,7 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
             totals = sums[place : place + parts].sum(0)
         for i in range(share):
             place = min(group * share + i, rows - 1)
-            row = turns[place]
+            row = order[place]
             out = y[token : token + config.tokens, row * 64 : row * 64 + 64]
             right = totals[i].T[: out.shape[0], : out.shape[1]]
             assert np.isnan(out).all() or (place == rows - 1 and (out == right).all())
@@ -225,7 +192,7 @@ def owners(work: Schedule) -> np.ndarray:
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(64, 2, 4), Config(256, 2, 4)], ids=str)
 @pytest.mark.parametrize("m", [16, 300, 5000])
-def test_every_step_is_assigned_once(m: int, config: Config, shape: tuple[int, int, str]) -> None:
+def test_every_k_tile_is_assigned_once(m: int, config: Config, shape: tuple[int, int, str]) -> None:
     n, k, split = shape
     w = layer(n, k, 0.5, split)
     work = schedule(w, m, config.tokens, config.cluster, 132 // config.cluster)
@@ -238,7 +205,7 @@ def test_every_step_is_assigned_once(m: int, config: Config, shape: tuple[int, i
     assert len(items) <= max(groups * tiles + 132, 1)
     assert len(set(owners(work).tolist())) <= max(done.size // SHORTEST, 1)
     pieces = items[items[:, 5] > 1]
-    assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.places))
+    assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.slots))
     assert len(np.unique(pieces[:, 7])) == work.counters
     for counter in range(work.counters):
         own = pieces[pieces[:, 7] == counter]
@@ -257,7 +224,7 @@ def test_no_worker_has_much_more_of_w_than_the_mean(
     n, k, split = shape
     w = layer(n, k, fraction, split)
     work = schedule(w, 16, 16, 1, 132)
-    row, columns = rows_in_turn(n // 64, w.sparse.shape[0]), w.sparse.shape[1]
+    row, columns = interleaved_rows(n // 64, w.sparse.shape[0]), w.sparse.shape[1]
     loads = np.zeros(132)
     for worker, (group, _, first, count, *_) in zip(owners(work), work.items, strict=False):
         for place in (2 * group, 2 * group + 1):
@@ -268,11 +235,11 @@ def test_no_worker_has_much_more_of_w_than_the_mean(
 
 
 @pytest.mark.parametrize(("rows", "sparse"), [(8, 4), (7, 5), (9, 0), (9, 9), (400, 300)])
-def test_rows_in_turn_are_all_rows_and_evenly_mixed(rows: int, sparse: int) -> None:
-    turns = rows_in_turn(rows, sparse)
-    assert sorted(turns.tolist()) == list(range(rows))
+def test_interleaved_rows_are_all_rows_and_evenly_mixed(rows: int, sparse: int) -> None:
+    order = interleaved_rows(rows, sparse)
+    assert sorted(order.tolist()) == list(range(rows))
     for height in (2, 4):
-        counts = [(turns[i : i + height] < sparse).sum() for i in range(0, rows - height, height)]
+        counts = [(order[i : i + height] < sparse).sum() for i in range(0, rows - height, height)]
         assert not counts or max(counts) - min(counts) <= 1
 
 
@@ -299,7 +266,7 @@ def refused(x: Tensor, w: Spense) -> str:
     return str(raised.value)
 
 
-def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> None:
+def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
     x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
     assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
     assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
@@ -319,7 +286,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built() -> No
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_other_devices_are_refused(dtype: str) -> None:
+def test_other_devices_are_unsupported(dtype: str) -> None:
     problem = Problem("linear", {"dtype": dtype})
     reason = spense_wgmma.KERNEL.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
@@ -355,7 +322,7 @@ def test_it_compiles_without_a_spill_or_a_serialised_product(
     config: Config, dtype: torch.dtype, activation: str | None, tmp_path: Any
 ) -> None:
     constants = spense_wgmma.constants_of(config, dtype, activation)
-    look = assert_words_stay if CUOBJDUMP.exists() else None
+    look = assert_metadata_stays if CUOBJDUMP.exists() else None
     assert_compiles_cleanly("spense_wgmma", constants, tmp_path, look=look)
 
 
@@ -363,8 +330,8 @@ WRITE = re.compile(r"(?:@\S+ )?(\S+) (?:U?P\w+, )?R(\d+),")  # instruction, its 
 WIDTHS = {"": 1, ".64": 2, "WIDE": 2, "CS2R": 2, ".128": 4}  # registers, by a part of its name
 
 
-def assert_words_stay(code: Path) -> None:
-    """Walk round the loop of sparse tiles: nothing writes the words of products in flight."""
+def assert_metadata_stays(code: Path) -> None:
+    """Follow the main loop of sparse tiles: nothing writes the metadata of wgmma in flight."""
     sass = subprocess.check_output([CUOBJDUMP, "-sass", code], text=True)
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,5})\*/\s+(.*?) ;", sass)]
     first, *_, last = (at for at, text in lines if "GMMA.SP" in text)
@@ -387,14 +354,14 @@ def assert_words_stay(code: Path) -> None:
 
 @pytest.mark.skipif(not (find_spec("cupy") and CUOBJDUMP.exists()), reason="needs CuPy, cuobjdump")
 @pytest.mark.parametrize("dtype", PACKED, ids=str)
-def test_the_code_that_runs_leaves_the_words_of_products_alone(
+def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     file = tmp_path / "kernel.cubin"
     for config in CONFIGS[:: len(CONFIGS) - 1]:
         constants = spense_wgmma.constants_of(config, dtype)
         file.write_bytes(cuda.compiled("spense_wgmma", constants))
-        assert_words_stay(file)
+        assert_metadata_stays(file)
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
@@ -404,30 +371,6 @@ def test_nvrtc_compiles_it() -> None:
 
 
 # ---- on a Hopper GPU ----
-
-LARGE = [
-    (300, 1536, 1280, 0.5, "rows"),
-    (513, 1000, 2064, 0.25, "columns"),
-    (64, 12800, 640, 0.5, "rows"),
-    (16, 640, 6400, 0.5, "columns"),
-]
-
-
-def on_gpu(shape: Shape, dtype: str) -> tuple[Tensor, Spense]:
-    """Return normal deviates, of which rounding is seen."""
-    x, w = example(shape, DTYPES[dtype], "cuda")
-    noise = torch.rand(w.shape, device="cuda") + 0.5
-    dense = (w.to_dense().float() * noise + 0.0).to(w.dtype)
-    packed = Spense.from_dense(dense, dense_fraction=shape[3], split=shape[4])
-    return torch.randn(x.shape, device="cuda").to(x.dtype), packed
-
-
-def assert_right(y: Tensor, x: Tensor, w: Spense, what: Any) -> None:
-    right = w.to_dense().double().T
-    spread = (x.double().square() @ right.square()).sqrt()
-    sums = FP8 if x.itemsize == 1 else FP32
-    expected = Expected(x.double() @ right, spread, y.dtype, w.shape[1], sums=sums)
-    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
 
 
 @pytest.mark.gpu
@@ -447,7 +390,7 @@ def test_the_products_are_right_on_a_hopper_gpu(config: Config, dtype: str) -> N
         assert all(torch.equal(y, seen[0]) for y in seen), (shape, "sums depend on the moment")
 
 
-def test_scales_that_do_not_fit_are_refused() -> None:
+def test_scales_of_a_wrong_size_or_dtype_are_unsupported() -> None:
     x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
     plan = replace(planned(w, 4), dtype=torch.float16)
     with pytest.raises(Unsupported, match="64 contiguous fp32 scales of features, with fp8"):
@@ -467,7 +410,7 @@ def planned(w: Spense, m: int) -> spense_wgmma.Plan:
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(256, 2, 4)], ids=str)
-def test_sums_of_fp8_are_scaled(config: Config) -> None:
+def test_accumulators_of_fp8_are_scaled(config: Config) -> None:
     for shape in (*LARGE, *SHAPES):
         x, w = on_gpu(shape, "fp8")
         scales = [torch.rand(size, device="cuda") + 0.5 for size in (w.shape[0], len(x))]

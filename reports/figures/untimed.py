@@ -1,4 +1,4 @@
-"""What did not run: every case that was refused, wrong, failed or timed out, and why."""
+"""Every case that is not ok, and so has no time: its status and the reason."""
 
 import re
 
@@ -10,12 +10,12 @@ from sparsebench.reports.figures._html import folded, note, table
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
 
-TITLE = "What did not run"
+TITLE = "Cases without a time"
 ORDER = 80
 
 
 def draw(frames: Frames) -> Markup:
-    """Group cases by status and reason, numbers in it aside; each group opens to its cases."""
+    """Group cases by status and reason, whatever the numbers in it; a group opens to its cases."""
     cases = frames.cases
     if cases.empty:
         return note("The run has no cases.")
@@ -25,7 +25,7 @@ def draw(frames: Frames) -> Markup:
     counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
     head = note(f"{len(cases)} cases: {', '.join(counts)}.")
     if len(alone):
-        head += note(f"{len(alone)} ok cases have no speed-up: their contest had no ok baseline.")
+        head += note(f"{len(alone)} ok cases have no speed-up: their contest has no ok baseline.")
     reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
     groups.sort(key=lambda group: group.status.iloc[0] == Status.UNSUPPORTED)

@@ -1,8 +1,8 @@
-"""How few hidden units training left on: the JSON that `sparsebench train-lm --json` prints.
+"""What training with an L1 term came to: the JSON that `sparsebench train-lm --json` prints.
 
 {"schema": "sparsebench/sparsity@1",
  "text": "Python 3.12.3's standard library", "sha256": "a5fd...", "bytes": 11034512,
- "device": "NVIDIA H200", "settings": {"steps": 3000, ...},
+ "held_out": 262144, "device": "NVIDIA H200", "settings": {"steps": 3000, ...},
  "trained": [{"l1": 2e-05, "loss": 0.91,
               "layers": [{"active": 29.1, "zeros": 0.986, "dead": 612, "most": 310,
                           "first": [201.4, 96.0, ...], "rest": 27.9}, ...],
@@ -19,11 +19,12 @@ SCHEMA: Final = "sparsebench/sparsity@1"
 
 @dataclass(frozen=True)
 class LayerCount:
-    """Units of a layer that are on, over held-out text.
+    """How many hidden units of a layer are on (active), counted over held-out text.
 
-    active  of a token, in the mean;  zeros  the share of the units that is off
-    dead    on for no token;  most  the most of one token
-    first   the mean of `active` at each of the first places of a context;  rest  at all after them
+    active  mean per token                       zeros  share of units that are off, 0 to 1
+    dead    units that are on for no token       most   the largest number for one token
+    first   mean per token at each of the first places of a context
+    rest    mean per token at all later places
     """
 
     active: float
@@ -36,7 +37,7 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one L1 coefficient came to: loss in nats a byte of held-out text, and its layers."""
+    """One training: its L1 coefficient, and its loss in nats per byte of held-out text."""
 
     l1: float
     loss: float
@@ -44,16 +45,17 @@ class Trained:
     seconds: float
 
     def mean(self, name: str) -> float:
-        """Return the mean over layers of a field that is a number."""
+        """Return the mean over layers of a number of LayerCount, by its name."""
         return fmean(getattr(layer, name) for layer in self.layers)
 
 
 @dataclass(frozen=True)
-class Sparsity:
-    """What was trained on what: a Trained a coefficient, in the order asked for.
+class Training:
+    """All trainings of one text, one per L1 coefficient, as asked for.
 
-    sha256    of the text, `bytes` to train on and then those held out
-    held_out  bytes that loss and units were counted over
+    sha256    of the whole text: the bytes trained on, then the bytes held out
+    bytes     how many were trained on
+    held_out  how many the loss and the active units were counted over
     """
 
     schema: str

@@ -1,0 +1,97 @@
+"""Write the pages that show published results: python -m sparsebench.reports.published [--check].
+
+    results/published  ─>  results/published/README.md  and the marked blocks of other pages
+
+`--check` writes nothing, names each page that differs from its bundles, and exits 1 if one does.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.published._pages import pages
+from sparsebench.reports.published._runs import Published, published
+from sparsebench.reports.published._summary import (
+    figure,
+    headline,
+    list_of_runs,
+    pruned,
+    terminal,
+    trained,
+)
+from sparsebench.reports.published._table import rendered
+from sparsebench.reports.published.tables import QUESTIONS, SECTIONS
+
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout: bundles are in no wheel
+HEAD = """# Published runs
+
+Written from the bundles by `python -m sparsebench.reports.published`; change nothing here by hand.
+
+A speed-up is the ratio of times in the same contest, block by block, device time with a cold L2
+cache (`results/frame.py`). In brackets is the 95 % interval (Hodges-Lehmann) from 6 processes on,
+and below that the range over processes. One process gives a value without a range. Fewer than 6
+processes are a look, not a verdict. "dense" marks a portfolio that chose a dense kernel: its figure
+is not of a sparse format. `+` after a commit says that there were uncommitted changes.
+"""
+
+
+def main() -> int:
+    """Write or check the pages; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sparsebench.reports.published")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if one differs")
+    check = parser.parse_args().check
+    try:
+        found = differing(ROOT, published(ROOT))
+    except ResultError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for path, text in found.items():
+        place = path.relative_to(ROOT)
+        if check:
+            advice = "run python -m sparsebench.reports.published"
+            print(f"{place}: differs from the published bundles; {advice}")
+        else:
+            path.write_text(text, "utf-8")
+            print(f"{place}: written")
+    return int(check and bool(found))
+
+
+def differing(root: Path, runs: Mapping[str, Published]) -> dict[Path, str]:
+    """Return the pages that differ from the bundles, with the text that they should have."""
+    made = blocks(root, runs)
+    return {
+        path: text
+        for path, text in pages(root, whole(made), made)
+        if not path.exists() or path.read_text("utf-8") != text
+    }
+
+
+def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
+    """Return what a page may ask for, by name: every table, and what is no table of cases."""
+    home = root / "results/published"
+    return {
+        "headline": headline(QUESTIONS, runs),
+        "figure": figure(runs),
+        "terminal": terminal(runs),
+        "runs": list_of_runs(runs),
+        **{table.name: rendered(table, runs) for part in SECTIONS.values() for table in part},
+        "pruning": "\n\n".join(map(pruned, sorted((home / "pruning").glob("*.json")))),
+        "units": "\n\n".join(map(trained, sorted((home / "sparsity").glob("*.json")))),
+    }
+
+
+def whole(made: Mapping[str, str]) -> str:
+    """Return results/published/README.md, of blocks under their headings."""
+    parts = [HEAD.rstrip(), "## Headline", made["headline"], made["figure"]]
+    parts += ["## Runs", made["runs"]]
+    for title, tables in SECTIONS.items():
+        parts += [f"## {title}", *(made[table.name] for table in tables)]
+    parts += ["## What pruning costs", made["pruning"]]
+    parts += ["## How few units stay on after training", made["units"]]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The published runs: every bundle of a folder read once, as cases with their verdicts.
+
+    results/published/<gpu>/<run>  ─>  Published: the run, its cases, what it says of its noise
+    results/published/pruning/*.json, sparsity/*.json  ─>  what pruning and training cost
+
+The cases have five more columns, for tables: `run`, `shape` (n × k), `asked` (the level in
+per cent), `ours` (a kernel of this project, dense ones left out) and `dense` (a portfolio that
+chose a dense kernel).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.errors import ResultError
+from sparsebench.results import store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.environment import device_name, flat
+from sparsebench.results.noise import Noise
+from sparsebench.results.statistics import FEWEST
+from sparsebench.results.store import Run
+from sparsebench.results.summary import chose_dense
+
+# Kernels of kernels/bsr, spense and sparse_activations, by what their names begin with.
+OURS = ("bsr_", "spense_", "ffn_sparse", "ffn_few", "ffn_step_sparse", "mlp_sparse", "mlp_few")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run. `home` is the folder of its bundle and `report` its page, from the root."""
+
+    run: Run
+    home: str
+    report: str
+    cases: pd.DataFrame
+    noise: Noise
+
+    @property
+    def name(self) -> str:
+        """Name the run as its folder does."""
+        return self.run.path.name
+
+    @property
+    def gpu(self) -> str:
+        """Name the GPU that it ran on."""
+        return device_name(self.run.environment)
+
+    @cached_property
+    def facts(self) -> Mapping[str, str]:
+        """Return what the environment says, by dotted name."""
+        return flat(self.run.environment)
+
+    @property
+    def processes(self) -> int:
+        """Return the number of replicates."""
+        return int(self.run.state["flags"]["replicates"])
+
+    @property
+    def weight(self) -> str:
+        """Say whether the run is a verdict or a look."""
+        return "verdict" if self.processes >= FEWEST else "look"
+
+
+def published(root: Path) -> dict[str, Published]:
+    """Read all runs below results/published, by name; ResultError says which cannot be read."""
+    paths = sorted(path.parent for path in (root / "results/published").glob("*/*/run.json"))
+    if not paths:
+        raise ResultError(f"{root / 'results/published'}: expected published runs, found none")
+    found: dict[str, Published] = {}
+    for path in paths:
+        if path.name in found:
+            raise ResultError(f"{path}: expected a name of its own, found it twice")
+        found[path.name] = _read(root, path)
+    return found
+
+
+def _read(root: Path, path: Path) -> Published:
+    run = store.read(path)
+    found = analyse(run)
+    home = path.relative_to(root)
+    report = Path("reports/site") / path.parent.name / f"{path.name}.html"
+    cases = _with_names(found.cases, path.name)
+    return Published(run, home.as_posix(), report.as_posix(), cases, found.noise)
+
+
+def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
+    sizes = zip(cases.n, cases.k, strict=True)
+    return cases.assign(
+        run=run,
+        shape=[f"{n} × {k}" for n, k in sizes],
+        asked=[f"{np.round(100 * level, 2):g} %" for level in cases.level],
+        ours=cases.kernel.str.startswith(OURS),
+        dense=chose_dense(cases),
+    )

@@ -1,0 +1,193 @@
+"""What is no pivot of cases: the list of runs, the headline, the figure's caption, two records.
+
+runs       a line a published run: what, where, how long, by which commit, verdict or look
+headline   a line a question that the project answers, with its best peer beside it
+figure     the picture of a sweep and what it shows at 90 %
+pruning    results/published/pruning/*.json     trained    results/published/sparsity/*.json
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from sparsebench.reports.picture import drawn
+from sparsebench.reports.published._runs import Published
+from sparsebench.reports.published._table import (
+    PROBLEM,
+    Table,
+    digits,
+    fastest,
+    markdown,
+    matched,
+)
+from sparsebench.reports.terminal import answer
+from sparsebench.results import pruning
+from sparsebench.results.analysis import Analysis
+from sparsebench.results.pruning import OUTPUT
+
+LEVEL = 0.9  # that the caption names
+BLOCK, COLUMNS = "64", 72  # of the example of a terminal
+PICTURE, PICTURED = "reports/site/nvidia-h200/speedup.svg", "sparsity-4096"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of the headline: `where` names one problem, `ours` our contenders in it."""
+
+    text: str
+    run: str
+    where: str
+    ours: str = "ours"
+
+
+def list_of_runs(runs: Mapping[str, Published]) -> str:
+    """Return a line a published run."""
+    header = ["run", "suite", "part (`--only`)", "GPU", "problems", "cases", "processes"]
+    header += ["time", "date", "commit", "is a", "A/A pairs", "report"]
+    return markdown(header, [_of_run(run) for run in runs.values()])
+
+
+def _of_run(run: Published) -> list[str]:
+    cases, state = run.cases[~run.cases.twin.astype(bool)], run.run.state
+    minutes, seconds = divmod(round(state["seconds"]), 60)
+    took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    part = state["flags"]["only"].replace("|", "\\|")
+    counted = [cases.problem_id.nunique(), len(cases), run.processes]
+    commit = run.facts["commit"][:7] + (" +" if run.facts.get("dirty") == "True" else "")
+    return [
+        f"[{run.name}](/{run.home})",
+        state["suite"],
+        f"`{part}`" if part else "",
+        run.gpu,
+        *map(str, counted),
+        took,
+        state["started"][:10],
+        commit,
+        run.weight,
+        run.noise.reliability[0],
+        f"[{Path(run.report).name}](/{run.report})",
+    ]
+
+
+def headline(questions: list[Question], runs: Mapping[str, Published]) -> str:
+    """Return a line a question: our fastest contender, and the fastest peer that is not dense."""
+    header = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or units on"]
+    header += ["our kernel", "speed-up", "baseline", "best peer", "GPU", "run"]
+    return markdown(header, [_answer(question, runs) for question in questions])
+
+
+def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
+    title = question.text
+    table = Table(title, title, (question.run,), question.ours, (), (), question.where)
+    (line,) = matched(table, runs).to_dict("records")
+    run = runs[question.run]
+    cases = run.cases[(run.cases.status == "ok") & run.cases.speedup.notna()]
+    here = np.logical_and.reduce([cases[name] == line[name] for name in PROBLEM])
+    rivals = cases[here & ~cases.ours & ~cases.twin.astype(bool)]
+    rivals = rivals[rivals.label != line["baseline_label"]]
+    peers = fastest(rivals[rivals.kernel != "torch_dense"])
+    peer = "none" if peers.empty else f"`{peers.kernel.iloc[0]}` {digits(peers.speedup.iloc[0])}"
+    active = line.get("active")
+    level = line["asked"] if pd.isna(active) else f"{active:g} of {line['n']} on"
+    count = f"{run.processes} process{'es' if run.processes > 1 else ''}, a {run.weight}"
+    ran = " (dense)" if line["dense"] else ""
+    block = f", blocks of {line['block']}" if line["format"] == "bsr" else ""
+    return [
+        question.text,
+        line["format"] if pd.isna(active) else "sparse activations",
+        line["op"],
+        line["shape"],
+        line["dtype"],
+        str(line["m"]),
+        level + block,
+        f"`{line['kernel']}`{ran}",
+        str(line["figure"]),
+        line["opponent"],
+        peer,
+        run.gpu,
+        f"[{run.name}](/{run.home}), {count}",
+    ]
+
+
+def figure(runs: Mapping[str, Published]) -> str:
+    """Return the picture of the sweep with its caption."""
+    run = runs[PICTURED]
+    cases, level = drawn(run.cases), f"{100 * LEVEL:g} %"
+    ours = cases[cases.ours & (cases.level == LEVEL)].sort_values("block", key=lambda b: b.map(int))
+    pairs = zip(ours.speedup, ours.block, strict=True)
+    said = ", ".join(f"{digits(speedup)} with blocks of {block}" for speedup, block in pairs)
+    base = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
+    first = run.cases.iloc[0]
+    return "\n\n".join(
+        [
+            f"![Speed-up over cuBLAS against sparsity, {run.gpu}](/{PICTURE})",
+            f"Uniform random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, "
+            f"one {run.gpu}, cold L2, device time.\n"
+            f"Baseline: dense cuBLAS in the same contests ({base.min():.0f} to {base.max():.0f} "
+            f"µs). Points are means of {run.processes} processes, bands their range; the dotted "
+            f"line is 1 / (1 - sparsity).\nAt {level}: {said}. "
+            f"From the published run [{run.name}](/{run.home}), by `sparsebench.reports.picture`.",
+        ]
+    )
+
+
+def terminal(runs: Mapping[str, Published]) -> str:
+    """Return what `sparsebench run` prints at its end, of one block of the pictured run."""
+    run = runs[PICTURED]
+    cases = run.cases[run.cases.block == BLOCK]
+    text = StringIO()
+    console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
+    console.print(answer(Analysis(pd.DataFrame(), run.noise, cases)))
+    lines = text.getvalue().splitlines()
+    return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
+
+
+def pruned(path: Path) -> str:
+    """Return what pruning cost, a line a recipe."""
+    found = pruning.read(path)
+    header = ["method", "dense region", "dense", "pruned", "error of the output", "loss, nats"]
+    loss = f"{found.loss:.3f}" if found.loss is not None else ""
+    lines = [["none", "", "100 %", "0 %", "", loss]]
+    for it in sorted(found.outcomes, key=lambda it: (it.dense, it.errors[OUTPUT]), reverse=True):
+        shares = f"{100 * it.dense:g} %", f"{100 * it.sparsity:g} %"
+        cost = f"{100 * it.errors[OUTPUT]:.1f} %", "" if it.loss is None else f"{it.loss:.3f}"
+        lines.append([it.method, it.region, *shares, *cost])
+    about = f"**{found.weights}**, calibrated on {found.calibration} tokens of "
+    about += f"{found.tokens_from}, {found.held_out} later ones held out. Errors are relative, "
+    about += "means over layers. One model, one text."
+    return f"{about}\n\n{markdown(header, lines)}"
+
+
+def trained(path: Path) -> str:
+    """Return what an L1 term left on in small language models, a line a coefficient."""
+    found = json.loads(path.read_text())
+    sizes = found["settings"]["sizes"]
+    header = ["L1 term", "loss, nats a byte", "zeros (layer with the fewest)", "units on"]
+    header += ["most of any token", "dead units"]
+    lines = []
+    for model in found["trained"]:
+        layers = model["layers"]
+        zeros, active, dead = (
+            np.array([layer[name] for layer in layers]) for name in ("zeros", "active", "dead")
+        )
+        most = max(layer["most"] for layer in layers)
+        counted = [f"{100 * zeros.mean():.2f} % ({100 * zeros.min():.2f})"]
+        counted += [
+            digits(active.mean()),
+            str(most),
+            f"{100 * dead.mean() / sizes['hidden']:.0f} %",
+        ]
+        lines.append([f"{model['l1']:g}", f"{model['loss']:.3f}", *counted])
+    about = (
+        f"**{found['text']}**, {found['bytes']} bytes, of which {found['held_out']} are counted "
+    )
+    about += f"over: {sizes['layers']} layers of {sizes['width']} with {sizes['hidden']} hidden "
+    about += f"units, {found['settings']['steps']} steps, one seed, {found['device']}. Means over "
+    about += "layers."
+    return f"{about}\n\n{markdown(header, lines)}"

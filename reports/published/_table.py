@@ -1,0 +1,229 @@
+"""A table of published figures: a description of a few lines, and the one renderer.
+
+    rows \\ columns      64        4096            a cell: the fastest of `ours` in one problem,
+    50 %                1.61      1.53 [1.50, 1.55]        over the fastest of `over`
+    90 %                3.43      4.85 [4.79, 4.90]
+
+With d_p the log of the speed-up over the run's baseline in process p (results/frame.py), a ratio of
+two contenders is that of d_p(ours) - d_p(over), process by process: its Hodges-Lehmann estimate and
+95 % interval from FEWEST processes on, its mean and range below, the value alone of one process.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.published._runs import Published
+from sparsebench.results.statistics import FEWEST, hodges_lehmann
+
+CONTENDER = ("format", "kernel", "label", "options")
+PROBLEM = ["run", "problem_id", "scope", "cache"]
+SAID = ["op", "dtype", "pattern", "m", "shape", "asked", "block", "active", "skew", "scope"]
+WORDS = {"m": "tokens", "shape": "n × k", "asked": "sparsity", "active": "units on"}
+SILENT = {
+    "scope": "kernel",
+    "skew": "iid",
+    "asked": "0 %",
+    "pattern": "dense",
+}  # what every reader expects
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures by two or more columns of the cases.
+
+    ours, over   pandas queries for contenders; `over` is the run's baseline where it is empty
+    where        a query for the problems
+    rows         columns of the cases that name a line;  columns  those that name a column, of which
+                 an empty tuple makes a line of counts: problems, ahead, mean, least and most
+    value        the ratio, or the time of `ours` in µs
+    names        what stands in place of a value of rows or columns
+    """
+
+    name: str
+    title: str
+    runs: tuple[str, ...]
+    ours: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    where: str = ""
+    over: str = ""
+    against: str = ""  # names `over` for a reader
+    value: Literal["speedup", "us"] = "speedup"
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its interval or range; both ends are NaN where one process gave it."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Write it as `4.85 [4.79, 4.90]`."""
+        if np.isnan(self.low):
+            return digits(self.value)
+        return f"{digits(self.value)} [{digits(self.low)}, {digits(self.high)}]"
+
+
+def digits(value: float) -> str:
+    """Write three digits, or all before the point."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    header = list(header)
+    table = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
+
+
+def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
+    """Return a line a problem: the fastest of `ours`, with its `figure` and its `opponent`.
+
+    Where rows or columns name contenders it is a line for each of those.
+    """
+    lacking = [name for name in table.runs if name not in runs]
+    if lacking:
+        raise ResultError(f"table {table.name}: expected a published run, found no {lacking[0]}")
+    cases = pd.concat([runs[name].cases for name in table.runs], ignore_index=True)
+    raced = cases[(cases.status == "ok") & cases.speedup.notna() & ~cases.twin.astype(bool)]
+    raced = raced.query(table.where) if table.where else raced
+    apart = [name for name in (*table.rows, *table.columns) if name in CONTENDER]
+    ours = fastest(raced.query(table.ours), apart)
+    if ours.empty:
+        raise ResultError(f"table {table.name}: expected cases of {table.ours}, found none")
+    if table.value == "us":
+        figures = _figures(ours, "median_us", "low_us", "high_us")
+        return ours.assign(figure=figures, opponent="")
+    if not table.over:
+        figures = _figures(ours, "speedup", "speedup_low", "speedup_high")
+        return ours.assign(figure=figures, opponent=ours.baseline_label)
+    theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "speedups"]]
+    both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="many_to_one")
+    pairs = zip(both.speedups, both.speedups_over, strict=True)
+    figures = pd.Series([_ratio(*pair) for pair in pairs], both.index, dtype=object)
+    return both.assign(figure=figures, opponent=both.label_over)
+
+
+def fastest(cases: pd.DataFrame, apart: Sequence[str] = ()) -> pd.DataFrame:
+    """Keep of each problem, and of each value of `apart`, the case of the largest speed-up."""
+    ranked = cases.sort_values(["speedup", "label"], ascending=[False, True], kind="stable")
+    return ranked.drop_duplicates([*PROBLEM, *apart])
+
+
+def rendered(table: Table, runs: Mapping[str, Published]) -> str:
+    """Return a table's title, what all its figures share, and the table, in Markdown."""
+    found = matched(table, runs)
+    body = _grid(table, found) if table.columns else _counts(table, found)
+    return "\n\n".join([f"**{table.title}.** {_shared(table, found, runs)}", body])
+
+
+def _figures(cases: pd.DataFrame, value: str, low: str, high: str) -> pd.Series:
+    one = cases.processes < 2
+    ends = cases[low].mask(one), cases[high].mask(one)
+    figures = [Figure(*line) for line in zip(cases[value], *ends, strict=True)]
+    return pd.Series(figures, cases.index, dtype=object)
+
+
+def _ratio(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Figure:
+    logs = np.subtract(*np.log([ours, theirs]))
+    if len(logs) >= FEWEST:
+        found = hodges_lehmann(logs)
+        return Figure(*np.exp([found.estimate, found.low, found.high]).tolist())
+    ends = (logs.min(), logs.max()) if len(logs) > 1 else (np.nan, np.nan)
+    return Figure(*np.exp([logs.mean(), *ends]).tolist())
+
+
+def _grid(table: Table, found: pd.DataFrame) -> str:
+    """Return a line a row; where kernels differ, the commonest of a line and those beside it."""
+    told = {"kernel", "label"} & {*table.rows, *table.columns}
+    several = not told and found.kernel.nunique() > 1
+    columns = _ordered(found, table.columns)[list(table.columns)].drop_duplicates()
+    keys = list(columns.itertuples(index=False, name=None))
+    lines = []
+    for row, group in _ordered(found, table.rows).groupby(list(table.rows), sort=False):
+        usual = group.kernel.mode().iloc[0]
+        cells: dict[tuple[Any, ...], str] = {}
+        for line in group.to_dict("records"):
+            column = tuple(line[name] for name in table.columns)
+            if column in cells:
+                raise ResultError(f"table {table.name}: expected one problem at {row} {column}")
+            other = f"`{line['kernel']}`" if several and line["kernel"] != usual else ""
+            cells[column] = f"{line['figure']} {'dense' if line['dense'] else other}".rstrip()
+        kernel = [f"`{usual}`"] if several else []
+        lines.append([_value(table, row), *kernel, *(cells.get(key, "") for key in keys)])
+    kernel = ["kernel"] if several else []
+    across = [_value(table, key) for key in keys]
+    return markdown([_words(table, table.rows), *kernel, *across], lines)
+
+
+def _counts(table: Table, found: pd.DataFrame) -> str:
+    lines = []
+    for key, group in _ordered(found, table.rows).groupby(list(table.rows), sort=False):
+        values = np.array([figure.value for figure in group.figure])
+        mean = digits(float(np.exp(np.log(values).mean())))
+        counted = str(len(values)), str((values > 1).sum())
+        lines.append(
+            [_value(table, key), *counted, mean, digits(values.min()), digits(values.max())]
+        )
+    names = ["problems", "ahead in", "geometric mean", "least", "most"]
+    return markdown([_words(table, table.rows), *names], lines)
+
+
+def _ordered(found: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+    """Sort by columns, numbers and texts that begin with one by their size."""
+
+    def key(column: pd.Series) -> pd.Series:
+        texts = column.astype(str)
+        if not texts.str.match(r"(\w+=)?\d").all():
+            return column
+        numbers = texts.str.findall(r"[\d.]+")
+        return numbers.map(lambda found: sum(float(n) * 1e-8**i for i, n in enumerate(found)))
+
+    return found.sort_values(list(names), key=key, kind="stable") if names else found
+
+
+def _words(table: Table, names: tuple[str, ...]) -> str:
+    words = ", ".join(WORDS.get(name, name) for name in names)
+    across = ", ".join(WORDS.get(name, name) for name in table.columns)
+    return f"{words} \\ {across}" if across else words
+
+
+def _value(table: Table, values: tuple[Any, ...]) -> str:
+    plain = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+    return ", ".join(table.names.get(value, value) for value in plain)
+
+
+def _shared(table: Table, found: pd.DataFrame, runs: Mapping[str, Published]) -> str:
+    """Say what all figures of a table have in common: problem, kernel, baseline, GPU, run."""
+    said = []
+    for name in SAID:
+        values: list[Any] = list(found[name].dropna().unique()) if name in found else []
+        if name in (*table.rows, *table.columns) or len(values) != 1:
+            continue
+        if SILENT.get(name) != str(values[0]) and (name, str(values[0])) != ("block", "1"):
+            value = f"{values[0]:g}" if isinstance(values[0], float) else str(values[0])
+            word = {"m": "tokens", "active": "units on"}.get(name, "")
+            said.append(f"{word} {value}".strip() if word else f"{_prefix(name)}{value}")
+    kernels = found.kernel.unique()
+    if len(kernels) == 1:
+        said.append(f"`{kernels[0]}`")
+    if table.value == "us":
+        said.append("µs")
+    else:
+        said.append(f"over {table.against or ', '.join(sorted(found.opponent.unique()))}")
+    for run in (runs[name] for name in table.runs):
+        count = f"{run.processes} process{'es' if run.processes > 1 else ''}"
+        said.append(f"[{run.name}](/{run.home}), {run.gpu}, {count}, a {run.weight}")
+    return "; ".join(said) + "."
+
+
+def _prefix(name: str) -> str:
+    return {"block": "blocks of ", "asked": "sparsity ", "shape": "n × k = "}.get(name, "")

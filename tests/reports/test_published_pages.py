@@ -1,0 +1,129 @@
+"""Pages that show published results say what the bundles say, and nothing else."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import KERNELS, PUBLISHED, ROOT
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.published import __main__ as command
+from sparsebench.reports.published._pages import pages
+from sparsebench.reports.published._runs import OURS, Published, published
+from sparsebench.reports.published._table import Figure, Table, matched, rendered
+from sparsebench.reports.published.tables import SECTIONS
+
+EVERY = [table for part in SECTIONS.values() for table in part]
+
+
+@pytest.fixture(scope="session")
+def runs() -> dict[str, Published]:
+    return published(ROOT)
+
+
+def table(**fields: object) -> Table:
+    some = Table("t", "Some", ("decode",), "ours", ("shape", "block", "asked"), ("m",))
+    return replace(some, **fields)
+
+
+def test_no_page_differs_from_its_bundles(runs: dict[str, Published]) -> None:
+    found = [str(path.relative_to(ROOT)) for path in command.differing(ROOT, runs)]
+    assert not found, "run python -m sparsebench.reports.published"
+
+
+def test_a_cell_is_the_speed_up_of_the_harness(runs: dict[str, Published]) -> None:
+    cases = runs["decode"].cases
+    known = {(line.case_id, line.scope, line.cache): line for line in cases.itertuples()}
+    for line in matched(table(), runs).itertuples():
+        case = known[line.case_id, line.scope, line.cache]
+        assert line.figure == Figure(case.speedup, case.speedup_low, case.speedup_high)
+    over = matched(table(over="kernel == 'cublas'"), runs)
+    for line in over.itertuples():  # over the baseline by name: the same, process by process
+        assert line.figure.value == pytest.approx(line.speedup)
+        assert line.figure.low == pytest.approx(line.speedup_low)
+
+
+def test_a_table_that_cannot_be_drawn_says_why(runs: dict[str, Published]) -> None:
+    with pytest.raises(ResultError, match="table t: expected one problem at"):
+        rendered(table(rows=("block",)), runs)
+    with pytest.raises(ResultError, match="expected a published run, found no nothing"):
+        rendered(table(runs=("nothing",)), runs)
+    with pytest.raises(ResultError, match="expected cases of kernel == 'x', found none"):
+        rendered(table(ours="kernel == 'x'"), runs)
+
+
+def test_a_cell_of_a_portfolio_that_chose_a_dense_kernel_says_so(
+    runs: dict[str, Published],
+) -> None:
+    (ffn,) = (table for table in EVERY if table.name == "ffn")
+    found = matched(ffn, runs)
+    assert found.dense.sum() == rendered(ffn, runs).count(" dense |") > 0
+
+
+def test_kernels_are_ours_by_their_folder() -> None:
+    def names(folder: str) -> set[str]:
+        files = (KERNELS / folder).glob("*.py")
+        return {file.stem for file in files if not file.stem.startswith("_")}
+
+    ours = names("bsr") | names("spense") | names("sparse_activations")
+    assert all(name.startswith(OURS) for name in ours)
+    assert not any(name.startswith(OURS) for name in names("dense") | names("peers"))
+
+
+def test_every_run_is_listed_and_shown() -> None:
+    shown = {run for table in EVERY for run in table.runs}
+    assert shown | {"quick"} == {path.parent.name for path in PUBLISHED.rglob("run.json")}
+    assert len({table.name for table in EVERY}) == len(EVERY)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Callable[[str], dict[Path, str]]:
+    def write(text: str) -> dict[Path, str]:
+        (tmp_path / "suites").mkdir(exist_ok=True)
+        (tmp_path / "suites" / "README.md").write_text(text)
+        return dict(pages(tmp_path, "whole\n", {"one": "see [it](/results/a.md)"}))
+
+    return write
+
+
+def test_a_block_is_filled_and_its_links_are_those_of_the_page(
+    page: Callable[[str], dict[Path, str]], tmp_path: Path
+) -> None:
+    found = page("before\n<!-- published: one -->\nold\n<!-- end -->\nafter\n")
+    text = "before\n<!-- published: one -->\nsee [it](../results/a.md)\n<!-- end -->\nafter\n"
+    assert found[tmp_path / "suites" / "README.md"] == text
+    assert found[tmp_path / "results/published/README.md"] == "whole\n"
+    assert page(text)[tmp_path / "suites" / "README.md"] == text
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<!-- published: two -->\n<!-- end -->\n", "expected a block of one; found 'two'"),
+        ("<!-- published: one -->\n", "expected <!-- end --> after"),
+    ],
+)
+def test_a_block_that_cannot_be_filled_is_said(
+    page: Callable[[str], dict[Path, str]], text: str, error: str
+) -> None:
+    with pytest.raises(ResultError, match=re.escape(error)):
+        page(text)
+
+
+def test_check_names_a_page_that_differs_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    stale = tmp_path / "README.md"
+    stale.write_text("old")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "published", lambda root: {})
+    monkeypatch.setattr(command, "differing", lambda root, runs: {stale: "new"})
+    monkeypatch.setattr("sys.argv", ["published", "--check"])
+    assert command.main() == 1
+    assert capsys.readouterr().out.startswith("README.md: differs from the published bundles; run")
+    assert stale.read_text() == "old"
+    monkeypatch.setattr("sys.argv", ["published"])
+    assert command.main() == 0
+    assert stale.read_text() == "new"

@@ -1,0 +1,46 @@
+"""The examples of results/README.md and reports/README.md run, and print what the pages show."""
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from places import PUBLISHED, ROOT
+
+from sparsebench.reports.figures._figure import Frames
+from sparsebench.results import store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.record import Row
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_example_with_pandas_prints_the_table_below_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (example,) = blocks("results/README.md", "python")
+    exec(example, {})
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = (ROOT / "results/README.md").read_text().partition(example)[2]
+    assert "\n".join(printed) in shown
+
+
+def test_every_field_of_a_row_is_in_the_table() -> None:
+    text = (ROOT / "results/README.md").read_text()
+    assert [f.name for f in fields(Row) if f"`{f.name}`" not in text] == []
+
+
+def test_the_example_of_a_figure_draws() -> None:
+    run = store.read(PUBLISHED / "nvidia-h200" / "ffn-step")
+    found = analyse(run)
+    (example,) = blocks("reports/README.md", "python")
+    module: dict[str, Any] = {}
+    exec(example, module)
+    frames = Frames(run, found.rows, found.cases, found.noise)
+    drawn = module["draw"](frames)
+    assert "Measured on NVIDIA H200." in drawn
+    assert len(frames.raced) > 20
+    assert all(label in drawn for label in frames.raced.label)

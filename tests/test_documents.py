@@ -1,0 +1,165 @@
+"""Documents are short, plain and true: their words, their links, and the lists they keep."""
+
+import re
+
+import pytest
+import torch
+import yaml
+from places import ROOT
+
+from sparsebench._discovery import modules
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.formats.twell import Twell
+from sparsebench.kernels.nn import SparseGatedMLP
+
+SKIPPED = {
+    "runs",
+    "build",
+    "dist",
+    "shared",
+    "node_modules",
+}  # folders that hold no document of ours
+FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn", "suites", "tests"]
+PLAIN = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"{f}/README.md" for f in FOLDERS)]
+TOP = "formats|harness|kernels|reports|results|suites|tests"
+
+
+def documents() -> list[str]:
+    """List every Markdown file of the repository, as a path from its root."""
+    found = [file.relative_to(ROOT) for file in ROOT.rglob("*.md")]
+    hidden = (
+        set(file.parts) & SKIPPED or any(p.startswith(".") for p in file.parts) for file in found
+    )
+    return sorted(str(file) for file, skip in zip(found, hidden, strict=True) if not skip)
+
+
+def text(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def prose(document: str) -> str:
+    """Return a document without code and without what a program writes between two marks."""
+    found = re.sub(r"<!-- published: .*?<!-- end -->", "", text(document), flags=re.DOTALL)
+    return re.sub(r"^```.*?^```", "", found, flags=re.DOTALL | re.MULTILINE)
+
+
+def sentences(document: str) -> list[str]:
+    """Return the sentences of a document: a heading, an item of a list and a table end one."""
+    lines = [line for line in prose(document).splitlines() if not line.startswith("|")]
+    joined = "\n".join(lines)
+    parts = re.split(r"\n\s*\n|\n(?=#)|\n(?=\s*(?:[-*]|\d+\.) )|(?<=[.?!])\s", joined)
+    return [" ".join(part.split()) for part in parts if part.strip()]
+
+
+def words(passage: str) -> int:
+    """Count what has a letter or a digit."""
+    return sum(bool(re.search(r"\w", word)) for word in passage.split())
+
+
+def named(document: str, heading: str) -> list[str]:
+    """Return the names in backticks of a table's first column, below a heading."""
+    part = text(document).partition(heading)[2].partition("\n## ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`(\w[\w-]*)`", row.split(" | ")[0])]
+
+
+def test_the_readme_has_a_thousand_words_at_most() -> None:
+    assert len(text("README.md").split()) <= 1000
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_readme_of_a_folder_is_a_page(folder: str) -> None:
+    assert words(prose(f"{folder}/README.md")) <= 500
+
+
+def test_the_architecture_is_a_page() -> None:
+    lines = text("ARCHITECTURE.md").splitlines()
+    assert len(lines) <= 75
+    assert max(len(line) for line in lines) <= 110
+
+
+@pytest.mark.parametrize("document", PLAIN)
+def test_no_sentence_has_more_than_thirty_words(document: str) -> None:
+    assert not [sentence for sentence in sentences(document) if words(sentence) > 30]
+
+
+@pytest.mark.parametrize("document", documents())
+def test_every_link_leads_to_a_file(document: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", text(document))
+    inside = [link.partition("#")[0] for link in links if "://" not in link]
+    missing = [link for link in inside if not (ROOT / document).parent.joinpath(link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", [name for name in documents() if name != "CHANGELOG.md"])
+def test_every_path_that_is_named_exists(document: str) -> None:
+    paths = re.findall(rf"`((?:{TOP})/[\w./-]+)`", text(document))
+    here = [path for path in paths if not re.search(r"\b(NAME|FAMILY|GPU|DIR)\b", path)]
+    assert not [path for path in here if not (ROOT / path).exists()]
+
+
+def test_every_suite_is_listed_with_its_title() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \|$", text("suites/README.md"), flags=re.MULTILINE)
+    files = (ROOT / "suites").glob("*.yaml")
+    assert dict(rows) == {file.stem: yaml.safe_load(file.read_text())["title"] for file in files}
+
+
+def test_every_kernel_is_listed_once() -> None:
+    peers = text("kernels/README.md").partition("## What they are compared with")[2]
+    peers = peers.partition("\n## ")[0]
+    found = named("kernels/README.md", "## Ours") + re.findall(r"`(\w+)`", peers)
+    own = {name for name, where in modules("kernels").items() if "sparsebench.kernels." in where}
+    assert sorted(found) == sorted(own)
+
+
+def test_the_example_of_a_suite_is_one() -> None:
+    (example,) = re.findall(
+        r"^```yaml\n(.*?)^```", text("suites/README.md"), re.DOTALL | re.MULTILINE
+    )
+    assert yaml.safe_load(example)["schema"] == "sparsebench/suite@1"
+
+
+@pytest.mark.parametrize("folder", ["formats", "kernels/nn"])
+def test_the_example_of_a_page_runs_and_prints_what_it_says(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```", text(f"{folder}/README.md"), re.DOTALL | re.MULTILINE
+    )
+    exec(example, {})
+    (said,) = re.findall(r"print\(.*\)  # (.*)", example)
+    assert said.partition(":")[0] == capsys.readouterr().out.strip()
+
+
+def test_layers_have_the_methods_that_their_page_names() -> None:
+    methods = re.findall(r"`mlp\.(\w+)\(", text("kernels/nn/README.md"))
+    assert methods
+    assert not [name for name in methods if not hasattr(SparseGatedMLP, name)]
+
+
+def test_formats_take_the_bytes_that_their_page_says() -> None:
+    """Of bf16 weights 1024 x 1024: half and a tenth of them in blocks, one by one, and in 2:4."""
+    torch.manual_seed(0)
+    dense = torch.randn(1024, 1024, dtype=torch.bfloat16)
+    blocks, elements = torch.rand(32, 32), torch.rand(1024, 1024)
+    two_four = torch.tensor([1, 1, 0, 0], dtype=torch.bool).repeat(1024, 256)
+    percents = re.findall(
+        r"^\| `(\w+)` \| .* \| (\d+) % \| (\d+) % \|$", text("formats/README.md"), re.MULTILINE
+    )
+    for column, zeros in enumerate((0.5, 0.9)):
+        kept = blocks > blocks.flatten().quantile(zeros)
+        some = torch.where(elements > zeros, dense, 0).contiguous()
+        whole = torch.where(kept.repeat_interleave(32, 0).repeat_interleave(32, 1), dense, 0)
+        packed = {
+            "dense": Dense.from_dense(some),
+            "bsr": Bsr.from_dense(whole.contiguous(), block=32),
+            "csr": Csr.from_dense(some),
+            "spense": Spense.from_dense(torch.where(two_four, dense, 0).contiguous()),
+            "twell": Twell.from_dense(some),
+        }
+        bytes_of = {name: 100 * f.stored_bytes / 2**21 for name, f in packed.items()}
+        said = {row[0]: float(row[1 + column]) for row in percents}
+        assert said == pytest.approx(bytes_of, abs=1)
