@@ -11,9 +11,9 @@ the samples, one a round, in the order taken:
 
     timer()    call: += sample    timer()
 
-So its times are device time (on a CPU the host clock's), how many rounds there are is for timing.py
-to say and for no --benchmark option, and what came out wrong has no time. All is one process: a
-look, not a verdict, and a kernel that crashes or hangs takes pytest with it.
+So its times are device time (on a CPU the host clock's). timing.py decides the number of rounds;
+no --benchmark option does. A wrong output has no time. All is one process: a look, not a verdict,
+and a kernel that crashes or hangs takes pytest with it.
 """
 
 from collections.abc import Iterator, Mapping

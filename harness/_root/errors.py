@@ -2,6 +2,7 @@
 
     SparsebenchError          what, where, expected, found
     ├── SuiteError            a suite, its data, a flag or a plug-in is not usable
+    │   └── NoMeter           --energy, and the device does not count it (harness/bench/energy.py)
     ├── ResultError           a run on disk cannot be used
     ├── FormatError           a format cannot hold this matrix
     ├── TableError            a table of tuned configurations cannot be used
@@ -9,6 +10,12 @@
 
 The command line prints the message and ends with code 2. In a contest, FormatError and Unsupported
 end one case and become its row.
+
+Three exceptions are of the machine, not of what was given, and stand outside the tree:
+
+    Fatal         the device no longer answers; the worker ends    harness/bench/entry.py
+    WorkerError   no worker process could be started               harness/run/runner.py
+    NoNvml        NVML is not here; readings are left out          harness/machine/_nvml.py
 """
 
 

@@ -3,8 +3,8 @@
     calls ... | tick   calls calls calls calls ...   tick |
               E0, t0           window_s or more      E1, t1        j_per_call = (E1 - E0) / calls
 
-The driver moves the counter about every 100 ms, so a window begins and ends where it moves: what is
-left is the length of a batch of calls, BATCH_S. What the number is and is not:
+The driver updates the counter about every 100 ms. A window begins and ends at an update, so its
+length is known to a batch of calls, BATCH_S. What the number is and is not:
 
     - The energy of the board, idle power, memory and converters included; not that of the host.
     - Hot: a call finds in the L2 cache what the one before left there.

@@ -5,14 +5,14 @@
     pattern file   file              numbers from the seed, kept where the file has an entry
     safetensors    any but file      the file's, cast to the dtype, kept where largest in magnitude
 
-Of an op that takes recorded operands (_op.py) a file's are all that it has: the tensors
-`group.wg`, ..., `group.x`. Its X [tokens, k] is a recording: each draw is m rows of it on end, from
-another place, the first after the last.
+An op with `recorded` (_op.py) takes all its operands from the file: the tensors `group.wg`, ...,
+`group.x`. X [tokens, k] is a recording. A draw is m consecutive rows of it; row 0 follows the last
+row, and each draw starts at another row.
 
-Weights have a standard deviation of about 1 / sqrt(k), activations of about 1: so have outputs.
-In fp8 drawn weights have one of about 1, too, as if a power of two had scaled them (and an op of
-several products multiplies by it): at 1 / sqrt(k) e4m3, whose smallest number is 2^-9, would make a
-ninth of them zero where k is 25600.
+Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In fp8
+drawn weights have one of about 1, as if scaled by a power of two; an op of several products
+multiplies by that power. The reason: the smallest number of e4m3 is 2^-9. At 1 / sqrt(k) and
+k = 25600 a ninth of the weights would become zero.
 """
 
 from collections.abc import Mapping

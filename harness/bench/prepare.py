@@ -2,8 +2,8 @@
 
     dense weights ─ convert ─> format ─ prepare (kernel) ─> launch, run once
 
-Equal formats of a contest are converted once; the time is told for each. Memory is what torch's
-allocator saw.
+Contenders of a contest with equal formats share one conversion; each row has its time. Memory is
+counted by torch's allocator.
 """
 
 import time

@@ -6,9 +6,9 @@
                  CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
     nothing      events around the replay of almost no work: in every sample of a GPU
 
-Readings are taken by functions that begin with `read_`; the rest is judgement, and takes them. A/A
-pairs are cold, as in a run; clocks are compared hot, since the profiler would time the flush too,
-and on the same few calls: a compute-bound op of 170 µs takes 200 once power limits the clock.
+Functions that begin with `read_` take readings; the others judge them. A/A pairs are cold, as in a
+run. Clocks are compared hot, since the profiler would time the flush too, and on the same few
+calls: a compute-bound op of 170 µs takes 200 once power limits the clock.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,11 @@
-"""What readings of a GPU mean for measuring on it: numbers in, findings out, nothing is read here.
+"""What readings of a GPU mean for measuring on it. Nothing is read here.
 
     ok         nothing to say
-    note       numbers are right, but differ from those of a GPU without it; or: not told
+    note       numbers are right, but differ from those of a GPU without it; or the driver gave none
     warning    numbers measured here now are not to be trusted
 
-Each check is a function of its readings, which doctor.py takes; None is what was not told.
+Each check is a function of its readings, which doctor.py takes. A reading is None where the driver
+gave none.
 """
 
 from collections.abc import Mapping, Sequence

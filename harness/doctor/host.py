@@ -1,7 +1,7 @@
 """The host of a measurement: what it says, and what that means for numbers.
 
-Readings are taken by functions that begin with `read_`; the rest is judgement, and takes them. It
-launches every kernel, and on a CPU it is what is measured.
+Functions that begin with `read_` take readings; the others judge them. The host launches every
+kernel, and on a CPU it is what is measured.
 """
 
 import os

@@ -10,8 +10,8 @@
                                            or power brake: half the clock or less), by its group
     energy_j                               of the whole board
 
-What the GPU does not tell is absent. The driver moves its counters about every 100 ms, so that of a
-shorter window they say little. The child is a process of its own, so that reading costs the
+What the GPU does not report is absent. The driver updates its counters about every 100 ms: they say
+little of a shorter window. The child is a process of its own, so that reading costs the
 measuring one nothing; no torch is in it.
 
 Usage: python -P -m sparsebench.harness.machine.telemetry UUID

@@ -10,13 +10,13 @@
     correlated   active / n             in sequences: x = z + e / 2, z being its sequence's
     recorded     as trained             weights and tokens out of a file; `active` is counted there
 
-So the sparsity is in dense weights, as training leaves it there, and a kernel finds it anew at
-every call. Biases are rounded to the dtype, by which bf16 moves a mean by up to 3 %. Independent
-tokens share units by chance alone, which is a kernel's worst case. Gates of a sequence's tokens
-correlate by 4/5: where 0.5 % of the units are on, 40 % of a token's are another's, too.
+Weights are dense, as training leaves them: which units are on, a kernel finds at every call. Biases
+are rounded to the dtype; in bf16 that moves the mean by up to 3 %. Independent tokens share units
+by chance alone, which is a kernel's worst case. Gates of one sequence's tokens correlate by 4/5:
+with 0.5 % of the units on, two tokens share 40 % of theirs.
 
-Weights may be pruned as well. A pattern keeps the cells of column 0 first, as many in all as ever,
-and s is that of the terms that a row has left.
+Weights may also be pruned. A pattern then keeps the cells of column 0 first, without keeping more
+cells, and s counts the terms that are left in a row.
 """
 
 from collections.abc import Mapping

@@ -61,7 +61,7 @@ class Op:
                   likewise: every non-zero and activation read once, every output written once, no
                   index at all
     dense         the problem to that whose flops a dense product has; default: itself
-    recorded      operands out of a file, by name, to the fields that they settle beside sizes;
+    recorded      operands out of a file, by name, to the fields that follow from them beside sizes;
                   default: none, and the op takes none
     adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
                   was drawn, in place and to the same bits on every device; default: leaves it

@@ -8,8 +8,8 @@ m tokens, k model width, n hidden units; Wg and Wu [n, k] and Wd [k, n] are the 
           g, u and Y are about 1; X and Y of bf16. A kernel rounds X, and h = act(g) u, to e4m3, at
           a scale of 1 and with 448 for what is beyond; its launch holds both. This file does not.
 
-With `active`, so many units a token are on, and only those count as work: the sparse operand is
-then h = act(X @ Wg.T), which no format stores (_active.py).
+With `active`, that many units are on for a token, and only those count as work. The sparse operand
+is then h = act(X @ Wg.T), which no format stores (_active.py).
 """
 
 from collections.abc import Mapping

@@ -12,11 +12,11 @@
     dWd.T    |         | n     H.T @ dY
              +---------+
 
-An output is one tensor: these five, one below the other. To put them there costs a copy of all,
-(2m + 3n) k elements read and written, 2 % of a dense step of 16,384 tokens; who can write in place
-has no need of it. Each of the five is held against its own size (`parts`), since gradients of
-weights are sums over tokens and much the largest. Weights are dense. With `active`, so many units a
-token are on, and only those count as work beyond G (_active.py).
+The output is one tensor: these five, one below the other. A kernel that cannot write there copies
+all five: (2m + 3n) k elements read and written, 2 % of a dense step of 16,384 tokens. Each of the
+five is checked against its own size (`parts`), since gradients of weights are sums over tokens and
+by far the largest. Weights are dense. With `active`, that many units are on for a token; beyond G
+only those count as work (_active.py).
 """
 
 from collections.abc import Mapping

@@ -4,9 +4,9 @@ m tokens, n output features, k input features; W is the sparse operand.
 
     fp8   Y = bf16(X @ W.T), X and W of float8_e4m3fn, sums in fp32
 
-Who stores a model in fp8 has a scale a token and a scale an output channel, and multiplies finished
-sums by both. Here they are 1 and left out: they depend on no format, and cuSPARSELt 0.8 takes no
-scale a channel on Hopper, so that they would measure who has to launch another kernel for them.
+A model in fp8 has one scale for each token and one for each output channel, and multiplies finished
+sums by both. Here the scales are 1 and left out: they depend on no format. cuSPARSELt 0.8 takes no
+scale for each channel on Hopper, so with scales the time would include a second kernel there.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Gradient of a linear layer's weight, at its pattern: dW[n, k] = dY[m, n].T @ X[m, k] where W is.
 
-m tokens, n output features, k input features. W gives the pattern and is not read: with
-Y = X @ W.T and a loss L, dY is dL/dY and dW is dL/dW. A format stores the gradient where it stores
-W: of BSR, whole blocks are wanted, and of dense, the full product.
+m tokens, n output features, k input features. With Y = X @ W.T and
+a loss L, dY is dL/dY and dW is dL/dW. W gives the pattern; its values are not read. The gradient is
+computed where the format stores W: BSR asks for whole blocks, dense for the full product.
 """
 
 from collections.abc import Mapping

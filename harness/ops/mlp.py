@@ -4,7 +4,7 @@ m tokens, k model width, n hidden units; Wu [n, k] and Wd [k, n] are the sparse 
 
     activation  silu  z / (1 + exp(-z))      relu  max(z, 0)      relu2  max(z, 0)²
 
-With `active`, so many units a token are on, and of Wd only those count as work (_active.py).
+With `active`, that many units are on for a token; of Wd only those count as work (_active.py).
 """
 
 from collections.abc import Mapping

@@ -216,7 +216,7 @@ def _fields(
     settings: tuple[dict[str, Any], ...],
     source: Source | None,
 ) -> dict[str, Any]:
-    """Merge one point of the sweep, check it, and settle the level that its pattern will have."""
+    """Merge one point of the sweep and check it. Raises SuiteError where its level is not met."""
     merged: dict[str, Any] = {}
     for setting in settings:
         both = merged.keys() & setting.keys()
@@ -236,7 +236,7 @@ def _fields(
 
 
 def _fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
-    """Return the fields that a source settles: the weight's sizes, and a pattern file's level."""
+    """Return the fields that a source gives: the weight's sizes, and a pattern file's level."""
     if source is None:
         return {}
     if op.recorded and source.tensor is not None:
@@ -251,7 +251,7 @@ def _fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[
 
 
 def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
-    """Return the sizes of a group's weights, and what its operands settle."""
+    """Return the sizes of a group's weights, and the fields that follow from its operands."""
     assert op.recorded
     tensors = {
         name: sources.load_weights(path, sources.member(source, name)) for name in op.operands

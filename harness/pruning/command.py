@@ -3,9 +3,9 @@
     weights.safetensors   tensors by name      + activations.safetensors   one matrix [tokens, k]
     model.gguf            every MLP of it      + text                      default: Python's own
 
-The last quarter of the activations is held out. Written are the pruned tensors under their names
-(of a model GGUF's), `permutation` or `blk.N.permutation`, and as metadata the method, the region
-and how many features, the last of each tensor, are dense.
+The last quarter of the activations is held out. The file written has the pruned tensors under their
+own names (a model's under GGUF's) and `permutation` or `blk.N.permutation`. Its metadata has the
+method, the region and the number of dense features, which are the last of each tensor.
 """
 
 import platform

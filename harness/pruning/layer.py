@@ -2,8 +2,8 @@
 
     region     which features stay dense, and the order that gathers them at the end
     gate, up   pruned from X, the rows of the sparse region alone: one matrix, as X is one
-    down       pruned from the activations that the pruned gate and up give, so that their errors
-               are known to it
+    down       pruned from the activations of the pruned gate and up, so that it can compensate
+               their errors
 
 Weights are pruned in fp32 and returned in the dtype they had, on their device. -0.0 is read as
 +0.0, and no weight that comes back is -0.0.

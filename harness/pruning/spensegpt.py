@@ -8,9 +8,9 @@
         w_i: pruned elements are 0, and column i is never touched again
         w_j -= e U_ij for all j > i
 
-The update makes up for what was pruned, as well as the columns to its right allow. Those of the
-dense region are never pruned, so at the right they are a buffer for the errors of all others. The
-updates beyond a block of B columns are one product a block. Rows do not depend on one another.
+The update compensates the error of a pruned element in the columns to its right. The dense columns
+are last and never pruned, so they take up errors of all others. Updates beyond a block of B columns
+are one product for each block. Rows do not depend on one another.
 
 Sources: Frantar and Alistarh, arXiv 2301.00774, algorithm 1 (blocks of 128, damping of 1 % of the
 mean diagonal); Lee et al., arXiv 2606.10445, section 3.3 (dense columns last).

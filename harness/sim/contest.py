@@ -1,12 +1,12 @@
-"""One problem, all its contenders, on the simulated GPU: contest.py without operands and kernels.
+"""One problem, all its contenders, on the simulated GPU: no operands, no kernels.
 
     non-zeros    elements x (1 - sparsity asked for)
     work         of a contender in format dense: all elements; of any other: the non-zeros
-    time         by sim_clock.py; hot, what the L2 cache holds is not read
-    faults       as planned; whom they leave running is right, and nobody is unsupported
+    time         by clock.py; hot, what the L2 cache holds is not read
+    faults       as planned; every other case runs and is right, and none is unsupported
 
-What is drawn depends on the seed, the problem and the process alone, so that a run that was stopped
-goes on as if it had not been.
+Draws depend on the seed, the problem and the process alone. So a resumed run has the same rows as
+one that was never stopped.
 """
 
 import hashlib

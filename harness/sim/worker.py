@@ -1,6 +1,6 @@
 """The simulated GPU's child process: it speaks worker.py's protocol, and runs no kernel.
 
-    contenders   take what sim_clock.py says; what goes wrong is planned in the spec
+    contenders   take the times of clock.py; the spec plans what goes wrong
     rows         are marked: clock `sim`, device `sim-SEED`, a GPU named `simulated ...`
 
 Everything above it is the real thing: runner, timeouts, rows on disk, statistics, report. The same

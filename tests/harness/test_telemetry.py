@@ -24,7 +24,7 @@ Start = Callable[..., tuple[Telemetry, list[str]]]
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start a child whose NVML is made up, and the log it writes to; it has time to start."""
-    monkeypatch.setattr("sparsebench.harness.telemetry.TIMEOUT_S", None)
+    monkeypatch.setattr("sparsebench.harness.machine.telemetry.TIMEOUT_S", None)
     children = []
 
     def child(uuid: str = "GPU-fake", **fake: object) -> tuple[Telemetry, list[str]]:

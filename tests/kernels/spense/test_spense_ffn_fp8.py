@@ -27,7 +27,7 @@ from sparsebench.harness.bench.entry import bound
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.sim.worker import contest as sim_contest
+from sparsebench.harness.sim import contest as sim_contest
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import cublas, cublas_ffn, torch_compile
