@@ -1,5 +1,6 @@
-// What kernels that use mma ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands at
-// once or, with LATE, when its group is waited for, so that a wait too few and one too late are seen.
+// What kernels that use mma ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands
+// at once or, with LATE, when its group is waited for, so that a wait too few and one too late are
+// seen.
 
 #include "cuda_on_cpu.h"
 
