@@ -11,7 +11,6 @@ need a fence before its first use.
 """
 
 import ctypes
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; a family's own lie beside its kernels
@@ -201,7 +201,7 @@ def load(
         path.write_bytes(code)
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
-    return kernel.kernel, hashlib.sha256(code).hexdigest()[:16]
+    return kernel.kernel, digest(code)
 
 
 def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from struct import unpack_from
 
-COUNTED = b".text.", b".nv.constant", b".nv.info"
+COUNTED = b".text.", b".nv.constant2", b".nv.constant3"
 SECTION_NUMBERS = 0x3A  # in an ELF64 header: size of a section header, their count, index of names
 NO_BITS = 8  # type of a section without bytes in the file
 

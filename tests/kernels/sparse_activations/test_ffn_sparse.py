@@ -457,7 +457,7 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
 def test_no_other_way_is_known() -> None:
     with pytest.raises(Unsupported, match=r"expected one of best, sparse, .*, found 'd"):
         ffn_sparse.prepare(gpu_case(), way="dense")
-    with pytest.raises(Unsupported, match="few: expected 1 to 64 tokens, found 300"):
+    with pytest.raises(Unsupported, match="expected 1 to 64 tokens, found 300"):
         ffn_sparse.prepare(gpu_case(), way="few")
     with pytest.raises(Unsupported, match="a packed product needs a layer with a gate"):
         mlp_sparse.prepare(given(problem(9, 64, 64, op="mlp", active=8), GPU), way="packed")
