@@ -1,12 +1,13 @@
 """A digest of a compiled kernel that is equal on every machine that compiled the same code.
 
-A cubin is an ELF file. Triton's also holds the path of the kernel's source (.debug_line), so two
-installations of one version would differ. The digest covers only the sections that a GPU runs or
-is configured by:
+A cubin is an ELF file. The digest covers two kinds of its sections:
 
-    .text.NAME        instructions
-    .nv.constant*     constants
-    .nv.info*         registers, barriers, shared memory
+    .text.NAME          instructions
+    .nv.constant2, 3    constants of the code
+
+The others may differ where the code is equal. Triton writes the path of the kernel's source
+(.debug_line), so two installations of one version would differ. NVRTC writes every constexpr value,
+used or not (.nv.global.init), so a constant that became a macro would.
 """
 
 import hashlib
@@ -19,13 +20,13 @@ NO_BITS = 8  # type of a section without bytes in the file
 
 
 def digest(*cubins: bytes) -> str:
-    """Return the first 16 digits of the SHA-256 of the sections that count."""
+    """Return `sass:` and the first 16 digits of the SHA-256 of these sections."""
     found = hashlib.sha256()
     for cubin in cubins:
         for name, content in sorted(_sections(cubin)):
             if name.startswith(COUNTED):
                 found.update(name + b"\0" + content)
-    return found.hexdigest()[:16]
+    return f"sass:{found.hexdigest()[:16]}"
 
 
 def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:

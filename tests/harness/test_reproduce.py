@@ -131,6 +131,13 @@ def test_equal_machine_code_is_counted() -> None:
     )
 
 
+def test_digests_of_two_kinds_are_not_compared() -> None:
+    first, second = made_up([2.0]), made_up([2.0])
+    for run, code in ((first, "0123"), (second, "sass:0123")):
+        run.rows[:] = [replace(r, code=code) for r in run.rows]
+    assert agreement(first, second).same_code == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("speedup", "status", "said"),
     [
