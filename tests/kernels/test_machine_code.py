@@ -1,4 +1,4 @@
-"""The digest of a compiled kernel: of its instructions, and of nothing that a path or name changes."""
+"""The digest of a compiled kernel: of its instructions, whatever paths and names there are."""
 
 import struct
 
