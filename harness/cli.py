@@ -6,48 +6,37 @@ this machine is unfit to measure; 130 interrupted, what was measured is kept.
 """
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
-L1 = "0,1e-4,1e-3,1e-2,3e-2"  # of train-lm: from none to where most units are off
-WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
-
-app = typer.Typer(
-    help="Compare sparse matrix formats on a GPU, reproducibly.",
-    no_args_is_help=True,
-    rich_markup_mode=None,  # a usage error is a line, not a box
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from sparsebench.harness._cli import (
+    BAD_INPUT,
+    GATE_FAILED,
+    SOME_FAILED,
+    UNFIT,
+    Data,
+    Device,
+    Energy,
+    Json,
+    Only,
+    Out,
+    Replicates,
+    RunPath,
+    Timeout,
+    app,
+    err,
+    measuring,
+    out,
+    print_json,
+    wide,
 )
-out, err = Console(), Console(stderr=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
-RunPath = Annotated[Path, typer.Argument(help="A run directory.")]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda or cuda:N, default the best there is; run: sim or sim:FILE.yaml."),
-]
-Data = Annotated[Path | None, typer.Option(help="Folder that a suite's source files are in.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Run directory; default: runs/...")]
-Only = Annotated[str, typer.Option(help="Measure less: 'block=64 sparsity=0.8|0.9'.")]
-Timeout = Annotated[float, typer.Option(help="Seconds a contender may stay silent.", min=0.1)]
-Replicates = Annotated[
-    int, typer.Option(help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1)
-]
-Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a case.")]
+from sparsebench.harness._cli_make import prune, train_lm
 
 
 def main() -> int:
@@ -71,7 +60,7 @@ def list_(as_json: Json = False) -> None:
 
     found = listing()
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     for title, entries in found.items():
         table = Table(
@@ -98,7 +87,7 @@ def check(
 
     planned = plan(read(suite, data), pick(device), only, replicates)
     if as_json:
-        _print_json(planned)
+        print_json(planned)
         return
     out.print(escape(planned["title"]), style="bold")
     counts = f"{planned['problems']} problems, {planned['cases']} cases"
@@ -143,7 +132,7 @@ def run(
         device = device or before["device"]
     asked = own_suite(stopped, data) if resume else read(str(suite), data)
     flags = Flags(named(device), data, timeout, replicates, only, energy)
-    with _measuring() as show:
+    with measuring() as show:
         path = measure(asked, flags, to, resume, show)
     measured = store.read(path)
     page = path / "report.html"
@@ -151,9 +140,9 @@ def run(
     found = analyse(measured)
     counts = counted(found)
     if as_json:
-        _print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
+        print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
     else:
-        _wide().print(answer(found))
+        wide().print(answer(found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if counts.keys() - {"ok", "unsupported"}:
@@ -185,7 +174,7 @@ def try_(
         tried.repeat(kernel, given, on, repeat, data)
         return
     found = tried.try_kernel(kernel, given, on, data)
-    _wide().print(tried.report(found), soft_wrap=True, highlight=False)
+    wide().print(tried.report(found), soft_wrap=True, highlight=False)
     if not found.right:
         raise typer.Exit(SOME_FAILED)
 
@@ -226,9 +215,9 @@ def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
 
     found = compared(store.read(first), store.read(second))
     if as_json:
-        _print_json(json.loads(found.cases.to_json(orient="records")))
+        print_json(json.loads(found.cases.to_json(orient="records")))
     else:
-        _wide().print(comparison(found))
+        wide().print(comparison(found))
 
 
 @app.command()
@@ -252,16 +241,16 @@ def reproduce(
     from sparsebench.results import store
     from sparsebench.results.agreement import agreement
 
-    with _measuring() as show:
+    with measuring() as show:
         fresh = reproduced(path, named(device), data, to, show)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)
     if as_json:
         cases = json.loads(found.found.cases.to_json(orient="records"))
-        _print_json({"run": str(fresh), **found.counts, "cases": cases})
+        print_json({"run": str(fresh), **found.counts, "cases": cases})
     else:
-        _wide().print(comparison(found.found))
+        wide().print(comparison(found.found))
         out.print("\n".join(found.sentences), soft_wrap=True, highlight=False, markup=False)
     if not found.reproduced:
         raise typer.Exit(GATE_FAILED)
@@ -284,13 +273,13 @@ def confirm(
     from sparsebench.reports.build import build
     from sparsebench.results import store
 
-    with _measuring() as show:
+    with measuring() as show:
         fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = headlines(again)
     if as_json:
-        _print_json({"run": str(fresh), "headlines": [asdict(headline) for headline in found]})
+        print_json({"run": str(fresh), "headlines": [asdict(headline) for headline in found]})
     else:
         sentences = [headline.sentence for headline in found]
         screened = f"Chosen among {again.state['confirms']['screened']} cells of a screening"
@@ -309,9 +298,9 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
 
     found = examine(pick(device))
     if as_json:
-        _print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
+        print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
     else:
-        _wide().print(table(found))
+        wide().print(table(found))
     if unfit(found):
         raise typer.Exit(UNFIT)
 
@@ -332,7 +321,7 @@ def tune(
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.tune import tune as tuned
 
-    with _measuring("tune") as show:
+    with measuring("tune") as show:
         found = tuned(read(suite, data), named(device), minutes, only, to, data, show)
     for line in found.lines:
         out.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -340,121 +329,5 @@ def tune(
         raise typer.Exit(SOME_FAILED)
 
 
-@app.command()
-def prune(
-    weights: Annotated[
-        Path, typer.Argument(help="A .safetensors file, or a Gemma 3 model as .gguf.")
-    ],
-    tensors: Annotated[
-        str, typer.Option(help="Of a .safetensors file: 'gate,up,down', or one linear layer.")
-    ] = "",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="Activations [tokens, k], .safetensors; for a model a text file."),
-    ] = None,
-    method: Annotated[str, typer.Option(help="magnitude, wanda or spensegpt.")] = "spensegpt",
-    dense: Annotated[str, typer.Option(help="Fraction of features that stays dense.")] = "0.5",
-    region: Annotated[str, typer.Option(help="Which features: last or scored.")] = "scored",
-    activation: Annotated[str, typer.Option(help="Of an MLP: silu, gelu_tanh, relu.")] = "silu",
-    split: Annotated[str, typer.Option(help="Of a linear layer: rows or columns.")] = "columns",
-    tokens: Annotated[int, typer.Option(help="Of a text, to calibrate on.", min=1024)] = 8192,
-    device: Device = None,
-    to: Annotated[Path | None, typer.Option("--out", help="A .safetensors file to write.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Prune weights to 2:4 beside a dense region; "a,b" for method, dense or region tries both."""
-    from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.pruning.command import parse_recipes, prune_file, table
-
-    found = prune_file(
-        weights,
-        parse_recipes(method, dense, region),
-        pick(device),
-        names=[name for name in tensors.split(",") if name],
-        calibration=calibration,
-        activation=activation,
-        split=split,
-        tokens=tokens,
-        to=to,
-    )
-    if as_json:
-        _print_json(found.to_json())
-    else:
-        _wide().print(table(found))
-
-
-@app.command("train-lm")
-def train_lm(
-    l1: Annotated[str, typer.Option(help="Coefficients of the L1 term, each a training.")] = L1,
-    steps: Annotated[int, typer.Option(help="Of each training.", min=1)] = 3000,
-    seed: Annotated[int, typer.Option(help="Of weights and of the bytes' order.", min=0)] = 0,
-    layers: Annotated[int, typer.Option(help="Of the decoder.", min=1)] = 6,
-    width: Annotated[int, typer.Option(help="Of the decoder.", min=2)] = 512,
-    hidden: Annotated[int, typer.Option(help="Units of each gated MLP.", min=1)] = 2048,
-    heads: Annotated[int, typer.Option(help="Of the attention.", min=1)] = 8,
-    context: Annotated[int, typer.Option(help="Bytes of a context.", min=16, max=8192)] = 256,
-    batch: Annotated[int, typer.Option(help="Contexts a step.", min=1)] = 64,
-    device: Device = None,
-    to: Annotated[
-        Path | None, typer.Option("--out", help="A .safetensors file: an MLP and its inputs.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train small gated-ReLU language models on Python's own source, and count units that are on.
-
-    With and without an L1 term on hidden units: what sparsity it brings, and what it costs in loss.
-    """
-    from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.train_lm.command import parse_coefficients, table, train_all
-    from sparsebench.harness.train_lm.model import Sizes
-    from sparsebench.harness.train_lm.train import Settings
-
-    sizes = Sizes(layers, width, hidden, heads, context)
-    settings = Settings(sizes, steps, batch, seed)
-    coefficients, picked = parse_coefficients(l1), pick(device)
-    with _progress() as show:
-        found = train_all(coefficients, settings, picked, to=to, show=show)
-    if as_json:
-        _print_json(found.to_json())
-    else:
-        _wide().print(table(found))
-
-
-def _wide() -> Console:
-    return Console(width=max(out.width, WIDE))
-
-
-@contextmanager
-def _measuring(again: str = "run --resume") -> Iterator[Callable[[int, int, str], None]]:
-    """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with _progress() as show:
-            yield show
-    except KeyboardInterrupt as stop:
-        err.print(f"interrupted; what was measured is kept, and {again} goes on")
-        raise typer.Exit(INTERRUPTED) from stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Show contests done, the problem being measured and the time left, on stderr."""
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def show(done: int, total: int, problem: str) -> None:
-            progress.update(task, completed=done, total=total, description=problem)
-
-        yield show
-
-
-def _print_json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=1) + "\n")
+app.command()(prune)
+app.command("train-lm")(train_lm)

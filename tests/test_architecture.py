@@ -64,7 +64,13 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "pruning": {"inputs"},
     "train_lm": set(),
 }
-WAYS_IN = {"cli", "pytest_plugin", "_pytest_nodes"}  # these may import every group
+WAYS_IN = {
+    "cli",
+    "_cli",
+    "_cli_make",
+    "pytest_plugin",
+    "_pytest_nodes",
+}  # these may import every group
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "harness").rglob("*.py")), ids=str)
