@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import patience
@@ -157,7 +158,14 @@ def test_a_stop_leaves_a_valid_run(stop: signal.Signals, tmp_path: Path) -> None
     path.write_text(SUITE.replace("[4, 8, 16]", str(list(range(1, 400)))))
     out = tmp_path / "run"
     command = [sys.executable, "-P", "-m", "sparsebench", "run", str(path), "--out", str(out)]
-    child = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [*command, "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's `&` ignores it
+    )
     while not (out / "rows.jsonl").exists() or len(store.read(out).rows) < 2:
         assert child.poll() is None
         time.sleep(0.1)
