@@ -125,12 +125,14 @@ def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[s
     assert "Traceback" not in said
 
 
+@pytest.mark.exhaustive
 def test_deselected_cases_take_no_part(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty.crashes"))
     code, said = run(tmp_path, "suite.yaml", "-k", "torch_dense and m:4")
     assert (code, "1 passed, 1 deselected" in said) == (0, True)
 
 
+@pytest.mark.exhaustive
 def test_a_case_is_named_by_its_id_and_compared_with_before(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(SUITE)
     case = f"suite.yaml::{PROBLEM}::bsr/scipy_bsr"
@@ -141,6 +143,7 @@ def test_a_case_is_named_by_its_id_and_compared_with_before(tmp_path: Path) -> N
     assert "bsr/scipy_bsr (0001_before)" in said
 
 
+@pytest.mark.exhaustive
 def test_only_is_that_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(SUITE)
     only = ("--sparsebench-only", "kernel=scipy_bsr m=8")
@@ -167,6 +170,7 @@ def test_a_bad_suite_is_one_line(tmp_path: Path) -> None:
         assert expected in lines[0]
 
 
+@pytest.mark.exhaustive
 def test_without_pytest_benchmark_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "cublas"))
     code, said = run(tmp_path, "suite.yaml", "-p", "no:benchmark")
@@ -182,6 +186,7 @@ def test_other_sessions_are_left_alone_and_import_nothing(tmp_path: Path) -> Non
     assert "collected 0 items" in run(tmp_path, "compose.yaml")[1]
 
 
+@pytest.mark.exhaustive
 def test_a_lost_device_ends_the_session(tmp_path: Path) -> None:
     (tmp_path / "breaks").mkdir()
     (tmp_path / "breaks" / "kernel.py").write_text(BREAKS)

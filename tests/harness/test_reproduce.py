@@ -200,6 +200,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
     assert sparsebench("validate", out).returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     device = store.read(simulated).state["flags"]["device"]
@@ -214,6 +215,7 @@ def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: 
     assert "expected a new directory" in sparsebench(*command[:-1], simulated).stderr
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_agree_is_exit_1(simulated: Path, tmp_path: Path) -> None:
     spec = tmp_path / "slow.yaml"
     spec.write_text(QUIET + "seed: 8\nefficiency: {bsr/bsr_triton: 0.1}\n")
@@ -240,6 +242,7 @@ def test_a_damaged_bundle_is_not_measured_again(simulated: Path, tmp_path: Path)
     assert not out.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_path: Path) -> None:
     out, device = tmp_path / "confirmed", f"sim:{simulated.parent / 'second.yaml'}"
     flags = "--device", device, "--replicates", 6, "--out", out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import patience
 import pytest
+from sample import exhaustive
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import Contest, Suite, read
@@ -69,6 +70,7 @@ def test_a_hang_is_a_timeout_and_the_others_get_their_rows() -> None:
     assert hung.detail == "no answer within 2 s"
 
 
+@pytest.mark.exhaustive
 def test_a_crash_while_taking_turns_finds_its_owner() -> None:
     right, late = rows("crashes_later")
     assert (right.status, right.attempt) == (Status.OK, 2)
@@ -152,7 +154,7 @@ def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Pat
     assert (path / "rows.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGINT, exhaustive(signal.SIGTERM)])
 def test_a_stop_leaves_a_valid_run(stop: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "long.yaml"
     path.write_text(SUITE.replace("[4, 8, 16]", str(list(range(1, 400)))))
