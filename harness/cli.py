@@ -168,8 +168,7 @@ def try_(
 
     given, on = words or [], pick(device)
     if profile:
-        tried.plan(kernel, given, on, data)
-        raise typer.Exit(tried.profile(kernel, given))
+        raise typer.Exit(tried.profile(kernel, given, on, data))
     if repeat:
         tried.repeat(kernel, given, on, repeat, data)
         return

@@ -44,15 +44,8 @@ def assert_compiles_cleanly(
     if known_by_nvcc(name, constants, HOPPERS_OWN, allowed, clean, look):
         return
     command = ["nvcc", "-std=c++17", f"-gencode={HOPPERS_OWN}", "-cubin"]
-    command += [
-        "-I",
-        str(cuda.HEADERS),
-        "-Xptxas",
-        "-v",
-        "-o",
-        str(folder / "kernel.cubin"),
-        str(cuda.source_of(name)),
-    ]
+    command += ["-I", str(cuda.HEADERS), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
+    command += [str(cuda.source_of(name))]
     command += [f"-D{macro}={value}" for macro, value in constants]
     run = subprocess.run(command, capture_output=True, text=True)
     log = run.stdout + run.stderr

@@ -32,7 +32,7 @@ from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.frame import frame
-from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.record import Case, Problem, Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
@@ -97,11 +97,17 @@ def repeat(
         torch.cuda.profiler.stop()
 
 
-def profile(name: str, words: Sequence[str]) -> int:
-    """Run one call of the kernel under Nsight Compute; return ncu's exit code."""
+def profile(name: str, words: Sequence[str], device: torch.device, data: Path | None = None) -> int:
+    """Run one call of the kernel under Nsight Compute, and return ncu's exit code.
+
+    Raises SuiteError.
+    """
+    plan(name, words, device, data)
     if shutil.which(PROFILER[0]) is None:
         raise SuiteError("--profile: expected ncu (Nsight Compute) on PATH, found none")
-    command = [sys.executable, "-P", "-m", "sparsebench", "try", name, *words, "--repeat", "1"]
+    place = ["--device", str(device), *(["--data", str(data)] if data else [])]
+    command = [sys.executable, "-P", "-m", "sparsebench", "try", name, *words, *place]
+    command += ["--repeat", "1"]
     return subprocess.run([*PROFILER, *command], check=False).returncode
 
 
@@ -111,23 +117,27 @@ def plan(
     """Return the contest that the words ask for: the kernel and its baseline. Raises SuiteError."""
     kernel, given = load_kernel(name), _parsed(words)
     own = {word: given.pop(word) for word in OWN & given.keys()}
-    op = own.get("op", "linear" if kernel.op == "any" else kernel.op)
-    stored = own.get("format", "dense" if kernel.consumes == "any" else kernel.consumes)
+    op = str(own.get("op", "linear" if kernel.op == "any" else kernel.op))
+    stored = str(own.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
+    baseline, seed = str(own.get("baseline", BASELINES[device.type])), own.get("seed", 0)
+    if type(seed) is not int:
+        raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
     fields, options, params = _sorted_out(given, kernel, op, stored)
     fields = {"dtype": DTYPES[device.type], "pattern": _pattern(fields), **fields}
-    params = _filled(params, stored, fields)
-    baseline = own.get("baseline", BASELINES[device.type])
-    suite = {
-        "schema": "sparsebench/suite@1",
-        "title": f"try {name}",
-        "problems": [{"op": op, "seed": own.get("seed", 0), **_one(fields)}],
-        "contenders": [
-            {"format": stored, "kernel": name, "params": _one(params), "options": _one(options)}
-        ],
-        "baselines": [{"format": "dense", "kernel": baseline}],
-    }
-    (found,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
-    return found
+
+    def expanded(params: Mapping[str, Any]) -> Contest:
+        contender = {"format": stored, "kernel": name}
+        suite = {
+            "schema": "sparsebench/suite@1",
+            "title": f"try {name}",
+            "problems": [{"op": op, "seed": seed, **_one(fields)}],
+            "contenders": [contender | {"params": _one(params), "options": _one(options)}],
+            "baselines": [{"format": "dense", "kernel": baseline}],
+        }
+        (found,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
+        return found
+
+    return expanded(_said_by(expanded(params).problem, stored) | params)
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -141,7 +151,10 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
             raise SuiteError(f"try: expected {name} once, found it twice")
         rows, by, columns = text.partition("x")
         block = by and rows.isdigit() and columns.isdigit()
-        given[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
+        try:
+            given[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SuiteError(f"try: {name}: expected a value, found {text!r}") from error
     return given
 
 
@@ -176,11 +189,11 @@ def _pattern(fields: Mapping[str, Any]) -> str:
     return "blocks" if "block" in fields else "unstructured"
 
 
-def _filled(params: dict[str, Any], stored: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the format's parameters that the problem's fields, or its pattern, say."""
-    said = {**fields, **derived({"sparsity": 0.0, **fields})}
+def _said_by(problem: Problem, stored: str) -> dict[str, Any]:
+    """Return the format's parameters that the problem's fields, or its pattern, say."""
+    said = {**problem.fields, **derived(problem.fields)}
     wanted = keywords(load_format(stored).from_dense)
-    return {name: said[name] for name in wanted & said.keys()} | params
+    return {name: said[name] for name in wanted & said.keys()}
 
 
 def report(tried: Tried) -> Group:

@@ -60,6 +60,13 @@ def test_the_pattern_follows_from_what_is_given() -> None:
         (["scipy_bsr", "m"], "expected field=value, found 'm'"),
         (["scipy_bsr", "m=1", "m=2"], "expected m once, found it twice"),
         (["scipy_bsr", "m=8", "n=64"], "k: expected a value, found none"),
+        (["scipy_bsr", "m=["], "m: expected a value, found '['"),
+        (["scipy_bsr", "op=5"], "found '5'"),
+        (["scipy_bsr", "seed=one", "m=8"], "seed: expected an integer, found 'one'"),
+        (
+            ["spense_wgmma", "m=8", "n=512", "k=512", "pattern=spense_rows", "sparsity=x"],
+            "sparsity",
+        ),
         (["scipy_bsr", "op=liner", "m=8"], "found 'liner' (did you mean linear?)"),
         (["bsr_wgmma", "m=8", "n=64", "k=64"], "bsr_wgmma: runs on cuda, not on cpu"),
         (["scipy_bsr", "op=ffn", "m=8", "n=64", "k=64"], "scipy_bsr: computes linear, not ffn"),
@@ -92,4 +99,4 @@ def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(try_kernel.subprocess, "run", lambda c, check: called.append(c) or ended)
     assert sparsebench("try", "torch_dense", *SMALL, "--profile").returncode == 0
     assert called[0][0] == "ncu"
-    assert called[0][-2:] == ["--repeat", "1"]
+    assert called[0][-4:] == ["--device", "cpu", "--repeat", "1"]

@@ -49,7 +49,6 @@ WGRAD_PEERS = [
     (cublas_masked, Bsr, {"block": 4}),
     (cublas_masked, Bsr, {"block": [3, 5]}),
 ]
-TORCH = {"block": 16}
 
 
 def drawn(m: int, n: int, k: int, density: float = 0.4) -> tuple[Tensor, Tensor, Tensor]:
