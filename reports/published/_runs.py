@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from sparsebench._discovery import modules
 from sparsebench.errors import ResultError
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
@@ -25,8 +26,7 @@ from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import chose_dense
 
-# Kernels of kernels/bsr, spense and sparse_activations, by what their names begin with.
-OURS = ("bsr_", "spense_", "ffn_sparse", "ffn_few", "ffn_step_sparse", "mlp_sparse", "mlp_few")
+OURS = {"bsr", "spense", "sparse_activations"}  # families, folders of kernels/
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,17 @@ def _read(root: Path, path: Path) -> Published:
     return Published(run, home.as_posix(), report.as_posix(), cases, found.noise)
 
 
+def _ours() -> list[str]:
+    """Name our kernels: sparsebench.kernels.FAMILY.NAME of one of OURS."""
+    return [name for name, place in modules("kernels").items() if place.split(".")[2] in OURS]
+
+
 def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
     sizes = zip(cases.n, cases.k, strict=True)
     return cases.assign(
         run=run,
         shape=[f"{n} × {k}" for n, k in sizes],
         asked=[f"{np.round(100 * level, 2):g} %" for level in cases.level],
-        ours=cases.kernel.str.startswith(OURS),
+        ours=cases.kernel.isin(_ours()),
         dense=chose_dense(cases),
     )
