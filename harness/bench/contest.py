@@ -4,7 +4,7 @@
     each contender: convert ─> prepare ─> activations redrawn in place ─> run on poisoned output
                     ─> held against the definition in fp64
     the correct ones timed together, once for each scope and cache state (timing.py), held against
-    the device's ceilings (ceilings.py), then redrawn, poisoned, run and held again
+    the device's ceilings (results/ceilings.py), then redrawn, poisoned, run and held again
 
 A case is a row for each scope and cache state. What cannot run is a row with its reason. After a
 CUDA error nothing more can be trusted: Fatal.
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.ceilings import LIGHT
 from sparsebench.harness.bench.check import Expected, check, roundings
 from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.entry import (
@@ -42,6 +41,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Output
+from sparsebench.results.ceilings import judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 
@@ -211,17 +211,19 @@ def _as_called(entry: Entry, timed: Timed) -> Timed:
 def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
     """Put the samples into the row, unless they are faster than the device's ceilings allow.
 
-    On a CPU the ceilings are told but no judge: its cores are shared with everything else.
+    On a CPU the ceilings are told but no judge: its cores are shared with everything else. Only a
+    reference raises them there as well.
     """
     ceilings = contest.options.ceilings
     if ceilings is not None:
         dtype, size = contest.problem["dtype"], contest.output_bytes
         flops, fewest_bytes = row.flops or 0.0, row.fewest_bytes or 0
-        bound_us, by = ceilings.bound(dtype, flops, fewest_bytes, size, row.cache)
+        bound_us, by = ceilings.bound(dtype, flops, fewest_bytes, size, row.cache) or (None, None)
         row = replace(row, bound_us=bound_us, bound_by=by)
-        if contest.device.type == "cuda" and median(taken.times_us) < LIGHT * bound_us:
-            found = f"{median(taken.times_us):.2f} µs where {by} allows {bound_us:.2f} µs"
-            return replace(row, status=Status.FASTER_THAN_LIGHT, detail=found)
+        if row.reference or contest.device.type == "cuda":
+            row = judged(row, median(taken.times_us))
+    if row.status is not Status.OK:
+        return row
     return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)
 
 

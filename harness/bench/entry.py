@@ -19,12 +19,12 @@ from torch import Tensor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.ceilings import Ceilings
 from sparsebench.harness.bench.operands import DenseOperands
 from sparsebench.harness.bench.timing import Measure, Timed
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Problem, Row, Status
 
 Announce = Callable[[str, str], None]

@@ -150,7 +150,8 @@ def _rows(
             left = [c for c in order if (replicate, c.problem.id) not in seen]
             window()  # what was before the first contest is no contest's
             progress(finished, total, describe(left[0]) if left else "")
-            for number, measured in enumerate(runner.run(left, replicate, wanted), start=1):
+            asked = wanted.after(store.rows(path))
+            for number, measured in enumerate(runner.run(left, replicate, asked), start=1):
                 seen_meanwhile = window()
                 store.append(
                     path,

@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
 # -P: the repository's own folders must not shadow installed packages of the same name.
@@ -208,6 +209,13 @@ class Wanted:
     ceilings: Mapping[str, Any] | None = None
     energy: bool = False
 
+    def after(self, rows: Iterable[Row]) -> Self:
+        """Return what is asked after these rows: a reference among them may raise the ceilings."""
+        if self.ceilings is None:
+            return self
+        ceilings, _ = Ceilings.from_json(self.ceilings).after(rows)
+        return replace(self, ceilings=asdict(ceilings))
+
 
 class Runner:
     """Runs contests one after the other, in one worker after the other.
@@ -239,9 +247,11 @@ class Runner:
         self, contests: Sequence[Contest], replicate: int = 0, wanted: Wanted | None = None
     ) -> Iterator[Measured]:
         """Yield every contest's rows, complete, in order."""
+        wanted = wanted or Wanted()
         for contest in contests:
-            measured = self._complete(contest, replicate, wanted or Wanted())
+            measured = self._complete(contest, replicate, wanted)
             self.pin(measured.rows)
+            wanted = wanted.after(measured.rows)
             yield measured
 
     def pin(self, rows: Iterable[Row]) -> None:

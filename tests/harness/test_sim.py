@@ -13,7 +13,7 @@ from command import sparsebench
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.ceilings import Ceilings
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
