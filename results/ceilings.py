@@ -14,13 +14,12 @@ A median below LIGHT x bound is no record but an error: `faster_than_light`. A r
 stay ok and say so, and from the next contest on the ceiling is the one that they reached:
 
     environment.json   ceilings before the first contest
-    rows, in order     each reference row below its bound raises them (`after`)
+    rows, in order     `raises` of a reference row is the factor by which it was faster (`after`)
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from statistics import median
 from typing import Any, Self
 
 from sparsebench.results.record import Row, Status
@@ -80,14 +79,14 @@ class Ceilings:
         The bounds in the rows are by the ceilings that were in force at their contest.
         """
         found, lines = self, []
-        reference = (row for row in rows if row.reference)
+        reference = [row for row in rows if row.reference]
         for _, contest in groupby(reference, lambda row: (row.replicate, row.case.problem.id)):
-            above = [(_above(row), row) for row in contest]
-            for kind in ("memory", "compute"):
-                of_kind = [pair for pair in above if pair[1].bound_by == kind]
-                factor, row = max(of_kind, key=lambda pair: pair[0], default=(1.0, None))
-                if row and factor > 1:
-                    found, line = found._raised(row, factor)
+            fastest: dict[str | None, Row] = {}
+            for row in sorted(contest, key=lambda row: row.raises or 0.0):
+                fastest[row.bound_by] = row
+            for row in fastest.values():
+                if row.raises:
+                    found, line = found._raised(row, row.raises)
                     lines.append(line)
         return found, lines
 
@@ -120,15 +119,10 @@ def judged(row: Row, time_us: float) -> Row:
         return row
     found = f"{time_us:.2f} µs where {row.bound_by} allows {row.bound_us:.2f} µs"
     if row.reference:
-        raises = f"{found}: this raises the ceiling"
-        return replace(row, detail=raises) if time_us < row.bound_us else row
+        if time_us >= row.bound_us:
+            return row
+        raises = row.bound_us / time_us
+        return replace(row, detail=f"{found}: it raises the ceiling", raises=raises)
     if time_us < LIGHT * row.bound_us:
         return replace(row, status=Status.FASTER_THAN_LIGHT, detail=found)
     return row
-
-
-def _above(row: Row) -> float:
-    """Return the bound of a row over its median; 0 where either is not there."""
-    if not row.samples_us or not row.bound_us or row.scope != "kernel":
-        return 0.0
-    return row.bound_us / median(row.samples_us)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@2"
-OLDER_ROWS = ("sparsebench/rows@1",)  # a field that they lack has its default
+ROWS_SCHEMA = "sparsebench/rows@3"
+OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field they lack has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
@@ -181,6 +181,7 @@ class Row:
     fewest_bytes: int | None = None
     bound_us: float | None = None  # least time by the measured ceilings of this device
     bound_by: str | None = None  # memory or compute
+    raises: float | None = None  # of a reference row faster than its bound: by which factor
     stored_bytes: int | None = None
     dense_bytes: int | None = None
     held_bytes: int | None = None  # kept between calls on the device: packing, output, workspace

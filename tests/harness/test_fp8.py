@@ -11,7 +11,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.results.ceilings import Ceilings
 from sparsebench.harness.bench.check import FP8, Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
@@ -20,6 +19,7 @@ from sparsebench.harness.inputs.bits import UNIT, fill
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

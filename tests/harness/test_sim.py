@@ -13,7 +13,6 @@ from command import sparsebench
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError
-from sparsebench.results.ceilings import Ceilings
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
@@ -21,6 +20,7 @@ from sparsebench.harness.sim.clock import Spec, call_us, read, samples
 from sparsebench.harness.sim.contest import _work
 from sparsebench.harness.sim.contest import run as run_contest
 from sparsebench.results import store
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 SUITE = """
