@@ -43,7 +43,7 @@ class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
     recorded  activations out of a file, from which each draw takes its rows; else none
-    nnz       elements of each weight whose bits are not all zero
+    nnz       elements of each weight that are not zero; -0.0 is
     sparsity  the part of all weights' elements that is zero
     digest    of weights and first activations; the same on every machine
     """
