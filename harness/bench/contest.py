@@ -198,7 +198,7 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
         except Exception as error:
             raise Fatal("", f"timing: {one_line(error)}") from error
     for (entry, _), clock, taken in zip(timed, clocks, samples, strict=True):
-        row = replace(entry.row, scope=scope, cache=cache, clock=clock.clock)
+        row = replace(entry.row, scope=scope, cache=cache, clock=clock.clock, detail=clock.why)
         entry.measured[scope, cache] = _held_to_light(contest, row, taken)
 
 

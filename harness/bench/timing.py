@@ -25,6 +25,7 @@ from time import perf_counter
 
 import torch
 
+from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
@@ -40,10 +41,11 @@ Measure = tuple[str, str]
 
 @dataclass(frozen=True)
 class Timed:
-    """A launch made ready: `call` does the work once, `output` is where its product is."""
+    """A launch made ready: `call` does the work once; `why` it is not captured on a GPU."""
 
     call: Callable[[], Output]
     clock: str  # host, events or graph
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ def ready(launch: Launch, device: torch.device) -> Timed:
         return Timed(launch, "host")
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with capturing(graph):
             output = launch()
-    except RuntimeError:
+    except RuntimeError as error:
         torch.cuda.synchronize(device)
-        return Timed(launch, "events")
+        return Timed(launch, "events", f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
 
     def replay(_owner: Launch = launch) -> Output:  # the graph reads memory that the launch owns
         graph.replay()

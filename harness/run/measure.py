@@ -126,9 +126,11 @@ def _rows(
     started = before.get("started", now.isoformat(timespec="seconds"))
     seconds = before.get("seconds", 0)
     origin = {name: before[name] for name in ORIGINS if name in before}
+    kept = [*done]
 
-    def state(status: str) -> dict[str, Any]:
-        rows = store.rows(path)  # a stop may fall between writing a contest and counting it
+    def state(status: str, rows: list[Row] | None = None) -> dict[str, Any]:
+        if rows is None:  # a stop may fall between writing a contest and counting it
+            rows = store.rows(path)
         contests_done = {(row.replicate, row.case.problem.id) for row in rows}
         return {
             "suite": suite.name,
@@ -150,7 +152,7 @@ def _rows(
             left = [c for c in order if (replicate, c.problem.id) not in seen]
             window()  # what was before the first contest is no contest's
             progress(finished, total, describe(left[0]) if left else "")
-            asked = wanted.after(store.rows(path))
+            asked = wanted.after(kept)
             for number, measured in enumerate(runner.run(left, replicate, asked), start=1):
                 seen_meanwhile = window()
                 store.append(
@@ -159,6 +161,8 @@ def _rows(
                 )
                 finished += 1
                 spent_s.update(measured.spent_s)
+                kept += measured.rows
+                store.set_state(path, state("running", kept))  # a killed run keeps its time, too
                 progress(finished, total, describe(left[number]) if number < len(left) else "")
 
 
