@@ -42,7 +42,7 @@ class Shape:
         return f"stream, {self.words} x 16 bytes a thread, {self.warps} warps"
 
 
-SHAPES = Shape(1, 8), Shape(2, 8), Shape(4, 8), Shape(8, 8), Shape(4, 4), Shape(8, 4)
+SHAPES = Shape(1, 8), Shape(2, 8), Shape(4, 8), Shape(4, 4)
 
 
 def readers(source: Tensor) -> Iterator[tuple[str, BoundKernel]]:
