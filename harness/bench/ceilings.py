@@ -161,13 +161,13 @@ def _product(
 ) -> tuple[str, Launch, Problem] | None:
     """Return the dense baseline's name and launch of a problem; None where it cannot run here."""
     op, kernel = load_op("linear"), load_kernel(DENSE[device.type])
-    fields = dict(zip(("m", "n", "k", "dtype"), size, strict=True))
-    problem = Problem("linear", {**op.defaults, **fields}, SEED, defaults=op.defaults)
+    m, n, k, dtype = size
+    fields = {**op.defaults, "m": m, "n": n, "k": k, "dtype": dtype}
+    problem = Problem("linear", fields, SEED, defaults=op.defaults)
     try:
         launch = _prepared(kernel, problem, device)
     except Unsupported:
         return None
-    m, n, k, dtype = size
     return f"{DENSE[device.type]}, m {m}, n {n}, k {k}, {dtype}", launch, problem
 
 
