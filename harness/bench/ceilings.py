@@ -54,7 +54,7 @@ Streams = Iterator[tuple[str, Call]]
 
 
 def measure(device: torch.device) -> Ceilings:
-    """Measure a device's ceilings; about three seconds on an H200."""
+    """Measure a device's ceilings; about five seconds on an H200."""
     memory, moved_by = _memory(device), {}
     for kind, found in memory.items():
         moved_by[kind] = max(found.items(), key=lambda pair: pair[1])
