@@ -1,22 +1,34 @@
-"""Dense baseline on an NVIDIA GPU: the op's definition in torch, in the problem's dtype.
+"""Dense baseline on an NVIDIA GPU: the op's definition, each product by the fastest way there is.
 
-For `linear` that is one GEMM. torch calls two libraries, cuBLAS and cuBLASLt. Their heuristics pick
-different kernels for one shape. `prepare` times both and keeps the faster, so that the baseline is
-at its best. Accumulation is in fp32 (the default of torch and of cuBLAS).
+    Y [m, n] = a [m, k] @ b [k, n]          b is a weight, transposed or not, or an activation
+
+A product is timed in every way, captured in graphs and with a cold L2 cache:
+
+    torch's products, by cuBLAS and by cuBLASLt       each library's own choice of an algorithm
+  + cuBLASLt called directly (_cublaslt.py)           32 algorithms for each number of tokens asked
+  x weights by rows, by columns                       as stored, or a copy of W.T made beforehand
+  x fp8: sums with 13 bits, or in fp32                cuBLASLt alone has it, on Hopper only by rows
+
+That is up to 260 calls; the search drops most of them after three samples. The row names the one
+that was kept. Without nvmath-python cuBLASLt cannot be called directly, and the row says that, too.
+An activation is taken as it arrives: a copy of it would be part of every call.
 
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
-    tf32    each call switches TF32 on, and back afterwards
-    fp8     torch._scaled_mm, which is cuBLASLt. Accumulators keep the 13 bits of the tensor cores
-            (fast accumulation, as in inference), or are added to fp32 every few instructions. Both
-            are timed; both pass the check (harness/bench/check.py); the choice names the one that
-            was kept. In ffn, torch clamps and casts X and h by kernels of their own, and cuBLASLt
-            scales.
+    tf32    each call of torch switches TF32 on, and back afterwards
+    fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
+            are added to fp32 every few instructions. Both pass the check (harness/bench/check.py).
+            In ffn, torch clamps and casts X and h by kernels of their own, and cuBLASLt scales.
+
+Sums are in fp32 everywhere else. torch's own calls may add the parts of a split k in 16 bits, which
+is torch's default; direct calls may not.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +36,18 @@ from torch.nn.functional import relu, silu
 
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
+from sparsebench.kernels.dense import _cublaslt
+from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
 from sparsebench.results.record import Problem
 
 LIBRARIES = "cublas", "cublaslt"  # names in torch.backends.cuda.preferred_blas_library
+Layout = Literal["rows", "columns"]
+LAYOUTS: tuple[Layout, ...] = "rows", "columns"
+
+TILES = 16, 32, 64, 128, 256  # tokens of a tile
+MORE = 3  # tiles above m tokens that algorithms are asked for
+LONG = 1 << 40  # operations, 1.5 ms of an H200 in bf16: algorithms are asked for m tokens alone
+
 FP8_CAPABILITY = 8, 9
 FP8_ALIGNMENT = 16  # of n and k, which cuBLASLt requires in fp8
 FP8_OPS = "linear", "ffn"
@@ -35,6 +56,47 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "relu2": lambda z: relu(z).square(),
 }
+
+PRODUCTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "linear": lambda w, x: (x, w.t()),
+    "linear_dgrad": lambda w, dy: (dy, w),
+    "linear_wgrad": lambda dy, x: (dy.t(), x),
+}
+"""The ops that are one product: their operands to a and b."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is to be computed: out = scale * a @ b.
+
+    weight  b is a weight, or its transpose: a copy may be made beforehand
+    tf32    fp32 is multiplied with 10 bits of mantissa
+    """
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    weight: bool = True
+    scale: float = 1.0
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a product.
+
+    library         one of LIBRARIES
+    weights         how they lie; None for an activation
+    use_fast_accum  in fp8; None elsewhere
+    algorithm       of cuBLASLt called directly; None is torch's call
+    tokens          that the algorithm was asked for; what it computes is m
+    """
+
+    library: str
+    weights: Layout | None = None
+    use_fast_accum: bool | None = None
+    algorithm: Algorithm | None = None
+    tokens: int | None = None
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -58,11 +120,17 @@ def unsupported_fp8(device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Keep the fastest library, or in fp8 the fastest accumulation."""
+    """Keep the fastest way of a product; of another op, the faster library. Raises Unsupported."""
+    problem = operands.problem
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
-    if operands.problem["dtype"] == "fp8":
-        ways = [
+    if problem.op in PRODUCTS:
+        a, b = PRODUCTS[problem.op](**arguments)
+        out = a.new_empty(len(a), b.shape[1], dtype=OUTPUTS[problem["dtype"]])
+        tf32 = problem["dtype"] == "tf32"
+        return fastest_way(Product(a, b, out, bool(weights), tf32=tf32), operands.pinned)
+    if problem["dtype"] == "fp8":
+        launches = [
             Launch(
                 partial(in_fp8(operands, fast), **arguments),
                 {"library": "cublaslt", "use_fast_accum": fast},
@@ -70,12 +138,124 @@ def prepare(operands: Operands) -> Launch:
             for fast in (True, False)
         ]
     else:
-        tf32 = operands.problem["dtype"] == "tf32"
         run = partial(operands.definition, **arguments)
-        ways = [_product(run, library, tf32) for library in LIBRARIES]
+        launches = [
+            Launch(partial(_by, library, run), {"library": library}) for library in LIBRARIES
+        ]
     pinned = operands.pinned
-    ways = [way for way in ways if not pinned or way.choice == pinned]
-    return ways[fastest_product(ways, operands.device)]
+    launches = [each for each in launches if not pinned or each.choice == pinned]
+    return launches[fastest_product(launches, operands.device)]
+
+
+def fastest_way(product: Product, pinned: Mapping[str, Any] | None = None) -> Launch:
+    """Return the call that writes product.out the fastest way, or the pinned one.
+
+    Its choice is the Way's fields. Raises Unsupported if cuBLASLt refuses the pinned algorithm.
+    """
+    device = product.out.device
+    if pinned:
+        way = _way_of(pinned)
+        return Launch(_call(product, laid_out(product.b, way.weights), way), dict(pinned))
+    layouts: Sequence[Layout | None] = _layouts(product)
+    laid = {layout: laid_out(product.b, layout) for layout in layouts}
+    ways = [way for layout in layouts for way in ways_of(replace(product, b=laid[layout]), layout)]
+    space = _cublaslt.workspace(device) if any(way.algorithm for way in ways) else None
+    calls = [_call(product, laid[way.weights], way, space) for way in ways]
+    way = ways[fastest_product(calls, device)]
+    return Launch(_call(product, laid[way.weights], way), _choice(way, product))
+
+
+def ways_of(product: Product, layout: Layout | None) -> list[Way]:
+    """Return the ways to time of a product whose weights lie as they shall."""
+    fp8 = product.a.dtype == DTYPES["fp8"]
+    kinds: list[tuple[str, bool | None]] = [(library, None) for library in LIBRARIES]
+    kinds = [("cublaslt", fast) for fast in (True, False)] if fp8 else kinds
+    ways = [Way(library, layout, fast) for library, fast in kinds]
+    if not _on_gpu(product) or _cublaslt.unavailable():
+        return ways
+    direct: dict[tuple[Algorithm, bool | None], Way] = {}
+    for fast in (True, False) if fp8 else (None,):
+        gemm = _gemm(product, fast)
+        for tokens in asked(gemm, product.weight):
+            for algorithm in _cublaslt.algorithms(gemm, tokens):
+                way = Way("cublaslt", layout, fast, algorithm, tokens)
+                direct.setdefault((algorithm, fast), way)
+    return [*ways, *direct.values()]
+
+
+def asked(gemm: Gemm, weight: bool) -> list[int]:
+    """Return the tokens that algorithms are asked for: m, and the next tiles above."""
+    (m, k), n = gemm.a.shape, gemm.b.shape[1]
+    if not weight or 2 * m * n * k > LONG:
+        return [m]
+    above = [tile for tile in TILES if tile > m][:MORE] or [-(-m // TILES[-1]) * TILES[-1]]
+    return [*dict.fromkeys((m, *above))]
+
+
+def laid_out(b: Tensor, layout: Layout | None) -> Tensor:
+    """Return b, or where its weight shall lie by columns, a copy in the other order.
+
+    A weight W [n, k] arrives by rows: b is W, or the view W.T.
+    """
+    if layout != "columns":
+        return b
+    return b.t().contiguous().t() if b.is_contiguous() else b.contiguous()
+
+
+def _layouts(product: Product) -> Sequence[Layout | None]:
+    if not product.weight:
+        return (None,)
+    other = _on_gpu(product) and product.a.dtype != DTYPES["fp8"]
+    return LAYOUTS if other else LAYOUTS[:1]
+
+
+def _on_gpu(product: Product) -> bool:
+    """Say whether the product runs where tests do not: on a CPU there is nothing to choose."""
+    return product.out.is_cuda
+
+
+def _call(
+    product: Product, b: Tensor, way: Way, space: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Return a call that computes product.out in this way, in this space or in its own."""
+    product = replace(product, b=b)
+    if way.algorithm:
+        return _cublaslt.bind(_gemm(product, way.use_fast_accum), way.algorithm, space)
+    a, out, fast = product.a, product.out, way.use_fast_accum
+    if fast is not None:
+        scales = scales_on(a.device, product.scale)
+        return partial(scaled_product, b.t(), a, fast, out, scales)
+    run = partial(torch.mm, a, b, out=out)
+    return partial(_by, way.library, run, product.tf32)
+
+
+def _by(library: str, run: Callable[[], Tensor], tf32: bool = False) -> Tensor:
+    with preferred(library), tf32_products(tf32):
+        return run()
+
+
+def _gemm(product: Product, fast: bool | None) -> Gemm:
+    a, b, out, scale, tf32 = product.a, product.b, product.out, product.scale, product.tf32
+    return Gemm(a, b, out, scale, tf32, fast=bool(fast))
+
+
+def _choice(way: Way, product: Product) -> dict[str, Any]:
+    """Return what the row says: the way, and what was not tried."""
+    choice = {name: value for name, value in asdict(way).items() if value is not None}
+    if way.algorithm:
+        choice["version"] = _cublaslt.version()
+    if product.tf32:
+        choice["fp32_precision"] = "tf32"
+    reason = _cublaslt.unavailable() if _on_gpu(product) else None
+    return choice | ({"untried": f"cuBLASLt called directly: {reason}"} if reason else {})
+
+
+def _way_of(choice: Mapping[str, Any]) -> Way:
+    """Return the way that a row names."""
+    known = {each.name: choice[each.name] for each in fields(Way) if each.name in choice}
+    if "algorithm" in known:
+        known["algorithm"] = Algorithm(**known["algorithm"])
+    return Way(**known)
 
 
 def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device) -> int:
@@ -125,14 +305,6 @@ def scaled_product(
 def scales_on(device: torch.device, of_w: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the scales of X, which is 1, and of W, as tensors on the device."""
     return torch.full((), 1.0, device=device), torch.full((), of_w, device=device)
-
-
-def _product(definition: Callable[[], Tensor], library: str, tf32: bool) -> Launch:
-    def run() -> Tensor:
-        with preferred(library), tf32_products(tf32):
-            return definition()
-
-    return Launch(run, {"library": library} | ({"fp32_precision": "tf32"} if tf32 else {}))
 
 
 def _odd_fp8(problem: Problem) -> str | None:
