@@ -26,7 +26,13 @@ class cuBLASLtError(Exception):
 class MatmulDescAttribute(enum.IntEnum):
     """As in the library."""
 
-    TRANSA, TRANSB, FAST_ACCUM = 3, 4, 25
+    TRANSA, TRANSB, EPILOGUE, FAST_ACCUM = 3, 4, 7, 25
+
+
+class Epilogue(enum.IntEnum):
+    """As in the library."""
+
+    RELU = 2
 
 
 class MatmulPreferenceAttribute(enum.IntEnum):
@@ -154,14 +160,15 @@ def matmul_algo_check(
 
 
 def matmul(handle: int, operation: int, alpha: int, *rest: int) -> None:
-    a, of_a, b, of_b, beta, c, of_c, d, of_d, algo, space, size, stream = rest
+    a, of_a, b, of_b, beta, c, of_c, d, of_d, algo, _, size, _ = rest
     said = known[operation]
     assert (c, of_c, at(beta, np.float32)[0]) == (d, of_d, 0.0)
     assert size >= (64 if at(algo, np.int64)[0] == TILED else 0)
     left, right, out = _matrix(a, of_a), _matrix(b, of_b), _matrix(d, of_d)
     left = left.t() if said[MatmulDescAttribute.TRANSA] else left
     right = right.t() if said[MatmulDescAttribute.TRANSB] else right
-    out.copy_(at(alpha, np.float32)[0].item() * (left.double() @ right.double()))
+    sums = at(alpha, np.float32)[0].item() * (left.double() @ right.double())
+    out.copy_(sums.relu() if MatmulDescAttribute.EPILOGUE in said else sums)
 
 
 def _matrix(address: int, layout: int) -> Tensor:

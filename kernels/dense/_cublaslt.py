@@ -62,6 +62,7 @@ class Gemm:
     scale  multiplies the sums
     tf32   fp32 is multiplied with 10 bits of mantissa
     fast   in fp8: sums keep 13 bits; otherwise they are added to fp32 every few instructions
+    relu   out is relu of that
     """
 
     a: Tensor
@@ -70,6 +71,7 @@ class Gemm:
     scale: float = 1.0
     tf32: bool = False
     fast: bool = False
+    relu: bool = False
 
 
 @cache
@@ -203,6 +205,8 @@ def _descriptors(gemm: Gemm, rows: int) -> tuple[int, int, int, int, int]:
     attributes = [(names.TRANSA, not _by_rows(gemm.b)), (names.TRANSB, not _by_rows(gemm.a))]
     if gemm.a.dtype == torch.float8_e4m3fn:
         attributes.append((names.FAST_ACCUM, gemm.fast))
+    if gemm.relu:
+        attributes.append((names.EPILOGUE, cublasLt.Epilogue.RELU))
     for name, value in attributes:
         field = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(name))
         cublasLt.matmul_desc_set_attribute(operation, name, field.ctypes.data, field.nbytes)

@@ -64,6 +64,9 @@ PRODUCTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 """The ops that are one product: their operands to a and b."""
 
+LAYERS = "ffn", "mlp", "ffn_step"
+"""The ops that are several: of ffn, cublas_ffn.py; of the others, _layers.py."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -71,6 +74,7 @@ class Product:
 
     weight  b is a weight, or its transpose: a copy may be made beforehand
     tf32    fp32 is multiplied with 10 bits of mantissa
+    relu    out = relu(a @ b)
     """
 
     a: Tensor
@@ -79,6 +83,7 @@ class Product:
     weight: bool = True
     scale: float = 1.0
     tf32: bool = False
+    relu: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,16 +125,43 @@ def unsupported_fp8(device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Keep the fastest way of a product; of another op, the faster library. Raises Unsupported."""
+    """Keep the fastest way of each product; elsewhere the faster library. Raises Unsupported."""
+    problem = operands.problem
+    if problem.op in PRODUCTS:
+        return _one_product(operands)
+    if _known_layer(operands):
+        from sparsebench.kernels.dense import (
+            _layers,
+            cublas_ffn,
+        )  # these import this file, and Triton
+
+        return {"ffn": cublas_ffn.prepare, **_layers.LAYERS}[problem.op](operands)
+    return _definition(operands)
+
+
+def _known_layer(operands: Operands) -> bool:
+    """Say whether a layer is computed product by product, and not as its definition in torch.
+
+    A choice that names one library for all of it is one of a definition.
+    """
+    cuda, pinned = operands.device.type == "cuda", operands.pinned or {}
+    return operands.problem.op in LAYERS and cuda and "library" not in pinned
+
+
+def _one_product(operands: Operands) -> Launch:
     problem = operands.problem
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
+    a, b = PRODUCTS[problem.op](**weights, **operands.activations)
+    out = a.new_empty(len(a), b.shape[1], dtype=OUTPUTS[problem["dtype"]])
+    tf32 = problem["dtype"] == "tf32"
+    return fastest_way(Product(a, b, out, bool(weights), tf32=tf32), operands.pinned)
+
+
+def _definition(operands: Operands) -> Launch:
+    """Keep the faster library for the op's definition in torch, or in fp8 the accumulation."""
+    weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
-    if problem.op in PRODUCTS:
-        a, b = PRODUCTS[problem.op](**arguments)
-        out = a.new_empty(len(a), b.shape[1], dtype=OUTPUTS[problem["dtype"]])
-        tf32 = problem["dtype"] == "tf32"
-        return fastest_way(Product(a, b, out, bool(weights), tf32=tf32), operands.pinned)
-    if problem["dtype"] == "fp8":
+    if operands.problem["dtype"] == "fp8":
         launches = [
             Launch(
                 partial(in_fp8(operands, fast), **arguments),
@@ -138,9 +170,11 @@ def prepare(operands: Operands) -> Launch:
             for fast in (True, False)
         ]
     else:
-        run = partial(operands.definition, **arguments)
+        run, tf32 = partial(operands.definition, **arguments), operands.problem["dtype"] == "tf32"
+        more = _precision(tf32)
         launches = [
-            Launch(partial(_by, library, run), {"library": library}) for library in LIBRARIES
+            Launch(partial(_by, library, run, tf32), {"library": library, **more})
+            for library in LIBRARIES
         ]
     pinned = operands.pinned
     launches = [each for each in launches if not pinned or each.choice == pinned]
@@ -225,8 +259,13 @@ def _call(
     if fast is not None:
         scales = scales_on(a.device, product.scale)
         return partial(scaled_product, b.t(), a, fast, out, scales)
-    run = partial(torch.mm, a, b, out=out)
+    run = partial(_torch_product, a, b, out, product.relu)
     return partial(_by, way.library, run, product.tf32)
+
+
+def _torch_product(a: Tensor, b: Tensor, out: Tensor, relu: bool) -> Tensor:
+    torch.mm(a, b, out=out)
+    return out.relu_() if relu else out
 
 
 def _by(library: str, run: Callable[[], Tensor], tf32: bool = False) -> Tensor:
@@ -235,8 +274,8 @@ def _by(library: str, run: Callable[[], Tensor], tf32: bool = False) -> Tensor:
 
 
 def _gemm(product: Product, fast: bool | None) -> Gemm:
-    a, b, out, scale, tf32 = product.a, product.b, product.out, product.scale, product.tf32
-    return Gemm(a, b, out, scale, tf32, fast=bool(fast))
+    p = product
+    return Gemm(p.a, p.b, p.out, p.scale, p.tf32, bool(fast), p.relu)
 
 
 def _choice(way: Way, product: Product) -> dict[str, Any]:
@@ -244,10 +283,13 @@ def _choice(way: Way, product: Product) -> dict[str, Any]:
     choice = {name: value for name, value in asdict(way).items() if value is not None}
     if way.algorithm:
         choice["version"] = _cublaslt.version()
-    if product.tf32:
-        choice["fp32_precision"] = "tf32"
+    choice |= _precision(product.tf32)
     reason = _cublaslt.unavailable() if _on_gpu(product) else None
     return choice | ({"untried": f"cuBLASLt called directly: {reason}"} if reason else {})
+
+
+def _precision(tf32: bool) -> dict[str, str]:
+    return {"fp32_precision": "tf32"} if tf32 else {}
 
 
 def _way_of(choice: Mapping[str, Any]) -> Way:

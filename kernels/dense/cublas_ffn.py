@@ -21,6 +21,7 @@ from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.kernels.dense.cublas import Product
 from sparsebench.results.record import Problem
 
@@ -42,11 +43,12 @@ def prepare(operands: Operands) -> Launch:
         "up": lambda: Product(x, wu.t(), both[:, n:]),
     }
     gate_up = _fastest_pair(products, pinned, x.device)
+    gate_up()
     between = hidden(both, problem["activation"], x.dtype, scale_of(problem, k))
     by = Product(between(), wd.t(), y, scale=scale_of(problem, n))
     down = cublas.fastest_way(by, pinned.get("down"))
     return Launch(
-        _in_turn(*first, gate_up, between, down),
+        in_turn(*first, gate_up, between, down),
         {**gate_up.choice, "down": down.choice},
         between.code,
     )
@@ -61,19 +63,8 @@ def _fastest_pair(
         if not pinned or names[0] in pinned:
             launches = [cublas.fastest_way(products[name](), pinned.get(name)) for name in names]
             choice = {name: each.choice for name, each in zip(names, launches, strict=True)}
-            pairs.append(Launch(_in_turn(*launches), choice))
+            pairs.append(Launch(in_turn(*launches), choice))
     return pairs[cublas.fastest_product(pairs, device)]
-
-
-def _in_turn(*steps: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call of each step, which returns what the last one does."""
-
-    def run() -> Any:
-        for step in steps[:-1]:
-            step()
-        return steps[-1]()
-
-    return run
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

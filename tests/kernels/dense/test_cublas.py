@@ -3,24 +3,19 @@
 cuBLASLt itself is emulated (cublaslt_on_cpu.py). Tests marked gpu call the library.
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import cublaslt_on_cpu
 import pytest
 import torch
-from cublaslt_on_cpu import ANY, TILED, VERSION
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.kernels.dense import _cublaslt, cublas
-from sparsebench.kernels.dense._cublaslt import Algorithm
 from sparsebench.kernels.dense.cublas import Product, Way
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
