@@ -73,8 +73,9 @@ class Product:
     """What is to be computed: out = scale * a @ b.
 
     weight  b is a weight, or its transpose: a copy may be made beforehand
+    scale   in fp8 alone
     tf32    fp32 is multiplied with 10 bits of mantissa
-    relu    out = relu(a @ b)
+    relu    out = relu(a @ b); not in fp8
     """
 
     a: Tensor
