@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sparsebench.kernels._common.triton import BoundKernel
-from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands, Output
 from sparsebench.kernels.dense.cublas import Product, fastest_way
 
 TOKENS, FEATURES = 16, 128  # of a program
 
 
-def in_turn(*steps: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def in_turn(*steps: Callable[[], Output]) -> Callable[[], Output]:
     """Return a call of each step, which returns what the last one does."""
 
-    def run() -> Tensor:
+    def run() -> Output:
         for step in steps[:-1]:
             step()
         return steps[-1]()
@@ -53,7 +53,8 @@ def mlp(operands: Operands) -> Launch:
         "silu": lambda: silu(h, inplace=True),
         "relu2": lambda: h.square_(),
     }
-    hidden = [up, after[activation]] if activation in after else [up]
+    hidden: list[Callable[[], Output]] = [up]
+    hidden += [after[activation]] if activation in after else []
     in_turn(*hidden)()  # what the second product is timed on
     down = fastest_way(Product(h, wd.t(), y), pinned.get("down"))
     return Launch(in_turn(*hidden, down), {"up": up.choice, "down": down.choice})
