@@ -145,9 +145,10 @@ def matmul_algo_get_heuristic(
     assert known[asked][MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK] == 2
     proposed = at(results, matmul_heuristic_result_dtype, count)
     tile = known[d]["columns"]
-    for i, fields in enumerate([(ANY, 0), (TILED, tile), (NONE, 0), (ANY, 0)]):
-        proposed["algo"][i] = [*fields, 1, 0, 0, 0, 5, 2, 3]
-    at(found, np.int32)[0] = 4
+    answers = [(ANY, 0, 0), (TILED, tile, tile // 16 % 2), (NONE, 0, 0), (ANY, 0, 0)][:count]
+    for i, (id, tile, option) in enumerate(answers):
+        proposed["algo"][i] = [id, tile, 1, 0, 0, option, 5, 2, 3]
+    at(found, np.int32)[0] = len(answers)
 
 
 def matmul_algo_check(

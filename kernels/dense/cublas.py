@@ -5,12 +5,12 @@
 A product is timed in every way, captured in graphs and with a cold L2 cache:
 
     torch's products, by cuBLAS and by cuBLASLt       each library's own choice of an algorithm
-  + cuBLASLt called directly (_cublaslt.py)           32 algorithms for each number of tokens asked
+  + cuBLASLt called directly (_cublaslt.py)           what it proposes for m tokens and for others
   x weights by rows, by columns                       as stored, or a copy of W.T made beforehand
   x fp8: sums with 13 bits, or in fp32                cuBLASLt alone has it, on Hopper only by rows
 
-That is up to 260 calls; the search drops most of them after three samples. The row names the one
-that was kept. Without nvmath-python cuBLASLt cannot be called directly, and the row says that, too.
+That is up to a thousand calls. A first look leaves KEPT of them, and the search one, which the row
+names. Without nvmath-python cuBLASLt cannot be called directly, and the row says that, too.
 An activation is taken as it arrives: a copy of it would be part of every call.
 
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -38,15 +38,16 @@ from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
+from sparsebench.kernels.dense._screen import screened
 from sparsebench.results.record import Problem
 
 LIBRARIES = "cublas", "cublaslt"  # names in torch.backends.cuda.preferred_blas_library
 Layout = Literal["rows", "columns"]
 LAYOUTS: tuple[Layout, ...] = "rows", "columns"
 
-TILES = 16, 32, 64, 128, 256  # tokens of a tile
-MORE = 3  # tiles above m tokens that algorithms are asked for
-LONG = 1 << 40  # operations, 1.5 ms of an H200 in bf16: algorithms are asked for m tokens alone
+SIZES = 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192  # tokens to ask for
+LONG = 1 << 37  # operations, 0.2 ms of an H200 in bf16: from there on no combinations are timed
+KEPT = 48  # calls that are timed in graphs
 
 FP8_CAPABILITY = 8, 9
 FP8_ALIGNMENT = 16  # of n and k, which cuBLASLt requires in fp8
@@ -68,7 +69,7 @@ LAYERS = "ffn", "mlp", "ffn_step"
 """The ops that are several: of ffn, cublas_ffn.py; of the others, _layers.py."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Product:
     """What is to be computed: out = scale * a @ b.
 
@@ -86,6 +87,13 @@ class Product:
     tf32: bool = False
     relu: bool = False
 
+    @cached_property
+    def gemms(self) -> dict[bool | None, Gemm]:
+        """Return the product as cuBLASLt is called directly, by the accumulation."""
+        fasts = (True, False) if self.a.dtype == DTYPES["fp8"] else (None,)
+        rest = self.a, self.b, self.out, self.scale, self.tf32
+        return {fast: Gemm(*rest, fast=bool(fast), relu=self.relu) for fast in fasts}
+
 
 @dataclass(frozen=True)
 class Way:
@@ -95,7 +103,7 @@ class Way:
     weights         how they lie; None for an activation
     use_fast_accum  in fp8; None elsewhere
     algorithm       of cuBLASLt called directly; None is torch's call
-    tokens          that the algorithm was asked for; what it computes is m
+    tokens          that the library proposed the algorithm for, where it did
     """
 
     library: str
@@ -190,14 +198,15 @@ def fastest_way(product: Product, pinned: Mapping[str, Any] | None = None) -> La
     device = product.out.device
     if pinned:
         way = _way_of(pinned)
-        return Launch(_call(product, laid_out(product.b, way.weights), way), dict(pinned))
-    layouts: Sequence[Layout | None] = _layouts(product)
-    laid = {layout: laid_out(product.b, layout) for layout in layouts}
-    ways = [way for layout in layouts for way in ways_of(replace(product, b=laid[layout]), layout)]
-    space = _cublaslt.workspace(device) if any(way.algorithm for way in ways) else None
-    calls = [_call(product, laid[way.weights], way, space) for way in ways]
-    way = ways[fastest_product(calls, device)]
-    return Launch(_call(product, laid[way.weights], way), _choice(way, product))
+        return Launch(_call(_laid_out(product, way.weights), way), dict(pinned))
+    laid = {layout: _laid_out(product, layout) for layout in _layouts(product)}
+    ways = [way for layout, each in laid.items() for way in ways_of(each, layout)]
+    ways.sort(key=lambda way: way.algorithm is not None)  # torch's own come first
+    space = _cublaslt.workspace(device) if ways[-1].algorithm else None
+    calls = [_call(laid[way.weights], way, space) for way in ways]
+    kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
+    way = ways[kept[fastest_product([calls[i] for i in kept], device)]]
+    return Launch(_call(laid[way.weights], way), _choice(way, product))
 
 
 def ways_of(product: Product, layout: Layout | None) -> list[Way]:
@@ -209,32 +218,37 @@ def ways_of(product: Product, layout: Layout | None) -> list[Way]:
     if not _on_gpu(product) or _cublaslt.unavailable():
         return ways
     direct: dict[tuple[Algorithm, bool | None], Way] = {}
-    for fast in (True, False) if fp8 else (None,):
-        gemm = _gemm(product, fast)
-        for tokens in asked(gemm, product.weight):
-            for algorithm in _cublaslt.algorithms(gemm, tokens):
-                way = Way("cublaslt", layout, fast, algorithm, tokens)
-                direct.setdefault((algorithm, fast), way)
+    for fast, gemm in product.gemms.items():
+        for algorithm, tokens in _algorithms(gemm):
+            way = Way("cublaslt", layout, fast, algorithm, tokens)
+            direct.setdefault((algorithm, fast), way)
     return [*ways, *direct.values()]
 
 
-def asked(gemm: Gemm, weight: bool) -> list[int]:
-    """Return the tokens that algorithms are asked for: m, and the next tiles above."""
+def _algorithms(gemm: Gemm) -> list[tuple[Algorithm, int | None]]:
+    """Return the algorithms to time, and for how many tokens the library proposed each."""
     (m, k), n = gemm.a.shape, gemm.b.shape[1]
-    if not weight or 2 * m * n * k > LONG:
-        return [m]
-    above = [tile for tile in TILES if tile > m][:MORE] or [-(-m // TILES[-1]) * TILES[-1]]
-    return [*dict.fromkeys((m, *above))]
+    proposed = [(each, rows) for rows in asked(m) for each in _cublaslt.algorithms(gemm, rows)]
+    if 2 * m * n * k > LONG:
+        return [*proposed]
+    more = _cublaslt.combined(gemm, [each for each, _ in proposed])
+    return [*proposed, *((each, None) for each in more)]
 
 
-def laid_out(b: Tensor, layout: Layout | None) -> Tensor:
-    """Return b, or where its weight shall lie by columns, a copy in the other order.
+def asked(m: int) -> list[int]:
+    """Return the numbers of tokens that algorithms are asked for: m first, then m / 4 to 8 m."""
+    return [m, *(size for size in SIZES if m <= 4 * size and size <= max(8 * m, 128) and size != m)]
 
-    A weight W [n, k] arrives by rows: b is W, or the view W.T.
+
+def _laid_out(product: Product, layout: Layout | None) -> Product:
+    """Return the product with its weight W [n, k], which arrives by rows, laid out so.
+
+    b is W or the view W.T; by columns it is a copy in the other order.
     """
     if layout != "columns":
-        return b
-    return b.t().contiguous().t() if b.is_contiguous() else b.contiguous()
+        return product
+    b = product.b
+    return replace(product, b=b.t().contiguous().t() if b.is_contiguous() else b.contiguous())
 
 
 def _layouts(product: Product) -> Sequence[Layout | None]:
@@ -249,18 +263,15 @@ def _on_gpu(product: Product) -> bool:
     return product.out.is_cuda
 
 
-def _call(
-    product: Product, b: Tensor, way: Way, space: Tensor | None = None
-) -> Callable[[], Tensor]:
+def _call(product: Product, way: Way, space: Tensor | None = None) -> Callable[[], Tensor]:
     """Return a call that computes product.out in this way, in this space or in its own."""
-    product = replace(product, b=b)
     if way.algorithm:
-        return _cublaslt.bind(_gemm(product, way.use_fast_accum), way.algorithm, space)
+        return _cublaslt.bind(product.gemms[way.use_fast_accum], way.algorithm, space)
     a, out, fast = product.a, product.out, way.use_fast_accum
     if fast is not None:
         scales = scales_on(a.device, product.scale)
-        return partial(scaled_product, b.t(), a, fast, out, scales)
-    run = partial(_torch_product, a, b, out, product.relu)
+        return partial(scaled_product, product.b.t(), a, fast, out, scales)
+    run = partial(_torch_product, a, product.b, out, product.relu)
     return partial(_by, way.library, run, product.tf32)
 
 
@@ -272,11 +283,6 @@ def _torch_product(a: Tensor, b: Tensor, out: Tensor, relu: bool) -> Tensor:
 def _by(library: str, run: Callable[[], Tensor], tf32: bool = False) -> Tensor:
     with preferred(library), tf32_products(tf32):
         return run()
-
-
-def _gemm(product: Product, fast: bool | None) -> Gemm:
-    p = product
-    return Gemm(p.a, p.b, p.out, p.scale, p.tf32, bool(fast), p.relu)
 
 
 def _choice(way: Way, product: Product) -> dict[str, Any]:

@@ -72,9 +72,11 @@ def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> li
 
     def chosen(calls: Sequence[object], device: torch.device) -> int:
         assert len(calls) == len(seen)
+        seen.sort(key=lambda way: way.algorithm is not None)
         return next(i for i, way in enumerate(seen) if wanted(way))
 
     monkeypatch.setattr(cublas, "ways_of", noted)
+    monkeypatch.setattr(cublas, "screened", lambda calls, *_: [*range(len(calls))])
     monkeypatch.setattr(cublas, "fastest_product", chosen)
     return seen
 
@@ -134,6 +136,18 @@ def test_algorithms_are_also_asked_for_more_tokens_and_equal_ones_are_timed_once
     assert len(set(direct)) == len(direct) == len(seen) - 4
     by_rows = [(w.algorithm.id, w.tokens) for w in direct if w.weights == "rows" and w.algorithm]
     assert by_rows[:3] == [(ANY, 16), (TILED, 16), (TILED, 32)]
+
+
+@pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
+@pytest.mark.usefixtures("emulated")
+def test_short_products_also_try_what_is_never_proposed_together(n: int, combined: bool) -> None:
+    a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
+    gemm = Product(a, b, out).gemms[None]
+    found = cublas._algorithms(gemm)
+    proposed = {algorithm for algorithm, tokens in found if tokens is not None}
+    others = {algorithm for algorithm, tokens in found if tokens is None} - proposed
+    assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
+    assert ((32, 1) in {(each.tile, each.option) for each in others}) == combined
 
 
 @pytest.mark.usefixtures("emulated")
@@ -217,7 +231,7 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(
     product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32"))
     seen = taking(monkeypatch, lambda way: True)
     cublas.fastest_way(product)
-    for way in seen:
+    for way in [*seen[:4], *seen[4::20]]:  # of up to a thousand
         launch, graph = (
             cublas.fastest_way(product, cublas._choice(way, product)),
             torch.cuda.CUDAGraph(),
