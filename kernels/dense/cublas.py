@@ -1,4 +1,4 @@
-"""Dense baseline on an NVIDIA GPU: the op's definition, each product by the fastest way there is.
+"""Dense baseline on an NVIDIA GPU: every product of an op by the fastest way there is.
 
     Y [m, n] = a [m, k] @ b [k, n]          b is a weight, transposed or not, or an activation
 
@@ -17,10 +17,12 @@ An activation is taken as it arrives: a copy of it would be part of every call.
     tf32    each call of torch switches TF32 on, and back afterwards
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
             are added to fp32 every few instructions. Both pass the check (harness/bench/check.py).
-            In ffn, torch clamps and casts X and h by kernels of their own, and cuBLASLt scales.
 
 Sums are in fp32 everywhere else. torch's own calls may add the parts of a split k in 16 bits, which
 is torch's default; direct calls may not.
+
+Layers of several products are cublas_ffn.py's and _layers.py's. Any other op is its definition in
+torch, by the faster library; so is a layer whose pinned choice names one library, as older rows do.
 """
 
 import warnings
