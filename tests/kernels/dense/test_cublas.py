@@ -101,17 +101,17 @@ def test_every_way_computes_the_product_of_redrawn_activations(
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 @pytest.mark.usefixtures("emulated")
-def test_every_way_is_right_in_narrow_types_scaled(
+def test_every_way_is_right_in_narrow_types_and_in_fp8_scaled(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    product = product_of("linear", 5, 32, 48, dtype, scale=0.25)
+    product = product_of("linear", 5, 32, 48, dtype, scale=0.25 if dtype == "fp8" else 1.0)
     seen = taking(monkeypatch, lambda way: True)
     cublas.fastest_way(product)
     direct = [way for way in seen if way.algorithm]
     assert {way.weights for way in direct} == ({"rows"} if dtype == "fp8" else {"rows", "columns"})
     accumulations = {True, False} if dtype == "fp8" else {None}
     assert {way.use_fast_accum for way in seen} == accumulations
-    for way in direct if dtype != "fp8" else seen:  # torch scales products of fp8 alone
+    for way in seen:
         launch = cublas.fastest_way(product, cublas._choice(way, product))
         torch.testing.assert_close(launch().double(), right(product), rtol=8e-3, atol=8e-3)
 
@@ -148,6 +148,25 @@ def test_short_products_also_try_what_is_never_proposed_together(n: int, combine
     others = {algorithm for algorithm, tokens in found if tokens is None} - proposed
     assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
     assert ((32, 1) in {(each.tile, each.option) for each in others}) == combined
+
+
+@pytest.mark.parametrize("left", [torch.nan, 1.0])
+@pytest.mark.usefixtures("emulated")
+def test_a_combination_that_is_wrong_is_not_timed(
+    left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = product_of("linear", 16, 32, 48)
+    bind, timed = _cublaslt.bind, []
+
+    def broken(gemm: Any, algorithm: Any, space: Any = None) -> Callable[[], Tensor]:
+        wrong = (algorithm.tile, algorithm.option) == (32, 1)
+        return (lambda: product.out.fill_(left)) if wrong else bind(gemm, algorithm, space)
+
+    monkeypatch.setattr(_cublaslt, "bind", broken)
+    seen = taking(monkeypatch, lambda way: True)
+    monkeypatch.setattr(cublas, "fastest_product", lambda calls, _: timed.extend(calls) or 0)
+    cublas.fastest_way(product)
+    assert len(timed) == len(seen) - len(cublas.LAYOUTS)
 
 
 @pytest.mark.usefixtures("emulated")
