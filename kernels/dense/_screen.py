@@ -19,12 +19,14 @@ def screened(
 ) -> list[int]:
     """Return the indices of the first `always` calls and of the fastest others, `kept` in all.
 
-    All of them on a CPU. A call that raises is dropped, but for those first ones.
+    All of them on a CPU. Others that raise are dropped, however few there are.
     """
-    if len(calls) <= kept or device.type != "cuda":
+    if device.type != "cuda":
         return [*range(len(calls))]
     rest = [i for i in range(always, len(calls)) if _runs(calls[i])]
     torch.cuda.synchronize(device)  # an illegal access raises here
+    if always + len(rest) <= kept:
+        return [*range(always), *rest]
     flush, least = flusher(device), dict.fromkeys(rest, float("inf"))
     for _ in range(ROUNDS):
         marks = []

@@ -21,6 +21,7 @@ from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense._cublaslt import ALIGNMENT
 from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.kernels.dense.cublas import Product
 from sparsebench.results.record import Problem
@@ -61,9 +62,14 @@ def _fastest_pair(
     pairs = []
     for names in PAIRS:
         if not pinned or names[0] in pinned:
-            launches = [cublas.fastest_way(products[name](), pinned.get(name)) for name in names]
-            choice = {name: each.choice for name, each in zip(names, launches, strict=True)}
-            pairs.append(Launch(in_turn(*launches), choice))
+            launches: dict[str, Launch] = {}
+            for name in names:
+                product, known = products[name](), pinned.get(name)
+                if not pinned and launches and not product.out.data_ptr() % ALIGNMENT:
+                    known = launches["gate"].choice  # up is such a product, too: no second search
+                launches[name] = cublas.fastest_way(product, known)
+            choice = {name: launch.choice for name, launch in launches.items()}
+            pairs.append(Launch(in_turn(*launches.values()), choice))
     return pairs[cublas.fastest_product(pairs, device)]
 
 
