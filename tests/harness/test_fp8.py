@@ -155,7 +155,7 @@ def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tupl
 
 def test_cublas_multiplies_fp8_with_scales_of_one() -> None:
     launch, error = by_cublas(CPU)  # oneDNN's, by the same name in torch
-    assert launch.choice == {"library": "cublaslt", "use_fast_accum": True}
+    assert launch.choice == {"library": "cublaslt", "weights": "rows", "use_fast_accum": True}
     assert error < 0.3
 
 
