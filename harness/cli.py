@@ -6,6 +6,7 @@ this machine is unfit to measure; 130 interrupted, what was measured is kept.
 """
 
 import json
+import sys
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,9 @@ from sparsebench.harness._cli import (
     Device,
     Energy,
     Json,
+    Markdown,
     Only,
+    Open,
     Out,
     Replicates,
     RunPath,
@@ -34,6 +37,8 @@ from sparsebench.harness._cli import (
     measuring,
     out,
     print_json,
+    show_page,
+    warn,
     wide,
 )
 from sparsebench.harness._cli_make import prune, train_lm
@@ -55,7 +60,7 @@ def main() -> int:
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """Name the ops, patterns, formats, kernels, figures and suites, each with its first line."""
+    """Name ops, patterns, formats, kernels, figures and suites."""
     from sparsebench.harness.catalog import listing
 
     found = listing()
@@ -111,6 +116,8 @@ def run(
     replicates: Replicates = 3,
     energy: Energy = False,
     as_json: Json = False,
+    markdown: Markdown = False,
+    browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     from sparsebench.harness.machine.device import named
@@ -118,7 +125,7 @@ def run(
     from sparsebench.harness.run.measure import Flags, measure
     from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
-    from sparsebench.reports.terminal import answer, answer_json, counted
+    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
     from sparsebench.results.analysis import analyse
 
@@ -133,18 +140,23 @@ def run(
     asked = own_suite(stopped, data) if resume else read(str(suite), data)
     flags = Flags(named(device), data, timeout, replicates, only, energy)
     with measuring() as show:
-        path = measure(asked, flags, to, resume, show)
+        path = measure(asked, flags, to, resume, show, told=warn)
     measured = store.read(path)
     page = path / "report.html"
     build(measured, page)
     found = analyse(measured)
     counts = counted(found)
     if as_json:
-        print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
+        told = {"run": str(path), "report": str(page), "cases": counts}
+        print_json({**told, **answer_json(measured, found)})
+    elif markdown:
+        sys.stdout.write(answer_markdown(measured, found))
     else:
-        wide().print(answer(found))
+        wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if browse:
+        show_page(page)
     if counts.keys() - {"ok", "unsupported"}:
         raise typer.Exit(SOME_FAILED)
 
@@ -162,7 +174,7 @@ def try_(
     ] = 0,
     profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
 ) -> None:
-    """Check one kernel against fp64 and time it beside its baseline, at once."""
+    """Check one kernel against fp64 and time it beside its baseline."""
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.run import try_kernel as tried
 
@@ -189,10 +201,14 @@ def report(
     errors: Annotated[
         Path | None, typer.Option(help="What prune --json printed: error against speed-up.")
     ] = None,
+    markdown: Markdown = False,
+    browse: Open = False,
 ) -> None:
-    """Write a run's report: one HTML file that opens offline."""
+    """Write a run's report, and print its answer again. The page is one file, and opens offline."""
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import Answer, answer_markdown
     from sparsebench.results import pruning, store
+    from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
 
     measured = store.read(path)
@@ -202,7 +218,14 @@ def report(
         to_csv(frame(measured.rows), csv)
     if parquet:
         to_parquet(frame(measured.rows), parquet)
-    out.print(str(to), soft_wrap=True, highlight=False)
+    found = analyse(measured)
+    if markdown:
+        sys.stdout.write(answer_markdown(measured, found))
+    else:
+        wide().print(Answer(measured, found))
+        out.print(f"report: {to}", soft_wrap=True, highlight=False)
+    if browse:
+        show_page(to)
 
 
 @app.command()
@@ -221,7 +244,7 @@ def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
 
 @app.command()
 def validate(path: RunPath, data: Data = None) -> None:
-    """Check a run: its files by their hashes, its rows, and that its suite's plan is complete."""
+    """Check a run: its hashes, its rows, and that its plan is complete."""
     from sparsebench.harness.run.validate import validate as validated
 
     for line in validated(path, data):
@@ -232,7 +255,7 @@ def validate(path: RunPath, data: Data = None) -> None:
 def reproduce(
     path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
 ) -> None:
-    """Run a run's own suite again here, and say case by case whether it agreed."""
+    """Run a run's own suite again here, and say what agrees."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
@@ -265,7 +288,7 @@ def confirm(
     to: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's largest speed-ups again, alone, and print the headline of the new run."""
+    """Measure a run's largest speed-ups again, alone. Print the headline of the new run."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.confirm import confirm as confirmed
     from sparsebench.harness.run.confirm import headlines
@@ -290,7 +313,7 @@ def confirm(
 
 @app.command()
 def doctor(device: Device = None, as_json: Json = False) -> None:
-    """Say whether this machine is fit to measure, and what to do where not; changes nothing."""
+    """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
     from sparsebench.harness.doctor.doctor import examine, table
     from sparsebench.harness.doctor.findings import unfit
     from sparsebench.harness.machine.device import pick
@@ -315,7 +338,7 @@ def tune(
     ] = None,
     data: Data = None,
 ) -> None:
-    """Search the best configurations for this GPU into a table that runs then take them from."""
+    """Search the best configurations for this GPU. Runs take them from the table written."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.tune import tune as tuned

@@ -58,9 +58,9 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "catalog": {"ops"},
     "bench": {"inputs", "machine", "patterns", "ops", "catalog"},
     "plan": {"inputs", "patterns", "ops", "catalog", "bench"},
-    "sim": {"machine", "patterns", "catalog", "bench", "plan"},
-    "run": {"machine", "patterns", "catalog", "bench", "plan", "sim"},
     "doctor": {"machine", "bench", "plan"},
+    "sim": {"machine", "patterns", "catalog", "bench", "plan"},
+    "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }

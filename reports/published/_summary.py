@@ -26,7 +26,7 @@ from sparsebench.reports.published._table import (
     markdown,
     matched,
 )
-from sparsebench.reports.terminal import answer
+from sparsebench.reports.terminal import Answer
 from sparsebench.results import pruning
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
@@ -143,7 +143,7 @@ def terminal(runs: Mapping[str, Published]) -> str:
     cases = run.cases[run.cases.block == BLOCK]
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(answer(Analysis(pd.DataFrame(), run.noise, cases)))
+    console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
     lines = text.getvalue().splitlines()
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
