@@ -83,14 +83,25 @@ def check(
     data: Data = None,
     only: Only = "",
     replicates: Replicates = 3,
+    gpu: Annotated[
+        Path | None,
+        typer.Option(help="Plan for the GPU of these runs: results/published/nvidia-h200."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how many cases, how long, and what is unsupported here and why; run nothing."""
-    from sparsebench.harness.machine.device import pick
+    """Say what a suite will cost, and what is unsupported here; run nothing."""
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.plan import plan
     from sparsebench.harness.plan.suite import read
 
-    planned = plan(read(suite, data), pick(device), only, replicates)
+    if gpu and device:
+        raise typer.BadParameter("expected --device or --gpu, found both")
+    asked = read(suite, data)
+    if gpu:
+        planned = plan_there(asked, costs(gpu), only, replicates)
+    else:
+        planned = plan(asked, named(device), only, replicates)
     if as_json:
         print_json(planned)
         return
@@ -99,6 +110,12 @@ def check(
     estimate = timedelta(seconds=planned["estimate_s"])
     out.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
     out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates")
+    if gpu:
+        gib = [planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes")]
+        out.print(f"the largest problem has {gib[0]:.1f} GiB of operands; the GPU {gib[1]:.0f} GiB")
+        if planned["unknown"]:
+            names = ", ".join(planned["unknown"])
+            out.print(f"never measured there, and taken as typical: {names}", soft_wrap=True)
     for entry in planned["unsupported"]:
         line = f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}"
         out.print(escape(line), soft_wrap=True, highlight=False)
