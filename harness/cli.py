@@ -1,8 +1,9 @@
 """The command line: each command is a few lines over the library.
 
-Exit codes: 0 all is well; 1 a gate failed: not reproduced, not confirmed; 2 bad input, nothing
-written; 3 the run finished, but a case came out wrong, failed, timed out or ran out of memory; 4
-this machine is unfit to measure; 130 interrupted, what was measured is kept.
+Exit codes: 0 all is well; 1 a gate failed: not reproduced, not confirmed, slower than --fail-on
+allows; 2 bad input, nothing written; 3 the run finished, but a case came out wrong, failed, timed
+out or ran out of memory; 4 this machine is unfit to measure; 130 interrupted, what was measured is
+kept.
 """
 
 import json
@@ -41,6 +42,7 @@ from sparsebench.harness._cli import (
     warn,
     wide,
 )
+from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 
 
@@ -245,18 +247,7 @@ def report(
         show_page(to)
 
 
-@app.command()
-def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
-    """Set two runs side by side: by ratios to the local baseline, and absolute."""
-    from sparsebench.reports.terminal import comparison
-    from sparsebench.results import store
-    from sparsebench.results.compare import compare as compared
-
-    found = compared(store.read(first), store.read(second))
-    if as_json:
-        print_json(json.loads(found.cases.to_json(orient="records")))
-    else:
-        wide().print(comparison(found))
+app.command()(compare)
 
 
 @app.command()
@@ -276,7 +267,7 @@ def reproduce(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
-    from sparsebench.reports.terminal import comparison
+    from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
     from sparsebench.results.agreement import agreement
 
@@ -289,7 +280,7 @@ def reproduce(
         cases = json.loads(found.found.cases.to_json(orient="records"))
         print_json({"run": str(fresh), **found.counts, "cases": cases})
     else:
-        wide().print(comparison(found.found))
+        wide().print(agreement_sheet(found.found))
         out.print("\n".join(found.sentences), soft_wrap=True, highlight=False, markup=False)
     if not found.reproduced:
         raise typer.Exit(GATE_FAILED)

@@ -46,13 +46,15 @@ class Sheet:
         kept = self._kept(options.max_width)
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
         for name in kept:
-            left, width = name in self.words, self._width(name)
+            left, width = name in self.words, min(self._width(name), LONGEST)
+            last = left and name == kept[-1]  # folded to what is left of the window
             table.add_column(
                 Text(name),
                 justify="left" if left else "right",
                 no_wrap=not left,
                 overflow="fold",
-                min_width=min(width, LONGEST) if name != kept[-1] or not left else LEAST,
+                width=None if last else width,
+                min_width=LEAST if last else None,
             )
         places = [self.columns.index(name) for name in kept]
         for line in self.lines:
@@ -78,7 +80,8 @@ class Sheet:
         """Return the columns that fit: as many of the spare ones as there is room for."""
         kept = list(self.columns)
         for name in self.spare:
-            if sum(map(self._width, kept)) + GAP * (len(kept) - 1) <= window:
+            widths = [min(self._width(kept_), LONGEST) for kept_ in kept]
+            if sum(widths) + GAP * (len(kept) - 1) <= window:
                 break
             if name in kept:
                 kept.remove(name)

@@ -3,7 +3,7 @@
     device, suite, badges          what a reader must know before any number
     sentences                      _headline.py
     formats                        each format once, or why it has no time
-    fastest, by problem            a table for each op, pattern and dtype
+    fastest                        of each problem, a table for each op, pattern and dtype
     break-even                     of each format, by its first contender
     not measured                   every reason, with its cases
     trust                          noise floor, reliability, marks, the state of the machine
@@ -211,6 +211,7 @@ def _shortened(sheet: Sheet) -> Sheet:
 
 
 def _formats(found: list[Format]) -> Sheet:
+    places = {_place(entry.best) if entry.best else entry.why for entry in found}
     lines: list[list[Cell]] = []
     for entry in found:
         best = entry.best
@@ -218,11 +219,17 @@ def _formats(found: list[Format]) -> Sheet:
             lines.append([entry.name, "-", "", "", (f"not measured: {entry.why}", "quiet")])
             continue
         ratio = "baseline" if best["label"] == best["baseline_label"] else _ratio(best)
-        place = f"{best['op']}, m = {best['m']}, {condition(best)}".rstrip(", ")
-        lines.append([entry.name, winner(best), duration(best["median_us"]), ratio, place])
+        lines.append([entry.name, winner(best), duration(best["median_us"]), ratio, _place(best)])
     columns = ("format", "fastest kernel", "time", "× baseline", "where")
-    words = frozenset({"format", "fastest kernel", "where"})
-    return Sheet("Each format at its best, near 90 %", columns, lines, words)
+    title = "Each format at its best"
+    if len(places) == 1:
+        columns, lines = columns[:-1], [line[:-1] for line in lines]
+        title = f"{title}: {places.pop()}"
+    return Sheet(title, columns, lines, frozenset({"format", "fastest kernel", "where"}))
+
+
+def _place(best: Mapping[Any, Any]) -> str:
+    return f"{best['op']}, m = {best['m']}, {condition(best)}".rstrip(", ")
 
 
 def _fastest(best: pd.DataFrame) -> Sheet:
@@ -230,28 +237,25 @@ def _fastest(best: pd.DataFrame) -> Sheet:
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
-    columns = [*varying, "fastest", "time", against, "interval", "outcome", "tied with"]
-    lines: list[list[Cell]] = []
-    for line in best.to_dict("records"):
-        ends = f"{line['speedup_low']:.4g} to {line['speedup_high']:.4g}"
-        lines.append(
-            [
-                *(shown(name, line[name]) for name in varying),
-                winner(line),
-                duration(line["median_us"]),
-                _ratio(line),
-                "-" if pd.isna(line["speedup_low"]) else ends,
-                outcome(line),
-                kernel(line["runner_up"]) if line["tied"] else "",
-            ]
-        )
+    columns = [*varying, "fastest", "time", against, "outcome", "tied with"]
+    lines: list[list[Cell]] = [
+        [
+            *(shown(name, line[name]) for name in varying),
+            winner(line),
+            duration(line["median_us"]),
+            _ratio(line),
+            outcome(line),
+            kernel(line["runner_up"]) if line["tied"] else "",
+        ]
+        for line in best.to_dict("records")
+    ]
     empty = {"outcome": "-", "tied with": ""}
     told = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
     kept = [[line[columns.index(name)] for name in told] for line in lines]
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
     words = frozenset({"fastest", "outcome", "tied with", "op", "pattern", "dtype", "source"})
-    return Sheet(title, tuple(told), kept, words, ("interval", "tied with", "outcome"))
+    return Sheet(title, tuple(told), kept, words, ("tied with", "outcome"))
 
 
 def _crossings(even: pd.DataFrame) -> Sheet:

@@ -68,6 +68,7 @@ WAYS_IN = {
     "cli",
     "_cli",
     "_cli_make",
+    "_cli_compare",
     "pytest_plugin",
     "_pytest_nodes",
 }  # these may import every group
