@@ -132,9 +132,8 @@ def sheets(cases: pd.DataFrame) -> list[Sheet]:
 def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
     """Return sentences on how far the numbers can be trusted."""
     noise = found.noise
-    lines = [
-        f"The machine was busy, so numbers are not to be trusted: {why}." for why in unfit(run)
-    ]
+    busy = "; ".join(unfit(run))
+    lines = [f"The machine was busy, so no number here is to be trusted: {busy}."] if busy else []
     lines.append(noise.sentence)
     if noise.reliability[0] is not Reliability.UNKNOWN:
         lines.append(noise.reliability[1])

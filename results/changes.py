@@ -8,7 +8,7 @@
     slower           equal                 faster
    [======]     |    [====|===]     |     [======]      anything else is unclear
    -------------+---------+---------+-----------------> ratio
-          1/(1+floor)     1     1+floor                 floor: the larger of both runs
+          1/(1+floor)     1     1+floor                 floor: the larger one, or LEAST
 
 A case that was ok and is not is `broken`; one that became unsupported, or ok, is `gone` or `new`.
 """
@@ -25,6 +25,7 @@ import pandas as pd
 from sparsebench.errors import ResultError
 from sparsebench.results.compare import Comparison, compare
 from sparsebench.results.environment import device_name, flat
+from sparsebench.results.noise import LEAST
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
@@ -129,7 +130,7 @@ def _with_ratios(cases: pd.DataFrame, same_device: bool) -> pd.DataFrame:
         over, under = times[name]
         alone = cases[f"{over}_us_a"] / cases[f"{under}_us_b"]
         columns[name] = ratio.where(speed, alone if same_device else np.nan)
-    floor = cases[["floor_a", "floor_b"]].max(axis=1).fillna(0.0)
+    floor = cases[["floor_a", "floor_b"]].max(axis=1).fillna(LEAST)
     return cases.assign(is_baseline=is_baseline, by_speedup=speed, larger_floor=floor, **columns)
 
 

@@ -351,6 +351,9 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
     ]
     by_case = {Case(problem, c).id: c for c in [*others, *baselines]}  # a baseline counts once
     unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
+    if not unique:
+        named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
+        raise SuiteError(f"contenders: expected one at {problem.op} with {named}, found none")
     return Contest(problem, tuple(unique))
 
 
