@@ -57,7 +57,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "ops": {"inputs"},
     "catalog": {"ops"},
     "bench": {"inputs", "machine", "patterns", "ops", "catalog"},
-    "plan": {"inputs", "patterns", "ops", "catalog", "bench"},
+    "plan": {"inputs", "machine", "patterns", "ops", "catalog", "bench"},
     "doctor": {"machine", "bench", "plan"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
