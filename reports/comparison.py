@@ -34,8 +34,13 @@ from sparsebench.results.store import Run
 
 LINES = 30
 FACTS_SHOWN = 8
+ADDED = ("× baseline {}", "{} / A", "{} is", "of bound A, {}", "time A, {}", "why {}")
+WORDS = ("{} is", "why {}")
+SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # the first goes first
 STYLES = {Word.BROKEN: "bad", Word.SLOWER: "bad", Word.FASTER: "good", Word.UNCLEAR: "unsure"}
 STYLES |= {Word.EQUAL: "quiet", Word.GONE: "unsure", Word.NEW: "good"}
+RANKS = {Word.EQUAL: 0, Word.UNCLEAR: 1, Word.NEW: 2, Word.GONE: 2}
+RANKS |= {Word.FASTER: 3, Word.SLOWER: 3, Word.BROKEN: 4}
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,8 @@ def summary(found: Compared) -> Sheet:
         lines.append(
             [f"{name} / A", str(sum(own.counts.values())), *counted, mean, base_mean, only]
         )
-    mean = ("geometric mean", "baselines, by time", "only in one")
-    columns = ("", "cases", *map(str, words), *mean)
+    means = ("geometric mean", "baselines, by time", "only in one")
+    columns = ("", "cases", *map(str, words), *means)
     return Sheet("", columns, lines, frozenset({""}), ("only in one",))
 
 
@@ -120,45 +125,36 @@ def notes(found: Compared) -> list[str]:
                 "device's own baseline; times are not compared."
             )
         if own.differ:
-            told = ", ".join(f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differ[:FACTS_SHOWN])
+            facts = ", ".join(f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differ[:FACTS_SHOWN])
             more = len(own.differ) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
-            said.append(f"Differs between A and {name}: {told}{rest}.")
+            said.append(f"Differs between A and {name}: {facts}{rest}.")
     return said
 
 
 def table(found: Compared) -> Sheet:
     """Return all cases, the largest change first; broken ones before all others."""
-    lines: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
-    for name, own in found.others.items():
-        for line in own.cases.to_dict("records"):
-            if line["word"]:
-                lines.setdefault(tuple(line[key] for key in KEYS), {})[name] = line
-    every = pd.DataFrame([next(iter(own.values())) for own in lines.values()])
+    ordered = sorted(_joined(found), key=lambda case: -max(map(_size, case.values())))
+    first = [next(iter(case.values())) for case in ordered]
+    every = pd.DataFrame(first)
     names = [n for n in ["op", *_fields(every), "scope", "cache"] if n in every]
     varying, constant = split(every, names)
-    ordered = sorted(lines.values(), key=lambda own: -max(map(_size, own.values())))
-    drawn = [[shown(n, next(iter(own.values()))[n]) for n in varying] for own in ordered]
-    columns, spare = [*varying, "contender", "× baseline A"], list[str]()
-    for line, own in zip(drawn, ordered, strict=True):
-        first = next(iter(own.values()))
-        base = " (baseline)" if first["is_baseline"] else ""
-        line += [kernel(first["label"]) + base, significant(first["speedup_a"])]
-    cells = [list[Cell](line) for line in drawn]
-    for name in found.others:
-        added = (f"× baseline {name}", f"{name} / A", f"{name} is", f"of bound A, {name}")
-        added += (f"time A, {name}", f"why {name}")
-        columns += added
-        spare += [added[4], added[3]]
-        for line_cells, own in zip(cells, ordered, strict=True):
-            line_cells += _of(own[name]) if name in own else [""] * len(added)
+    columns = [*varying, "contender", "× baseline A"]
+    cells: list[list[Cell]] = []
+    for case, line in zip(ordered, first, strict=True):
+        base = " (baseline)" if line["is_baseline"] else ""
+        own: list[Cell] = [shown(name, line[name]) for name in varying]
+        own += [kernel(line["label"]) + base, significant(line["speedup_a"])]
+        for name in found.others:
+            own += _of(case[name]) if name in case else [""] * len(ADDED)
+        cells.append(own)
+    others = [*found.others]
+    columns += [text.format(name) for name in others for text in ADDED]
     words = {"contender", "op", "pattern", "dtype"}
-    words |= {f"why {name}" for name in found.others} | {f"{name} is" for name in found.others}
-    for what in ("× baseline", "why"):
-        spare += [f"{what} {name}" for name in found.others]
-    spare.append("× baseline A")
+    words |= {text.format(name) for name in others for text in ADDED if text in WORDS}
+    spare = [text.format(name) for text in SPARE for name in others]
     title = f"Largest changes first: {constant}"
-    return Sheet(title, tuple(columns), cells, frozenset(words), tuple(spare))
+    return Sheet(title, tuple(columns), cells, frozenset(words), (*spare, "× baseline A"))
 
 
 def markdown(found: Compared) -> str:
@@ -233,6 +229,16 @@ def _badges(run: Run) -> list[str]:
     return badges(run, found.cases, found.noise)
 
 
+def _joined(found: Compared) -> list[dict[str, dict[Any, Any]]]:
+    """Return each case that has a word: its lines by the letter of the run."""
+    cases: dict[tuple[Any, ...], dict[str, dict[Any, Any]]] = {}
+    for name, own in found.others.items():
+        for line in own.cases.to_dict("records"):
+            if line["word"]:
+                cases.setdefault(tuple(line[key] for key in KEYS), {})[name] = line
+    return list(cases.values())
+
+
 def _fields(cases: pd.DataFrame) -> list[str]:
     """Name the fields of the problems in the cases of a comparison."""
     names = list(cases.columns)
@@ -241,11 +247,8 @@ def _fields(cases: pd.DataFrame) -> list[str]:
 
 def _size(line: Mapping[Any, Any]) -> float:
     """Sort broken cases first, then what is decided, then what is not, each by its size."""
-    rank = (Word.EQUAL, Word.UNCLEAR, Word.NEW, Word.GONE, Word.FASTER, Word.SLOWER, Word.BROKEN)
-    group = min(
-        rank.index(line["word"]), rank.index(Word.FASTER) + 2 * (line["word"] == Word.BROKEN)
-    )
-    return 1e3 * group + (0.0 if np.isnan(line["ratio"]) else abs(float(np.log(line["ratio"]))))
+    known = 0.0 if np.isnan(line["ratio"]) else abs(float(np.log(line["ratio"])))
+    return 1e3 * RANKS[line["word"]] + known
 
 
 def _of(line: Mapping[Any, Any]) -> list[Cell]:

@@ -219,7 +219,7 @@ def _formats(found: list[Format]) -> Sheet:
             continue
         ratio = "baseline" if best["label"] == best["baseline_label"] else _ratio(best)
         lines.append([entry.name, winner(best), duration(best["median_us"]), ratio, _place(best)])
-    columns = ("format", "fastest kernel", "time", "× baseline", "where")
+    columns: tuple[str, ...] = ("format", "fastest kernel", "time", "× baseline", "where")
     title = "Each format at its best"
     if len(places) == 1:
         columns, lines = columns[:-1], [line[:-1] for line in lines]

@@ -171,7 +171,7 @@ def _why(line: Mapping[Any, Any], moved: float) -> str:
 
 
 def _differs(before: Any, now: Any) -> bool:
-    return pd.notna(before) and pd.notna(now) and before != now
+    return bool(pd.notna(before) and pd.notna(now) and before != now)
 
 
 def _differing(here: Run, there: Run) -> list[tuple[str, str, str]]:

@@ -185,4 +185,4 @@ def _bytes(problem: Problem) -> int:
     """Return the bytes of a problem's operands."""
     op = load_op(problem.op)
     sizes = (prod(problem[field] for field in operand.shape) for operand in op.operands.values())
-    return sum(sizes) * DTYPES[problem["dtype"]].itemsize
+    return int(sum(sizes)) * DTYPES[problem["dtype"]].itemsize
