@@ -35,7 +35,7 @@ from sparsebench.harness.bench.entry import (
     one_line,
     synchronize,
 )
-from sparsebench.harness.bench.prepare import prepare
+from sparsebench.harness.bench.prepare import prepare, unsupported
 from sparsebench.harness.bench.timing import Samples, Timed, possible, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
@@ -59,6 +59,11 @@ def run(
     entries = [
         Entry(Row(Case(problem, c), Status.OK, **_asked(options, device))) for c in contenders
     ]
+    reasons = [unsupported(problem, contender, device) for contender in contenders]
+    if all(reasons):  # operands that nobody takes are not drawn
+        for entry, reason in zip(entries, reasons, strict=True):
+            entry.end(Status.UNSUPPORTED, str(reason))
+        return [row for entry in entries for row in entry.rows(measures)], {}
     try:
         contest = start(problem, entries, device, data, options, announce)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -14,6 +14,7 @@
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
                                      # $dense_fraction, $split: as a spense pattern has them
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
+      - {format: csr, kernel: scipy_csr, at: {dtype: fp32}}         # only where this field is so
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
@@ -63,6 +64,7 @@ class ContenderEntry(_Model):
     format: str
     kernel: str
     op: str | None = None
+    at: dict[str, Any] = {}
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
 
@@ -113,7 +115,7 @@ def expand(where: str, text: str, data: Path | None = None) -> Suite:
     written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
-        _every_op_is_there(written, {problem.op for problem in problems})
+        _every_entry_competes(written, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -319,10 +321,17 @@ def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
     return matches
 
 
-def _every_op_is_there(written: SuiteFile, ops: set[str]) -> None:
-    """Refuse an entry for an op that no problem has: it would compete nowhere, in silence."""
+def _every_entry_competes(written: SuiteFile, problems: list[Problem]) -> None:
+    """Refuse an entry for an op or a value that no problem has: it would compete nowhere."""
     for group in ("contenders", "baselines"):
         for number, entry in enumerate(getattr(written, group)):
+            for name, value in entry.at.items():
+                known = {str(p.fields[name]) for p in problems if name in p.fields}
+                if str(value) not in known:
+                    values = f"{name} of a problem, one of {', '.join(sorted(known)) or 'none'}"
+                    where = f"{group}[{number}].at.{name}"
+                    raise SuiteError(f"{where}: expected a {values}; found {value!r}")
+            ops = {problem.op for problem in problems}
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
                 expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
@@ -342,6 +351,9 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
     ]
     by_case = {Case(problem, c).id: c for c in [*others, *baselines]}  # a baseline counts once
     unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
+    if not unique:
+        named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
+        raise SuiteError(f"contenders: expected one at {problem.op} with {named}, found none")
     return Contest(problem, tuple(unique))
 
 
@@ -350,6 +362,8 @@ def _contenders(
 ) -> Iterator[Contender]:
     """Expand one entry of `contenders` or `baselines` for one problem."""
     if entry.op not in (None, problem.op):
+        return
+    if any(problem.fields.get(name) != value for name, value in entry.at.items()):
         return
     kernel = load_kernel(entry.kernel)
     if kernel.consumes not in ("any", entry.format):

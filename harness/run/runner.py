@@ -134,6 +134,11 @@ class Worker:
             else:
                 return Measured([Row.from_json(r) for r in answer["rows"]], answer["spent_s"])
 
+    @property
+    def pid(self) -> int:
+        """Return the child's process id."""
+        return self._child.pid
+
     def close(self) -> int:
         """End the child, whatever it is doing, and return its exit code."""
         if self._child.stdin and not self._child.stdin.closed:
@@ -237,6 +242,11 @@ class Runner:
         self._timeout_s = timeout_s
         self._worker: Worker | None = self._start()
         self.about = self._worker.about
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the worker that waits; 0 where none does."""
+        return self._worker.pid if self._worker else 0
 
     def ceilings(self) -> dict[str, Any]:
         """Return what the device can do at most, measured now."""
