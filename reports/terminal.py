@@ -113,7 +113,7 @@ def _fastest(cases: pd.DataFrame) -> Table:
         tied = f" (tied with {line['runner_up']})" if line["tied"] else ""
         table.add_row(
             *(_shown(line[name]) for name in columns),
-            escape(f"{line['ran']}{tied}"),
+            escape(f"{line['ran']}{tied}{_accuracy(line)}"),
             _number(line["median_us"]),
             _number(line["speedup"]),
             f"{_number(line['speedup_low'])} to {_number(line['speedup_high'])}",
@@ -140,11 +140,18 @@ def _trust(cases: pd.DataFrame, noise: Noise) -> list[str]:
     if (cases.processes < FEWEST).all():
         few = f"Fewer than {FEWEST} processes give a look, not a verdict"
         lines.append(f"{few}: --replicates {VERDICT} gives one.")
+    accuracy = cases.marks[cases.marks.fillna("") != ""].value_counts()
     marks = cases.mark[cases.mark.fillna("") != ""].value_counts()
     return [
         *lines,
         *(f"{n} cases are marked: {mark} when they were timed." for mark, n in marks.items()),
+        *(f"{n} cases are marked for their accuracy: {mark}." for mark, n in accuracy.items()),
     ]
+
+
+def _accuracy(line: Mapping[Any, Any]) -> str:
+    """Write what is unusual about the output of a right case, or nothing."""
+    return f" [{line['marks']}]" if line["marks"] else ""
 
 
 def _outcome(line: Mapping[Any, Any]) -> str:

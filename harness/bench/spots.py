@@ -1,0 +1,144 @@
+"""Is the work done in the calls that are timed? Some of them, and many before them, are looked at.
+
+    burst   before timing: up to CALLS calls, on activations A and B in turn, each looked at
+    spot    among the timed samples of half of the blocks, one call more, at a random place: A is
+            overwritten with B just before it, and written again after it. No row has its time
+
+What a call finds in its output is the right answer for other activations, so one that does nothing,
+or returns what it kept, is wrong. Writing the activations moves no version counter of torch, the
+call is made on the same line of code, and no call can tell a spot by what it is given.
+
+    seen    the sums of the output's rows and columns, read on the stream behind the call, without
+            waiting; as far from those of the right answer B as those of the call that was checked
+            in full: at most 4 times as far, and one eps of the dtype
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import SystemRandom
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import Format
+from sparsebench.kernels._kernel import Output
+
+CALLS = 128
+BURST_S = 0.04
+LOOK_EVERY = 8  # calls between two looks at the clock
+SHARE = 0.5  # of the blocks
+FURTHER = 4.0  # times as far as the call that was checked
+A, B = "a", "b"
+
+
+@dataclass(frozen=True)
+class Print:
+    """The sums of an output's rows and of its columns, and how far from them is right."""
+
+    sums: Tensor  # fp32: rows, then columns
+    size: float
+    limit: float
+
+    def distance(self, out: object) -> Tensor | float:
+        """Return how far an output is, on its device; infinite where it is none."""
+        sums = sums_of(out)
+        if sums is None or sums.shape != self.sums.shape or sums.device != self.sums.device:
+            return float("inf")
+        return (sums - self.sums).norm() / self.size
+
+
+def values_of(out: object) -> object:
+    """Return an output's elements: itself, or the values of a packed one."""
+    return out.arrays().get("values") if isinstance(out, Format) else out
+
+
+def sums_of(out: object) -> Tensor | None:
+    """Return the sums of the rows and of the columns of an output; None where it is no tensor."""
+    values = values_of(out)
+    if type(values) is not Tensor or not values.numel():
+        return None
+    table = values.detach().reshape(len(values), -1)
+    wide = torch.promote_types(table.dtype, torch.float32)
+    return torch.cat([table.sum(dim, dtype=wide) for dim in (1, 0)])
+
+
+def print_of(reference: Tensor, out: Output) -> Print | None:
+    """Return the print of the right answer [fp64]; `out` was held against it in full."""
+    sums, found = sums_of(reference), sums_of(out)
+    size = float(reference.norm())
+    if sums is None or found is None or not size:
+        return None
+    sums = sums.to(found.dtype)
+    own = float((found - sums).norm()) / size
+    values = values_of(out)
+    assert isinstance(values, Tensor)
+    return Print(sums, size, FURTHER * own + torch.finfo(values.dtype).eps)
+
+
+@dataclass
+class Spots:
+    """The activations of both draws, and what was seen of each contender, by its number."""
+
+    activations: Mapping[str, Tensor]
+    kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    prints: dict[int, Print] = field(default_factory=dict)
+    seen: dict[int, list[Tensor | float]] = field(default_factory=dict)
+    draw: SystemRandom = field(default_factory=SystemRandom)
+
+    def of(self, numbers: Sequence[int]) -> "Spots":
+        """Return the same for some of the contenders, numbered from 0."""
+        known = {i: self.prints[n] for i, n in enumerate(numbers) if n in self.prints}
+        return replace(self, prints=known, seen={})
+
+    def keep(self, which: str) -> None:
+        """Copy the activations as they are now."""
+        self.kept[which] = {name: x.detach().clone() for name, x in self.activations.items()}
+
+    def write(self, which: str) -> None:
+        """Overwrite the activations, behind the back of torch's version counters."""
+        for name, values in self.kept[which].items():
+            self.activations[name].data.copy_(values)
+
+    def places(self, number: int, blocks: int, per_block: int) -> list[int | None]:
+        """Return where in each block a contender's spot is, if there is one."""
+        if number not in self.prints:
+            return [None] * blocks
+        chosen = set(self.draw.sample(range(blocks), max(1, int(SHARE * blocks))))
+        return [self.draw.randrange(per_block + 1) if b in chosen else None for b in range(blocks)]
+
+    def see(self, number: int, out: object) -> None:
+        """Look at the output of a call on B, and write A again."""
+        self.seen.setdefault(number, []).append(self.prints[number].distance(out))
+        self.write(A)
+
+    def burst(self, number: int, call: Callable[[], Output], wait: Callable[[], None]) -> None:
+        """Look at many calls in turn on A and B: B's output is known, A's is like its first."""
+        known = self.prints.get(number)
+        if known is None:
+            return
+        self.write(A)
+        sums = sums_of(call())
+        first = Print(known.sums if sums is None else sums.clone(), known.size, known.limit)
+        seen = self.seen.setdefault(number, [])
+        began = perf_counter()
+        for count in range(CALLS):
+            which, print_ = ((B, known), (A, first))[count % 2]
+            self.write(which)
+            seen.append(print_.distance(call()))
+            if count % LOOK_EVERY == 1:
+                wait()
+                if perf_counter() - began > BURST_S:
+                    break
+        self.write(A)
+
+    def judged(self, number: int) -> str | None:
+        """Say what was wrong with the calls that were seen since, or None."""
+        seen, limit = [float(d) for d in self.seen.pop(number, [])], 0.0
+        if number in self.prints:
+            limit = self.prints[number].limit
+        wrong = [d for d in seen if not d <= limit]
+        if not wrong:
+            return None
+        how = f"sums {wrong[0]:.2g} from the right ones, at most {limit:.2g} expected"
+        return f"{len(wrong)} of {len(seen)} calls that were looked at are wrong: {how}"
