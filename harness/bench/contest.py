@@ -8,7 +8,7 @@
     run on what the last draw left in the output, and held again
     after each step: operands and harness are what they were (guard.py, seal.py)
 
-Numbers of draws come from the operating system when they are needed: no kernel can know them before.
+Numbers of draws come from the operating system when they are needed: no kernel knows them before.
 The row has them. harness/TRUST.md says what all this does not find.
 
 A case is a row for each scope and cache state. What cannot run is a row with its reason. After a
@@ -211,7 +211,7 @@ def _check_all(contest: RunningContest, when: str) -> None:
             elif first:
                 reference = where_stored(expected, entry.pattern).reference
                 if seen := print_of(reference, out):
-                    contest.spots.prints[number] = seen
+                    contest.spots.prints[B][number] = seen
 
 
 def _expected(contest: RunningContest) -> Expected:

@@ -1,16 +1,19 @@
 """Is the work done in the calls that are timed? Some of them, and many before them, are looked at.
 
     burst   before timing: up to CALLS calls, on activations A and B in turn, each looked at
-    spot    among the timed samples of half of the blocks, one call more, at a random place: A is
-            overwritten with B just before it, and written again after it. No row has its time
+    spot    among the timed samples of half of the blocks, one call more, at a random place, on A as
+            the samples are, or on B: written just before it, and A again after it. No row has its
+            time
 
-What a call finds in its output is the right answer for other activations, so one that does nothing,
-or returns what it kept, is wrong. Writing the activations moves no version counter of torch, the
-call is made on the same line of code, and no call can tell a spot by what it is given.
+B's answer is known: the call before was held against it in full. A's is that of the first call of
+the burst, which is not B's. What a call finds in its output is the right answer for the other
+activations, so one that does nothing, or returns what it kept, is wrong. Writing the activations
+moves no version counter of torch, the call is made on the same line of code, and nothing that a
+call is given tells a spot from a sample.
 
     seen    the sums of the output's rows and columns, read on the stream behind the call, without
-            waiting; as far from those of the right answer B as those of the call that was checked
-            in full: at most 4 times as far, and one eps of the dtype
+            waiting. They may be 4 times as far from the answer's as those of the call that was
+            held against it in full, and one eps of the dtype
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,7 @@ from sparsebench.kernels._kernel import Output
 
 CALLS = 128
 BURST_S = 0.04
+FEWEST = 16  # sums of which two outputs never have the same by chance
 LOOK_EVERY = 8  # calls between two looks at the clock
 SHARE = 0.5  # of the blocks
 FURTHER = 4.0  # times as far as the call that was checked
@@ -82,14 +86,17 @@ class Spots:
 
     activations: Mapping[str, Tensor]
     kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    prints: dict[int, Print] = field(default_factory=dict)
+    prints: dict[str, dict[int, Print]] = field(default_factory=lambda: {A: {}, B: {}})
     seen: dict[int, list[Tensor | float]] = field(default_factory=dict)
     draw: SystemRandom = field(default_factory=SystemRandom)
 
     def of(self, numbers: Sequence[int]) -> "Spots":
         """Return the same for some of the contenders, numbered from 0."""
-        known = {i: self.prints[n] for i, n in enumerate(numbers) if n in self.prints}
-        return replace(self, prints=known, seen={})
+        prints = {
+            which: {i: known[n] for i, n in enumerate(numbers) if n in known}
+            for which, known in self.prints.items()
+        }
+        return replace(self, prints=prints, seen={})
 
     def keep(self, which: str) -> None:
         """Copy the activations as they are now."""
@@ -100,27 +107,34 @@ class Spots:
         for name, values in self.kept[which].items():
             self.activations[name].data.copy_(values)
 
-    def places(self, number: int, blocks: int, per_block: int) -> list[int | None]:
-        """Return where in each block a contender's spot is, if there is one."""
-        if number not in self.prints:
-            return [None] * blocks
-        chosen = set(self.draw.sample(range(blocks), max(1, int(SHARE * blocks))))
-        return [self.draw.randrange(per_block + 1) if b in chosen else None for b in range(blocks)]
+    def turns(self, number: int, blocks: int, per_block: int) -> list[list[str]]:
+        """Return the calls of each block: samples (""), and spots on A or on B."""
+        turns = [[""] * per_block for _ in range(blocks)]
+        if number in self.prints[A]:
+            for block in self.draw.sample(range(blocks), max(1, int(SHARE * blocks))):
+                place = self.draw.randrange(per_block + 1)
+                turns[block].insert(place, self.draw.choice((A, B)))
+        return turns
 
-    def see(self, number: int, out: object) -> None:
-        """Look at the output of a call on B, and write A again."""
-        self.seen.setdefault(number, []).append(self.prints[number].distance(out))
+    def see(self, number: int, which: str, out: object) -> None:
+        """Look at the output of a call, and write A again."""
+        self.seen.setdefault(number, []).append(self.prints[which][number].distance(out))
         self.write(A)
 
     def burst(self, number: int, call: Callable[[], Output], wait: Callable[[], None]) -> None:
         """Look at many calls in turn on A and B: B's output is known, A's is like its first."""
-        known = self.prints.get(number)
+        known = self.prints[B].get(number)
         if known is None:
             return
         self.write(A)
-        sums = sums_of(call())
-        first = Print(known.sums if sums is None else sums.clone(), known.size, known.limit)
+        out = call()
         seen = self.seen.setdefault(number, [])
+        sums, away = sums_of(out), known.distance(out)
+        if sums is None or (len(sums) >= FEWEST and float(away) <= known.limit):
+            seen.append(float("inf"))  # nothing, or B's
+            return
+        first = replace(known, sums=sums)
+        self.prints[A][number] = first
         began = perf_counter()
         for count in range(CALLS):
             which, print_ = ((B, known), (A, first))[count % 2]
@@ -135,8 +149,8 @@ class Spots:
     def judged(self, number: int) -> str | None:
         """Say what was wrong with the calls that were seen since, or None."""
         seen, limit = [float(d) for d in self.seen.pop(number, [])], 0.0
-        if number in self.prints:
-            limit = self.prints[number].limit
+        if number in self.prints[B]:
+            limit = self.prints[B][number].limit
         wrong = [d for d in seen if not d <= limit]
         if not wrong:
             return None

@@ -28,7 +28,7 @@ from time import perf_counter
 
 import torch
 
-from sparsebench.harness.bench.spots import B, Spots
+from sparsebench.harness.bench.spots import Spots
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
@@ -93,31 +93,22 @@ def time_together(
         take = _gpu_clock(device, announce, spots, idle=scope == "op", cold=cache == "cold")
     else:
         take = _host_clock(announce, spots)
-    numbered = [(i, contender, False) for i, contender in enumerate(contenders)]
+    numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # a first call may still warm something up
     plans = [_plan(min(t for _, t in own)) for own in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
-    places = [spots.places(i, *plan) if spots else [None] * plan[0] for i, plan in enumerate(plans)]
+    turns = [
+        spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
+        for i, plan in enumerate(plans)
+    ]
     samples: list[list[float]] = [[] for _ in contenders]
     for block in range(BLOCKS):
         turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
         draw.shuffle(turn)
-        order = [
-            (i, contenders[i], spot)
-            for i in turn
-            for spot in _with_spot(plans[i][1], places[i][block])
-        ]
+        order = [(i, contenders[i], spot) for i in turn for spot in turns[i][block]]
         for i, time_us in take(order):
             samples[i].append(round(time_us, 3))
     return [Samples(tuple(s), plan[1]) for s, plan in zip(samples, plans, strict=True)]
-
-
-def _with_spot(samples: int, place: int | None) -> list[bool]:
-    """Return the calls of a turn: samples, and at a place among them a spot."""
-    calls = [False] * samples
-    if place is not None:
-        calls.insert(place, True)
-    return calls
 
 
 def _plan(time_us: float) -> tuple[int, int]:
@@ -132,8 +123,8 @@ def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
     return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 
 
-Order = list[tuple[int, Timed, bool]]
-"""Who is called, by number, and whether that call is a spot."""
+Order = list[tuple[int, Timed, str]]
+"""Who is called, by number, and of a spot on which activations."""
 
 Clock = Callable[[Order], list[tuple[int, float]]]
 
@@ -146,13 +137,13 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
                 announce(i)
             found: list[Output] = []
             if spot and spots:
-                spots.write(B)
+                spots.write(spot)
             keep = found.append if spot else id  # a call into C either way
             start = perf_counter()
             keep(contender.call())
             time_us = 1e6 * (perf_counter() - start)
             if spot and spots:
-                spots.see(i, found.pop())
+                spots.see(i, spot, found.pop())
             else:
                 times.append((i, time_us))
         return times
@@ -179,7 +170,7 @@ def _gpu_clock(
         marks = []
         if not cold:
             for _, _, spot in order:
-                for _ in range(1 + SPOT_FLUSHES * spot):
+                for _ in range(1 + SPOT_FLUSHES * bool(spot)):
                     flush()
         for i, contender, spot in order:
             if announce:
@@ -190,7 +181,7 @@ def _gpu_clock(
             if not cold:
                 contender.call()
             if spot and spots:
-                spots.write(B)
+                spots.write(spot)
             if cold:
                 flush()
             if idle:
@@ -199,7 +190,7 @@ def _gpu_clock(
             keep(contender.call())
             end.record()
             if spot and spots:
-                spots.see(i, found.pop())
+                spots.see(i, spot, found.pop())
             else:
                 marks.append((i, begin, end))
             if wait:

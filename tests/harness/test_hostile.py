@@ -1,0 +1,95 @@
+"""Kernels that attack the contest get no time, and the others' rows are what they are without."""
+
+import json
+import pkgutil
+from dataclasses import asdict
+
+import hostile
+import pytest
+import torch
+
+from sparsebench.harness.bench import check, contest, timing
+from sparsebench.harness.bench.guard import Guard, Meddled, checksum
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+CPU = torch.device("cpu")
+FIELDS = {"m": 64, "n": 64, "k": 64, "pattern": "blocks", "block": 16, "sparsity": 0.5}
+PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
+BASELINE = Contender("dense", "torch_dense", baseline=True)
+BLOCKS = {"block": 16}
+SAID = {
+    "zeroes_the_weight": "prepare: changed the operand w",
+    "zeroes_the_activations": "prepare: changed the operand x",
+    "spoils_shared_values": "prepare: changed w's values in bsr",
+    "spoils_shared_values_late": "check: changed w's values in bsr",
+    "returns_the_activations": "check: returned memory of the operand x",
+    "returns_the_weight": "check: returned memory of the operand w",
+    "odd_choice": "choice: expected text, numbers and lists: Object of type int64",
+    "odd_code": "code: expected text or None, found object",
+    "caches_by_version": "calls that were looked at are wrong",
+    "lazy": "expected a tensor, found Lazy",
+    "knows_its_caller": "calls that were looked at are wrong",
+    "computes_the_draws": "before timing: relative error",
+    "looks_for_poison": "calls that were looked at are wrong",
+    "wrong_in_one_call_of_fifty": "calls that were looked at are wrong",
+    "replaces_the_check": "prepare: replaced sparsebench.harness.bench.contest.check",
+    "replaces_code_of_the_check": "replaced _judge.__code__",
+    "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
+    "works_in_a_thread": "before timing: ",
+}
+
+
+def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
+    return contest.run(problem, list(contenders), CPU, None)[0]
+
+
+def test_every_hostile_kernel_is_named() -> None:
+    assert SAID.keys() == {module.name for module in pkgutil.iter_modules(hostile.__path__)}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(name: str) -> None:
+    innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
+    stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
+    clock, judge = timing.perf_counter, check._judge.__code__
+    first, second, found = rows(*innocents, Contender(stored[0], f"hostile.{name}", stored[1]))
+    assert (timing.perf_counter, check._judge.__code__) == (clock, judge)
+    for innocent in (first, second):
+        assert innocent.status is Status.OK, innocent.detail
+        assert innocent.error is not None
+        assert innocent.error < 1e-6
+        assert innocent.samples_us
+    wanted = Status.FAILED if name.startswith("odd") else Status.WRONG
+    assert found.status is wanted
+    assert SAID[name] in found.detail
+    assert not found.samples_us
+    json.dumps([asdict(row) for row in (first, second, found)])
+
+
+def test_draws_are_never_the_same_and_the_row_has_them() -> None:
+    first, second = (rows(BASELINE)[0].draws for _ in range(2))
+    assert len(first) == len(second) == 3  # before, while, after
+    assert len({*first, *second}) == 6
+
+
+def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
+        array = torch.randn(3, 5001).to(dtype)
+        before = int(checksum(array, 1))
+        assert int(checksum(array.clone(), 1)) == before
+        bits = array.view(torch.uint8).view(-1)
+        bits[-1] ^= 1
+        assert int(checksum(array, 1)) != before
+        bits[-1] ^= 1
+        bits[[0, 4096]] = bits[[4096, 0]]
+        assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
+
+
+def test_memory_that_was_given_back_is_missed() -> None:
+    array = torch.ones(100)
+    guard = Guard(CPU)
+    guard.watch({"it": array}, lambda: None)
+    guard.check()
+    array.untyped_storage().resize_(0)
+    with pytest.raises(Meddled, match="changed it"):
+        guard.check()
