@@ -107,9 +107,13 @@ def where_stored(expected: Expected, pattern: Format | None) -> Expected:
     """Return what is expected of the elements that a pattern stores; all of them without one."""
     if pattern is None:
         return expected
-    given = {"reference": expected.reference, "spread": expected.spread, "plain": expected.plain}
-    stored = {n: t if t is None else pattern.sample(t).arrays()["values"] for n, t in given.items()}
-    return replace(expected, **stored)
+
+    def stored(full: Tensor) -> Tensor:
+        return pattern.sample(full).arrays()["values"]
+
+    reference, spread = stored(expected.reference), stored(expected.spread)
+    plain = None if expected.plain is None else stored(expected.plain)
+    return replace(expected, reference=reference, spread=spread, plain=plain)
 
 
 def _packed(out: object, expected: Expected, pattern: Format) -> Verdict:
@@ -156,8 +160,8 @@ def _worst(out: Tensor, expected: Expected) -> Verdict:
     worst = max(verdicts, key=lambda v: (v.error or 0.0) / (v.usual_error or 1.0))
     biased = max(verdicts, key=lambda v: abs(v.bias or 0.0) / (v.usual_bias or 1.0))
     excess = max(v.error_of_bound or 0.0 for v in verdicts)
-    known = {"error_of_bound": excess, "bias": biased.bias, "usual_bias": biased.usual_bias}
-    return replace(worst, **known)
+    tilt = biased.bias, biased.usual_bias
+    return replace(worst, error_of_bound=excess, bias=tilt[0], usual_bias=tilt[1])
 
 
 def _name(out: object) -> str:

@@ -184,6 +184,9 @@ def bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., Te
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error's type and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
+    """Return the error's type and the first line of its message, where it has one."""
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # its text is code of a contender
+        lines = [""]
     return f"{type(error).__name__}: {lines[0][:400]}"

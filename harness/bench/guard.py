@@ -14,7 +14,7 @@ a and b are odd random numbers, drawn anew in each process: no kernel can know t
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -100,7 +100,7 @@ class Guard:
             if watched.array() is not None and start < first + length and first < start + size:
                 raise Meddled(f"returned memory of {watched.name}")
 
-    def _totals(self, arrays: "Iterator[Tensor | None]") -> list[int]:
+    def _totals(self, arrays: Iterable[Tensor | None]) -> list[int]:
         sums = [checksum(array, self.seed) for array in arrays if array is not None]
         return torch.stack(sums).tolist() if sums else []
 

@@ -49,7 +49,8 @@ class Print:
         sums = sums_of(out)
         if sums is None or sums.shape != self.sums.shape or sums.device != self.sums.device:
             return float("inf")
-        return (sums - self.sums).norm() / self.size
+        distance: Tensor = (sums - self.sums).norm() / self.size
+        return distance
 
 
 def values_of(out: object) -> object:
