@@ -121,7 +121,8 @@ def start(
                 entry.timed = ready(entry.launch, device)
         if entry.timed:
             with contest.at(entry, "check"):
-                spots.burst(number, entry.timed.call, partial(synchronize, device))
+                for call in _calls(contest, entry, entry.timed):
+                    spots.burst(number, call, partial(synchronize, device))
                 contest.inspect()
                 _end_if_wrong(entry, spots.judged(number), "before timing")
     return contest
@@ -147,6 +148,13 @@ def _redraw(contest: RunningContest) -> None:
     for entry in contest.entries:
         if entry.running:
             entry.row = replace(entry.row, draws=(*entry.row.draws, contest.draw))
+
+
+def _calls(contest: RunningContest, entry: Entry, timed: Timed) -> list[Callable[[], Output]]:
+    """Return what is called in the scopes that are timed: a captured graph, or the launch."""
+    scopes = {scope for scope, _ in contest.options.measures}
+    clocks = [_as_called(entry, timed) if scope == "op" else timed for scope in sorted(scopes)]
+    return list({id(clock.call): clock.call for clock in clocks}.values())
 
 
 def _end_if_wrong(entry: Entry, wrong: str | None, when: str) -> None:
@@ -265,7 +273,7 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
             samples = time_together(
                 clocks, contest.device, seed, announce, scope=scope, cache=cache, spots=spots
             )
-            contest.inspect()
+            _inspect(contest)
         except Fatal:
             raise
         except Exception as error:
@@ -278,19 +286,24 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
 
 
 def _announcer(contest: RunningContest, running: Sequence[int]) -> Callable[[int], None]:
-    """Return what names each sample, and whoever changed something in the sample before."""
-    last = ""
+    """Return what names each sample; before another contender's, the last one is inspected."""
 
     def announce(i: int) -> None:
-        nonlocal last
-        try:
-            contest.inspect()
-        except Meddled as found:
-            raise Fatal(last, f"timing: {found}") from found
-        last = contest.entries[running[i]].row.case.id
-        contest.announce(last, "timing")
+        case = contest.entries[running[i]].row.case.id
+        if case != contest.timed_last:
+            _inspect(contest)
+            contest.timed_last = case
+        contest.announce(case, "timing")
 
     return announce
+
+
+def _inspect(contest: RunningContest) -> None:
+    """Give the contest up where something was changed while timing; blame who is known."""
+    try:
+        contest.inspect()
+    except Meddled as found:
+        raise Fatal(contest.timed_last, f"timing: {found}") from found
 
 
 def _as_called(entry: Entry, timed: Timed) -> Timed:

@@ -120,6 +120,7 @@ class RunningContest:
     seal: Seal
     spots: Spots
     draw: int = 0  # of the activations, now
+    timed_last: str = ""  # the case of the last sample, where each is announced
     output_bytes: int = 0
     spent_s: dict[str, float] = field(default_factory=dict)
     packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)

@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -109,15 +110,18 @@ def checksum(array: Tensor, seed: int) -> Tensor:
     """Return an int64 of an array's bits and their places, on its device."""
     words = _words(array)
     rows = -(-len(words) // COLUMNS)
-    draw = torch.Generator().manual_seed(seed)
-    of_rows, of_columns = (
-        torch.randint(-(2**62), 2**62, (count,), generator=draw).mul_(2).add_(1).to(array.device)
-        for count in (rows, COLUMNS)
-    )
+    of_rows, of_columns = _odd(seed, rows, array.device), _odd(~seed, COLUMNS, array.device)
     full = len(words) // COLUMNS
     table, rest = words[: full * COLUMNS].view(full, COLUMNS), words[full * COLUMNS :]
     total = (table.sum(1) * of_rows[:full]).sum() + (table.sum(0) * of_columns).sum()
     return total + (rest * of_columns[: len(rest)]).sum() * (2 * full + 1)
+
+
+@cache
+def _odd(seed: int, count: int, device: torch.device) -> Tensor:
+    """Return so many odd random numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**62), 2**62, (count,), generator=draw).mul_(2).add_(1).to(device)
 
 
 def _words(array: Tensor) -> Tensor:

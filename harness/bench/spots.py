@@ -1,15 +1,15 @@
 """Is the work done in the calls that are timed? Some of them, and many before them, are looked at.
 
     burst   before timing: up to CALLS calls, on activations A and B in turn, each looked at
-    spot    among the timed samples of half of the blocks, one call more, at a random place, on A as
-            the samples are, or on B: written just before it, and A again after it. No row has its
-            time
+    spot    among the timed samples of a quarter of the blocks, one call more, at a random place: on
+            A as the samples are, or on B, written just before it, and A again after it. No row has
+            its time
 
 B's answer is known: the call before was held against it in full. A's is that of the first call of
-the burst, which is not B's. What a call finds in its output is the right answer for the other
-activations, so one that does nothing, or returns what it kept, is wrong. Writing the activations
-moves no version counter of torch, the call is made on the same line of code, and nothing that a
-call is given tells a spot from a sample.
+the burst. It is not B's, and is found again after its elements were put into the opposite order.
+What a call finds in its output is the right answer for the other activations. So one that does
+nothing, or returns what it kept, is wrong. Writing the activations moves no version counter of
+torch. A spot is called on the same line of code as a sample, and is given nothing else.
 
     seen    the sums of the output's rows and columns, read on the stream behind the call, without
             waiting. They may be 4 times as far from the answer's as those of the call that was
@@ -27,11 +27,11 @@ from torch import Tensor
 from sparsebench.formats._format import Format
 from sparsebench.kernels._kernel import Output
 
-CALLS = 128
-BURST_S = 0.04
+CALLS = 64
+BURST_S = 0.1
 FEWEST = 16  # sums of which two outputs never have the same by chance
 LOOK_EVERY = 8  # calls between two looks at the clock
-SHARE = 0.5  # of the blocks
+SHARE = 0.25  # of the blocks
 FURTHER = 4.0  # times as far as the call that was checked
 A, B = "a", "b"
 
@@ -81,6 +81,13 @@ def print_of(reference: Tensor, out: Output) -> Print | None:
     return Print(sums, size, FURTHER * own + torch.finfo(values.dtype).eps)
 
 
+def turn_round(out: object) -> None:
+    """Put the elements of an output into the opposite order: they look right, and are not."""
+    values = values_of(out)
+    if type(values) is Tensor:
+        values.copy_(values.detach().reshape(-1).flip(0).view_as(values))
+
+
 @dataclass
 class Spots:
     """The activations of both draws, and what was seen of each contender, by its number."""
@@ -127,15 +134,17 @@ class Spots:
         known = self.prints[B].get(number)
         if known is None:
             return
+        seen = self.seen.setdefault(number, [])
         self.write(A)
         out = call()
-        seen = self.seen.setdefault(number, [])
         sums, away = sums_of(out), known.distance(out)
         if sums is None or (len(sums) >= FEWEST and float(away) <= known.limit):
             seen.append(float("inf"))  # nothing, or B's
             return
-        first = replace(known, sums=sums)
-        self.prints[A][number] = first
+        self.prints[A][number] = first = replace(known, sums=sums)
+        turn_round(out)
+        del out
+        seen.append(first.distance(call()))
         began = perf_counter()
         for count in range(CALLS):
             which, print_ = ((B, known), (A, first))[count % 2]

@@ -8,9 +8,10 @@ import hostile
 import pytest
 import torch
 
-from sparsebench.harness.bench import check, contest, timing
+from sparsebench.harness.bench import check, contest, spots, timing
+from sparsebench.harness.bench.entry import ContestOptions, Fatal
 from sparsebench.harness.bench.guard import Guard, Meddled, checksum
-from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 64, "n": 64, "k": 64, "pattern": "blocks", "block": 16, "sparsity": 0.5}
@@ -39,16 +40,22 @@ SAID = {
 }
 
 
+LATE = "spoils_while_timed"
+
+
 def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
     return contest.run(problem, list(contenders), CPU, None)[0]
 
 
 def test_every_hostile_kernel_is_named() -> None:
-    assert SAID.keys() == {module.name for module in pkgutil.iter_modules(hostile.__path__)}
+    assert {*SAID, LATE} == {module.name for module in pkgutil.iter_modules(hostile.__path__)}
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(name: str) -> None:
+def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spots, "BURST_S", 60.0)  # no test depends on how fast the machine is
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
     clock, judge = timing.perf_counter, check._judge.__code__
@@ -64,6 +71,17 @@ def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(name: str) -> None:
     assert SAID[name] in found.detail
     assert not found.samples_us
     json.dumps([asdict(row) for row in (first, second, found)])
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_knows_whose_it_is(
+    attempt: int,
+) -> None:
+    spoiler = Contender("bsr", f"hostile.{LATE}", BLOCKS)
+    contenders = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS), spoiler]
+    with pytest.raises(Fatal, match="timing: changed w's values in bsr") as found:
+        contest.run(PROBLEM, contenders, CPU, None, ContestOptions(attempt=attempt))
+    assert found.value.case == (Case(PROBLEM, spoiler).id if attempt else "")
 
 
 def test_draws_are_never_the_same_and_the_row_has_them() -> None:
