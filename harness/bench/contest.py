@@ -74,11 +74,14 @@ def run(
         for entry in entries:
             entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
         return [row for entry in entries for row in entry.rows(measures)], {}
-    for measure in measures:
-        _time(contest, *measure)
-    if options.energy:
-        _energy(contest)
-    _check_all(contest, "after timing")
+    try:
+        for measure in measures:
+            _time(contest, *measure)
+        if options.energy:
+            _energy(contest)
+        _check_all(contest, "after timing")
+    finally:
+        contest.guard.watched.clear()  # it knows the contest: a cycle would keep all memory
     return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
 
 

@@ -15,7 +15,7 @@ a and b are odd random numbers, drawn anew in each process: no kernel can know t
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -31,7 +31,7 @@ class Meddled(Exception):
     """A contender changed, or returned, what is not its own; the message is one line."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Watched:
     """An array by name: its bytes, where they are, and how they are written again."""
 
@@ -58,9 +58,10 @@ class Guard:
         held: bool = True,
     ) -> None:
         """Watch arrays that `rewrite` writes again; those not `held` may be let go by others."""
+        self.watched = [w for w in self.watched if w.array() is not None]
         known = {watched.place for watched in self.watched}
         new = {n: a for n, a in arrays.items() if a.numel() and _place(a) not in known}
-        totals = self._totals(new.values())
+        totals = self._sums(new.values())
         for (name, array), total in zip(new.items(), totals, strict=True):
             own = array.detach() if held else None  # whatever happens to the one handed out
             find = (lambda own=own: own) if held else weakref.ref(array)
@@ -68,30 +69,36 @@ class Guard:
 
     def renew(self, names: set[str]) -> None:
         """Take the arrays of these names as they are now: the harness has written them."""
-        kept = [(w, w.array()) for w in self.watched]
-        new = [(w, array) for w, array in kept if w.name in names and array is not None]
-        totals = dict(zip((id(w) for w, _ in new), self._totals(a for _, a in new), strict=True))
-        self.watched = [
-            Watched(w.name, w.array, w.place, totals.get(id(w), w.total), w.rewrite)
-            for w, array in kept
-            if array is not None
-        ]
+        new = [w for w in self.watched if w.name in names]
+        totals = self._totals(new)
+        renewed = {w.name: replace(w, total=t) for w, t in zip(new, totals, strict=True)}
+        self.watched = [renewed.get(w.name, w) for w in self.watched]
 
     def check(self) -> None:
         """Raise Meddled where an array has changed, after all are as they were."""
-        self.watched = [w for w in self.watched if w.array() is not None]
-        arrays = [w.array() for w in self.watched]
-        whole = [
-            w for w, a in zip(self.watched, arrays, strict=True) if a is not None and _there(w, a)
-        ]
-        totals = self._totals(w.array() for w in whole)
-        right = {id(w) for w, total in zip(whole, totals, strict=True) if total == w.total}
-        changed = [w for w in self.watched if id(w) not in right]
+        changed = self._changed()
         if not changed:
             return
-        for rewrite in dict.fromkeys(w.rewrite for w in changed):
+        for watched in changed:
+            _take_back(watched.array(), watched.place[1])
+        for rewrite in dict.fromkeys(watched.rewrite for watched in changed):
             rewrite()
+        self.watched = [
+            w if w not in changed else replace(w, place=_place(array))
+            for w in self.watched
+            if (array := w.array()) is not None
+        ]
+        lost = self._changed()  # of a shape that nothing can be written to: its holder is wrong
+        self.watched = [w for w in self.watched if w not in lost]
         raise Meddled(f"changed {', '.join(sorted({w.name for w in changed}))}")
+
+    def _changed(self) -> list[Watched]:
+        """Return the arrays that are not where they were, or not what they were."""
+        self.watched = [w for w in self.watched if w.array() is not None]
+        there = [w for w in self.watched if _there(w.array(), w.place)]
+        totals = self._totals(there)
+        right = [w for w, total in zip(there, totals, strict=True) if total == w.total]
+        return [w for w in self.watched if w not in right]
 
     def refuse(self, out: Tensor) -> None:
         """Raise Meddled where an output lies in an array that is watched."""
@@ -101,8 +108,11 @@ class Guard:
             if watched.array() is not None and start < first + length and first < start + size:
                 raise Meddled(f"returned memory of {watched.name}")
 
-    def _totals(self, arrays: Iterable[Tensor | None]) -> list[int]:
-        sums = [checksum(array, self.seed) for array in arrays if array is not None]
+    def _totals(self, watched: Iterable[Watched]) -> list[int]:
+        return self._sums(array for w in watched if (array := w.array()) is not None)
+
+    def _sums(self, arrays: Iterable[Tensor]) -> list[int]:
+        sums = [checksum(array, self.seed) for array in arrays]
         return torch.stack(sums).tolist() if sums else []
 
 
@@ -138,11 +148,22 @@ def _place(array: Tensor) -> tuple[int, int]:
     return array.data_ptr(), array.numel() * array.element_size()
 
 
-def _there(watched: Watched, array: Tensor) -> bool:
+def _there(array: Tensor | None, place: tuple[int, int]) -> bool:
     """Say whether an array's memory is where it was, and has not been given back."""
-    storage = array.untyped_storage()
-    end = array.storage_offset() * array.element_size() + watched.place[1]
-    return _place(array) == watched.place and storage.nbytes() >= end
+    return array is not None and _place(array) == place and _short(array, place[1]) <= 0
+
+
+def _short(array: Tensor, size: int) -> int:
+    """Return by how many bytes an array's storage is too small for it."""
+    start = array.storage_offset() * array.element_size()
+    return start + size - array.untyped_storage().nbytes()
+
+
+def _take_back(array: Tensor | None, size: int) -> None:
+    """Give an array memory again, where somebody gave it back."""
+    if array is not None and _short(array, size) > 0:
+        storage = array.untyped_storage()
+        storage.resize_(storage.nbytes() + _short(array, size))
 
 
 def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:

@@ -50,7 +50,6 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         entry.launch()
         synchronize(contest.device)
         spent = time.perf_counter() - began
-        contest.inspect()
         choice, code = plain(entry.launch.choice), entry.launch.code
         if code is not None and type(code) is not str:
             raise TypeError(f"code: expected text or None, found {type(code).__name__}")
@@ -59,6 +58,9 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         entry.row = replace(entry.row, prepare_s=spent, choice=choice, code=code)
     held, peak = memory.held_bytes, memory.peak_bytes
     entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
+    if entry.running:
+        with contest.at(entry, "prepare"):  # apart: checksums are no memory of the kernel's
+            contest.inspect()
 
 
 def plain(choice: object) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, 
         again = arrays_of(dict(_stored(contest, contender)), contender.format)
         for name, find in own.items():
             array = find()
-            if array is not None:
+            if array is not None and array.shape == again[name].shape:
                 array.copy_(again[name])
 
     contest.guard.watch(arrays, rewrite, held=False)

@@ -1,7 +1,9 @@
 """Kernels that attack the contest get no time, and the others' rows are what they are without."""
 
+import gc
 import json
 import pkgutil
+import weakref
 from dataclasses import asdict
 
 import hostile
@@ -103,11 +105,32 @@ def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
         assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
 
 
-def test_memory_that_was_given_back_is_missed() -> None:
+def test_memory_that_was_given_back_is_missed_and_taken_back() -> None:
     array = torch.ones(100)
     guard = Guard(CPU)
-    guard.watch({"it": array}, lambda: None)
+    guard.watch({"it": array}, lambda: array.fill_(1))
     guard.check()
     array.untyped_storage().resize_(0)
     with pytest.raises(Meddled, match="changed it"):
         guard.check()
+    guard.check()
+    assert bool((array == 1).all())
+
+
+def test_a_contest_that_is_over_holds_no_memory() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    kept = contest.Guard.watch
+
+    def watch(guard: Guard, arrays: dict[str, torch.Tensor], *rest: object, **more: bool) -> None:
+        alive.extend(weakref.ref(array) for array in arrays.values())
+        kept(guard, arrays, *rest, **more)
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(contest.Guard, "watch", watch)
+            rows(BASELINE, Contender("bsr", "scipy_bsr", BLOCKS))
+        assert alive
+        assert not [find for find in alive if find() is not None]
+    finally:
+        gc.enable()
