@@ -156,7 +156,7 @@ def _there(array: Tensor | None, place: tuple[int, int]) -> bool:
 def _short(array: Tensor, size: int) -> int:
     """Return by how many bytes an array's storage is too small for it."""
     start = array.storage_offset() * array.element_size()
-    return start + size - array.untyped_storage().nbytes()
+    return int(start + size - array.untyped_storage().nbytes())
 
 
 def _take_back(array: Tensor | None, size: int) -> None:

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import asdict
 
 import hostile
+import hostile_gpu
 import pytest
 import torch
 
@@ -73,6 +74,17 @@ def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
     assert SAID[name] in found.detail
     assert not found.samples_us
     json.dumps([asdict(row) for row in (first, second, found)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(hostile_gpu.__path__)])
+def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
+    problem = Problem("linear", {**FIELDS, "m": 256, "n": 512, "k": 512, "dtype": "bf16"})
+    contenders = [Contender("dense", "cublas"), Contender("dense", f"hostile_gpu.{name}")]
+    options = ContestOptions(measures=(("kernel", "cold"), ("op", "cold")))
+    found, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
+    assert [row.status for row in found] == [Status.OK] * 2 + [Status.WRONG] * 2
+    assert not any(row.samples_us for row in found[2:])
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
