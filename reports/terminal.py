@@ -236,7 +236,7 @@ def _fastest(best: pd.DataFrame) -> Sheet:
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
-    columns = [*varying, "fastest", "time", against, "outcome", "tied with"]
+    columns = [*varying, "fastest", "time", against, "outcome", "tied with", "accuracy"]
     lines: list[list[Cell]] = [
         [
             *(shown(name, line[name]) for name in varying),
@@ -245,16 +245,17 @@ def _fastest(best: pd.DataFrame) -> Sheet:
             _ratio(line),
             outcome(line),
             kernel(line["runner_up"]) if line["tied"] else "",
+            str(line["marks"] or ""),
         ]
         for line in best.to_dict("records")
     ]
-    empty = {"outcome": "-", "tied with": ""}
+    empty = {"outcome": "-", "tied with": "", "accuracy": ""}
     told = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
     kept = [[line[columns.index(name)] for name in told] for line in lines]
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
-    words = frozenset({"fastest", "outcome", "tied with", "op", "pattern", "dtype", "source"})
-    return Sheet(title, tuple(told), kept, words, ("tied with", "outcome"))
+    words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
+    return Sheet(title, tuple(told), kept, frozenset(words), ("tied with", "outcome"))
 
 
 def _crossings(even: pd.DataFrame) -> Sheet:

@@ -130,8 +130,9 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     measured = [*TIMES, *RATES, *SENSORS]
     case |= {name: _median([process[name] for process in used]) for name in measured}
     case["samples"] = sum(process["samples"] for process in used)
-    marks = {mark for process in used for mark in process["mark"].split(", ")}
-    case["mark"] = ", ".join(sorted(marks - {""}))
+    for name in ("mark", "marks"):
+        found = {mark for process in used for mark in process[name].split(", ")}
+        case[name] = ", ".join(sorted(found - {""}))
     return case | _interval(used)
 
 

@@ -93,6 +93,18 @@ def redraw(
             op.adjust(problem, name, activations[name], draw)
 
 
+def rewrite(
+    problem: Problem, op: Op, device: torch.device, data: Path | None, own: DenseOperands, draw: int
+) -> None:
+    """Write all operands again, in place: the activations of draw number `draw`."""
+    fresh = operands(problem, op, device, data)
+    for name, weight in own.weights.items():
+        weight.copy_(fresh.weights[name])
+    for name, recording in own.recorded.items():
+        recording.copy_(fresh.recorded[name])
+    redraw(problem, op, own.activations, draw, own.recorded)
+
+
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
     """Return a weight in which everything that the pattern leaves out is +0.0."""
     source = problem.source

@@ -16,6 +16,7 @@
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
       - {format: csr, kernel: scipy_csr, at: {dtype: fp32}}         # only where this field is so
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
+      - {format: dense, kernel: acme.int8, error: {at_most: 0.01, why: its weights have 8 bits}}
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
     scopes: [kernel, op]             # device time; as called from Python. Default: [kernel]
@@ -58,6 +59,13 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class AllowedError(_Model):
+    """The relative error ||Y - R|| / ||R|| that a contender may have, and the reason."""
+
+    at_most: float = Field(gt=0.0, lt=1.0)
+    why: str = Field(min_length=1, max_length=200, pattern=r"\S")
+
+
 class ContenderEntry(_Model):
     """A contender as written: lists in `params` and `options` are sweeps."""
 
@@ -67,6 +75,7 @@ class ContenderEntry(_Model):
     at: dict[str, Any] = {}
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    error: AllowedError | None = None
 
 
 class SuiteFile(_Model):
@@ -373,9 +382,10 @@ def _contenders(
     of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
     _known(f"{where}.params", entry.params, own, of_one)
     _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+    error = entry.error.model_dump() if entry.error else None
     for params in _bound(f"{where}.params", entry.params, problem):
         for options in _bound(f"{where}.options", entry.options, problem):
-            yield Contender(entry.format, entry.kernel, params, options, baseline)
+            yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 
 def _known(
