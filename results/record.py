@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@2"
-OLDER_ROWS = ("sparsebench/rows@1",)  # a field that they lack has its default
+ROWS_SCHEMA = "sparsebench/rows@3"
+OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field that they lack has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
@@ -170,6 +170,7 @@ class Row:
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""
     choice: Mapping[str, Any] = field(default_factory=dict)  # what `prepare` chose
+    candidates: tuple[Mapping[str, Any], ...] = ()  # what `prepare` timed, the default first
     code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
@@ -216,6 +217,7 @@ class Row:
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),
             "samples_us": tuple(data["samples_us"]),
+            "candidates": tuple(data.get("candidates", ())),
         }
         return cls(**{**data, **fixed})
 

@@ -147,7 +147,7 @@ def test_an_unsealed_run_is_refused(run: Path) -> None:
 
 def test_rows_of_an_older_schema_are_refused(run: Path) -> None:
     text = (run / "rows.jsonl").read_text()
-    (run / "rows.jsonl").write_text(text.replace("rows@2", "rows@1"))
+    (run / "rows.jsonl").write_text(text.replace("rows@3", "rows@1"))
     bundle.seal(run)
     assert said(run).endswith('and whole lines, found {"schema": "sparsebench/rows@1"}')
 
