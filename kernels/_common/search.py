@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +61,11 @@ class Trial:
     median_us: float | None = None
     least_us: float | None = None
     failed: str | None = None
+
+    @property
+    def time_us(self) -> float:
+        """Return its time; infinite if it does not run."""
+        return self.median_us or self.least_us or inf
 
 
 @dataclass(frozen=True)
