@@ -111,8 +111,6 @@ class OnCpu:
 
     def MatmulPlanInit(self, handle: int, plan: int, product: int, selection: int) -> None:
         a, b, d, op_b = self.alive[product]
-        if a[5] == _cusparselt.ORDERS["columns"] and a[4] == _cusparselt.TYPES[torch.float8_e4m3fn]:
-            raise Refused(NOT_SUPPORTED)  # 8 bits: W is contiguous along k
         chosen = self.alive[selection]
         self.alive[plan] = a, b, d, op_b, chosen
         self.planned.append(dict(chosen))
@@ -132,7 +130,10 @@ class OnCpu:
     def SpMMACompress2(self, handle: int, descriptor: int, *rest: int) -> None:
         is_a, op, dense, compressed, _, _ = rest
         assert (is_a, op) == (1, 0)
-        rows, columns, _, _, dtype, _ = self.alive[descriptor]
+        rows, columns, _, _, dtype, order = self.alive[descriptor]
+        assert (
+            dtype != _cusparselt.TYPES[torch.float8_e4m3fn] or order == _cusparselt.ORDERS["rows"]
+        )
         ctypes.memmove(compressed, dense, rows * columns * DTYPES[dtype].itemsize)
 
     def Matmul(self, handle: int, plan: int, *rest: int) -> None:

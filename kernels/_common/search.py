@@ -38,6 +38,7 @@ SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 %, and cos
 # From round TRIALS on, a candidate is dropped whose least sample is DROP times the best. Dropping
 # after one sample cost torch's BSR a third in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
+MOST_TOLD = 40  # candidates of a search that a row keeps: 4 kB of JSON, less than its samples
 
 
 class Candidate(Protocol):
@@ -80,13 +81,20 @@ class Search:
 
         choices  what each candidate is; what is the same in all of them is left out
         stage    what every line says, where `prepare` makes several searches: of="down"
+
+        Of more than MOST_TOLD the default and the fastest are told, and how many are left out.
         """
+        ranked = sorted(range(len(self.trials)), key=lambda i: self.trials[i].time_us)
+        first = dict.fromkeys([0, self.best, *ranked] if ranked else ())
+        told = sorted(list(first)[:MOST_TOLD])
+        choices = differing(choices)
         lines = []
-        for i, (own, trial) in enumerate(zip(differing(choices), self.trials, strict=False)):
-            found = {name: value for name, value in asdict(trial).items() if value is not None}
+        for i in told:
+            found = {name: us for name, us in asdict(self.trials[i]).items() if us is not None}
             kept = {"kept": True} if i == self.best else {}
-            lines.append({**stage, "choice": own, **found, **kept})
-        return lines
+            lines.append({**stage, "choice": choices[i], **found, **kept})
+        left_out = len(self.trials) - len(told)
+        return [*lines, {**stage, "left_out": left_out}] if left_out else lines
 
 
 def differing(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

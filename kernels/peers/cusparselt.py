@@ -11,8 +11,12 @@ layouts, and each combination that the library accepts has algorithms of its own
 `prepare` makes three searches, each over captured launches:
 
     layouts     every combination, by the library's default and by what its own search finds
-    algorithms  every number that the library has, for the best layouts
-    splits      the best few numbers with k split into parts
+    algorithms  every number that the library has, for every layout; in fp16, where a plan takes
+                the host 0.15 s, for the fastest few
+    splits      the fastest few of these with k split into parts
+
+In 8 bits the library multiplies only along the contiguous k of W and X. It refuses some of the
+other layouts, and W by columns ends the process (0.8.0 and 0.10.0): they are not tried.
 
 With `search: false` it is the default algorithm with all operands in place, as
 torch.sparse.to_sparse_semi_structured calls it. Plans are made in `prepare` (_cusparselt.py).
@@ -43,6 +47,7 @@ from sparsebench.results.record import Problem
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
 MULTIPLES = {"fp16": (8, 16), "bf16": (8, 16), "fp8": (16, 32)}  # of m, and of n and k
 BEST = 3  # algorithms whose splits are timed
+FEW_LAYOUTS = {torch.float16: 3}  # layouts of which every algorithm is timed; else all
 SPLITS = tuple(product((2, 3, 4, 6, 8), (1, 2)))  # parts of k, and one kernel or two
 
 
@@ -154,26 +159,31 @@ def chosen(
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
         return planned(wanted, way), dict(pinned), []
-    every = layouts() if searching else [Way()]
+    every = layouts(wanted.x.dtype) if searching else [Way()]
     products, reasons = accepted(wanted, every)
     if not products:
         raise Unsupported(f"cuSPARSELt accepts no layout: {'; '.join(sorted(reasons))}")
     if not searching:
         return products[0], asdict(products[0].way) | version, []
-    products += searched_by_the_library(wanted, n, products)
+    products += searched_by_the_library(wanted, products)
     best, first = timed(wanted, n, products)
     lines = told("layouts", products, first)
-    numbered = [best, *accepted(wanted, every_number(wanted, best.way))[0]]
+    few = fastest_few(products, first, FEW_LAYOUTS.get(wanted.x.dtype, len(every)), numbers=False)
+    numbered = [best, *accepted(wanted, numbers(wanted, few))[0]]
     best, second = timed(wanted, n, numbered)
     lines += told("algorithms", numbered, second)
-    few = accepted(wanted, splits(numbered, second))[0]
-    best, third = timed(wanted, n, [best, *few])
-    lines += told("splits", [best, *few], third)
+    few = fastest_few(numbered, second, BEST, numbers=True)
+    split = [replace(way, split_k=k, split_k_mode=mode) for way in few for k, mode in SPLITS]
+    products = [best, *accepted(wanted, split)[0]]
+    best, third = timed(wanted, n, products)
+    lines += told("splits", products, third)
     return best, asdict(best.way) | version, lines
 
 
-def layouts() -> list[Way]:
+def layouts(dtype: torch.dtype) -> list[Way]:
     """Return every combination of layouts, those of the default first."""
+    if dtype == DTYPES["fp8"]:
+        return [Way(), Way(y_layout="rows")]
     every = [Way(*at) for at in product(LAYOUTS, LAYOUTS, LAYOUTS)]
     return [Way(), *(way for way in every if way != Way())]
 
@@ -221,38 +231,40 @@ def call_of(wanted: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
     return run
 
 
-def searched_by_the_library(wanted: Call, n: int, products: Sequence[Product]) -> list[Product]:
+def searched_by_the_library(wanted: Call, products: Sequence[Product]) -> list[Product]:
     """Return what the library's own search finds for each of these layouts, where that works."""
     found: list[Way] = []
     for one in products:
-        way = replace(one.way, algorithm=None, split_k=None, split_k_mode=None)
-        plan = plan_of(wanted, way)
-        b = wanted.x if way.x_layout == "columns" else wanted.x.t().contiguous()
+        plan = plan_of(wanted, plain(one.way))
+        b = wanted.x if one.way.x_layout == "columns" else wanted.x.t().contiguous()
         y = torch.empty(len(wanted.x) * wanted.y_stride, dtype=wanted.output, device=b.device)
         try:
             plan(b, y, search=True)
         except CusparseLtError:
             continue
-        found.append(way.settled(plan.settled))
+        found.append(one.way.settled(plan.settled))
     known = {one.way for one in products}
     return accepted(wanted, [way for way in dict.fromkeys(found) if way not in known])[0]
 
 
-def every_number(wanted: Call, best: Way) -> list[Way]:
-    """Return the library's algorithms, unsplit, for these layouts."""
-    plain = replace(best, algorithm=None, split_k=None, split_k_mode=None)
-    count = plan_of(wanted, plain).algorithms
-    return [replace(plain, algorithm=number) for number in range(count)]
+def numbers(wanted: Call, ways: Iterable[Way]) -> list[Way]:
+    """Return every algorithm of these layouts; the library numbers them from 0."""
+    counts = {way: plan_of(wanted, way).algorithms for way in ways}
+    return [replace(way, algorithm=i) for way, count in counts.items() for i in range(count)]
 
 
-def splits(products: Sequence[Product], found: Search) -> list[Way]:
-    """Return the fastest few algorithms with k split."""
-    times = [(trial.time_us, i) for i, trial in enumerate(found.trials)]
-    ways = dict.fromkeys(
-        replace(products[i].way, split_k=None, split_k_mode=None) for _, i in sorted(times)
-    )
-    few = list(ways)[:BEST]
-    return [replace(way, split_k=parts, split_k_mode=m) for way in few for parts, m in SPLITS]
+def plain(way: Way, algorithm: int | None = None) -> Way:
+    """Return the layouts of a way, with this algorithm or the default one, not split."""
+    return replace(way, algorithm=algorithm, split_k=None, split_k_mode=None)
+
+
+def fastest_few(
+    products: Sequence[Product], found: Search, count: int, *, numbers: bool
+) -> list[Way]:
+    """Return the layouts, or the layouts and algorithms, of the fastest few products."""
+    ranked = sorted(zip((t.time_us for t in found.trials), range(len(products)), strict=False))
+    ways = (products[i].way for _, i in ranked)
+    return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
 
 def timed(wanted: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
