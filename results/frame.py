@@ -11,7 +11,7 @@ contest that was throttled or power-limited is marked, never dropped.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ ERRORS = ["error", "error_of_bound"]
 SHARES = ["sparsity_achieved", "bytes_of_dense"]
 SAMPLE_TIMES = ["median_us", "q1_us", "q3_us", "min_us"]
 OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
-TIMES = [*SAMPLE_TIMES, *OTHER_TIMES]
+TIMES = [*SAMPLE_TIMES, *OTHER_TIMES, "default_us"]  # the default's, in the search of `prepare`
 RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
 TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 SENSORS = ["energy_j", *TELEMETRY]
@@ -132,12 +132,19 @@ def _measured(row: Row) -> dict[str, Any]:
         "q1_us": q1,
         "q3_us": q3,
         "min_us": samples.min(),
+        "default_us": _default_us(row.candidates),
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
         "of_bound": _ratio(row.bound_us, median),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
     }
+
+
+def _default_us(candidates: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return what a search found of its default, its first candidate; None of no search."""
+    first = candidates[0] if candidates else {}
+    return first.get("median_us", first.get("least_us"))
 
 
 def _mark(telemetry: Mapping[str, float]) -> str:
