@@ -16,6 +16,7 @@ the flushes: without capture, 17 ways to call it looked alike, and the choice wa
 slow as the best.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 %, and cos
 # From round TRIALS on, a candidate is dropped whose least sample is DROP times the best. Dropping
 # after one sample cost torch's BSR a third in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
+REASON = 160  # characters of why a candidate does not run
 MOST_TOLD = 40  # candidates of a search that a row keeps: 4 kB of JSON, less than its samples
 
 
@@ -97,6 +99,11 @@ class Search:
         return [*lines, {**stage, "left_out": left_out}] if left_out else lines
 
 
+def told_of(part: str, launch: Launch) -> list[dict[str, Any]]:
+    """Return what was timed for a part of a larger launch, each line with `of`: the part's name."""
+    return [{**line, "of": part} for line in launch.candidates]
+
+
 def differing(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return each choice without the values that all of them have."""
     first = choices[0] if choices else {}
@@ -140,7 +147,10 @@ def search(
     """
     if len(candidates) == 1 or device.type != "cuda":
         return Search(0)
-    reasons = _warm(candidates, device, threads)
+    with warnings.catch_warnings():
+        # torch warns once in a process that a candidate's choice of a library is experimental.
+        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
+        reasons = _warm(candidates, device, threads)
     running = [i for i, reason in enumerate(reasons) if reason is None]
     pool = torch.cuda.graph_pool_handle()
     calls = {i: _captured(candidates[i], device, pool) for i in running}
@@ -196,7 +206,7 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:REASON]
     return None
 
 

@@ -14,7 +14,6 @@ part and of the addition, with the whole of Y.
 Source: arXiv:2606.10445, section 3.
 """
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.search import Search, search
+from sparsebench.kernels._common.search import search as timed
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense.cublas import LIBRARIES, preferred, scaled_product
 from sparsebench.kernels.peers import cusparselt
@@ -83,7 +82,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     parts = Parts(sparse, adding, back, x_back, w.shape[0], rows)
     every = [Way(**pinned["dense"])] if pinned else ways(parts)
     calls = [partial(multiply, parts, way) for way in every]
-    found = _timed(calls, x.device)
+    found = timed(calls, x.device)
     dense = found.told([asdict(way) for way in every], of="dense part")
     kept = {"sparse": choice, "dense": asdict(every[found.best])}
     return Launch(calls[found.best], kept, candidates=[*candidates, *dense])
@@ -129,13 +128,6 @@ def _adding(wanted: cusparselt.Call, sparse: cusparselt.Product) -> cusparselt.P
         return cusparselt.planned(replace(wanted, beta=1.0), in_place)
     except CusparseLtError:
         return None
-
-
-def _timed(calls: list[partial[Tensor]], device: torch.device) -> Search:
-    with warnings.catch_warnings():
-        # torch warns once in a process that the choice of a library is experimental.
-        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        return search(calls, device)
 
 
 def _dense(parts: Parts, way: Way, out: Tensor | None = None) -> Tensor:
