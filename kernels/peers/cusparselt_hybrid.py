@@ -102,14 +102,15 @@ def ways(parts: Parts) -> list[Way]:
 def multiply(parts: Parts, way: Way) -> Tensor:
     """Return Y [m, width]."""
     dtype = torch.bfloat16 if parts.x.dtype == DTYPES["fp8"] else parts.x.dtype
-    y = parts.x.new_empty(len(parts.x), parts.width, dtype=dtype)
+    whole = parts.x.new_empty(parts.sparse.rows, parts.width, dtype=dtype)
+    y = whole[: len(parts.x)]
     with preferred(way.library) if way.use_fast_accum is None else nullcontext():
         if way.join == "sparse adds":
             assert parts.adding
             _dense(parts, way, out=y)
-            parts.adding.call(y)
+            parts.adding.call(whole)
             return y
-        parts.sparse.call(y[:, : parts.columns])
+        parts.sparse.call(whole[:, : parts.columns])
         if way.join == "in place":
             _dense(parts, way, out=y[:, parts.columns :])
         elif way.join == "copied":

@@ -57,7 +57,7 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
         assert right is None
         assert str(wrong).startswith("RuntimeError: no room!!!")
         assert len(str(wrong)) == module.REASON
-        with pytest.raises(Unsupported, match="no candidate runs: RuntimeError: no room!+$"):
+        with pytest.raises(Unsupported, match=r"no candidate runs: RuntimeError: no room!+$"):
             module._warm([fails], device, 1)
 
 

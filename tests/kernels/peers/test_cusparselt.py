@@ -115,6 +115,22 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
     assert not room[:, 2 * N :].any()
 
 
+@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+@pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
+def test_few_tokens_are_computed_as_more_and_read_anew(
+    library: OnCpu, dtype: str, y_layout: Any
+) -> None:
+    operands = operands_of(dtype)
+    x = operands.activations["x"]
+    way = {**vars(cusparselt.Way()), "y_layout": y_layout, "tokens": 128}
+    launch = cusparselt.prepare(replace(operands, pinned={**way, "cusparselt": "0.8.0"}))
+    for _ in range(2):
+        y = launch()
+        assert y.is_contiguous()
+        assert_right(y, operands)
+        x.copy_(x.float().flip(0))
+
+
 def test_a_product_can_be_added_to_what_is_there(library: OnCpu) -> None:
     operands = operands_of("bf16")
     y = torch.ones(M, N, dtype=torch.bfloat16)
@@ -187,6 +203,8 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     layouts = 2 if dtype == "fp8" else 8
     found = 2 if dtype == "fp8" else 4  # the library's search finds nothing where X.T is copied
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
+    few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
+    numbered += len(cusparselt.PADDED) * few
     splits = cusparselt.BEST * len(cusparselt.SPLITS)
     assert sizes == [layouts + found, 1 + numbered, 1 + splits]
     assert len(launch.candidates) == sum(
