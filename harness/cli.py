@@ -252,10 +252,14 @@ app.command()(compare)
 
 @app.command()
 def validate(path: RunPath, data: Data = None) -> None:
-    """Check a run: its hashes, its rows, and that its plan is complete."""
-    from sparsebench.harness.run.validate import validate as validated
+    """Check a run: its files by their hashes, its rows, and that its suite's plan is complete.
 
-    for line in validated(path, data):
+    A warning names a tuned contender that is slower than its default, or than in a run beside it.
+    """
+    from sparsebench.harness.run.validate import validate as validated
+    from sparsebench.results.peers import siblings
+
+    for line in validated(path, data, siblings(path)):
         out.print(line, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -145,8 +145,10 @@ def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
         why = "more than zeros can save. There the baseline is slow, by itself or by other work"
         is_are = "speed-up is" if above == 1 else "speed-ups are"
         lines.append(f"{above} {is_are} above 1 / (1 - sparsity), {why}.")
-    marks = cases.mark[cases.mark.fillna("") != ""].value_counts()
-    return [*lines, *(f"{n} cases are marked: {mark} when timed." for mark, n in marks.items())]
+    for name, why in (("mark", "{} when timed"), ("marks", "{}, of their outputs")):
+        marks = cases[name][cases[name].fillna("") != ""].value_counts()
+        lines += [f"{n} cases are marked: {why.format(mark)}." for mark, n in marks.items()]
+    return lines
 
 
 def outcome(line: Mapping[Any, Any]) -> Cell:

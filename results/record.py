@@ -172,6 +172,7 @@ class Row:
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""
     choice: Mapping[str, Any] = field(default_factory=dict)  # what `prepare` chose
+    candidates: tuple[Mapping[str, Any], ...] = ()  # what `prepare` timed, the default first
     code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
@@ -226,6 +227,7 @@ class Row:
             "status": Status(data["status"]),
             "samples_us": tuple(data["samples_us"]),
             "draws": tuple(data.get("draws", ())),
+            "candidates": tuple(data.get("candidates", ())),
         }
         return cls(**{**data, **fixed})
 

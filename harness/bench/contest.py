@@ -4,8 +4,8 @@
     each contender: convert ─> prepare ─> activations redrawn in place ─> run on poisoned output
                     ─> held against the definition in fp64 ─> many calls looked at (spots.py)
     the correct ones timed together, once for each scope and cache state (timing.py), with calls
-    among the samples looked at, held against the device's ceilings (results/ceilings.py), then redrawn,
-    run on what the last draw left in the output, and held again
+    among the samples looked at, held against the device's ceilings (results/ceilings.py), then
+    redrawn, run on what the last draw left in the output, and held again
     after each step: operands and harness are what they were (guard.py, seal.py)
 
 Numbers of draws come from the operating system when they are needed: no kernel knows them before.

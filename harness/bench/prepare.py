@@ -56,7 +56,8 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
             raise TypeError(f"code: expected text or None, found {type(code).__name__}")
         if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
             raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
-        entry.row = replace(entry.row, prepare_s=spent, choice=choice, code=code)
+        timed = tuple(entry.launch.candidates)
+        entry.row = replace(entry.row, prepare_s=spent, choice=choice, candidates=timed, code=code)
     held, peak = memory.held_bytes, memory.peak_bytes
     entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
     if entry.running:

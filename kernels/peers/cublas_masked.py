@@ -31,7 +31,7 @@ def prepare(operands: Operands) -> Launch:
         blocks = padded.view(-1, r, padded.shape[1] // c, c)
         return replace(w, values=blocks[rows, :, columns].contiguous())
 
-    return Launch(run, product.choice)
+    return Launch(run, product.choice, candidates=product.candidates)
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cublas.unsupported)

@@ -149,4 +149,5 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
             step()
         return y
 
-    return Launch(run, {"gate": gates.choice, "split": split, "limit": limit}, sparse.code)
+    choice = {"gate": gates.choice, "split": split, "limit": limit}
+    return Launch(run, choice, sparse.code, gates.candidates)
