@@ -102,7 +102,7 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     for key, group in raced.groupby(keys, sort=False, dropna=False):
         logs = np.log(group.speedup).mask(chose_dense(group), -np.inf)
         logs = logs.groupby(group.level.round(6)).mean()
-        lines.append(dict(zip(keys, key, strict=True)) | _crossing(logs))
+        lines.append(dict(zip(keys, key, strict=True)) | crossing(logs))
     return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
 
 
@@ -181,7 +181,7 @@ def _median(values: list[float]) -> float:
     return float(np.median(known)) if known else np.nan
 
 
-def _crossing(logs: pd.Series) -> dict[str, Any]:
+def crossing(logs: pd.Series) -> dict[str, Any]:
     """Find where log speed-up, indexed by level in ascending order, last turns positive."""
     levels, values = logs.index.to_numpy(dtype=float), logs.to_numpy(dtype=float)
     slower = np.flatnonzero(values < 0)

@@ -13,11 +13,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import note, significant, table, without_dashes
+from sparsebench.reports.figures._html import note, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.noise import LAUNCH_US, classes
 from sparsebench.results.store import Run
+from sparsebench.results.words import significant
 
 TITLE = "How close to the bound"
 ORDER = 65
@@ -72,7 +73,7 @@ def _ceilings(run: Run) -> str:
 
 def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
     with style():
-        figure, axes = canvas((WIDTH_PX, 50 + LINE_PX * len(labels)))
+        figure, axes = canvas((WIDTH_PX, 50 + LINE_PX * len(labels)), fitted=True)
         for y, label in enumerate(labels):
             number = frames.series.get(label)
             color = INK if number is None else series(number)["color"]
