@@ -61,6 +61,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"machine", "patterns", "catalog", "bench", "plan", "sim"},
     "doctor": {"machine", "bench", "plan"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }
@@ -68,6 +69,7 @@ WAYS_IN = {
     "cli",
     "_cli",
     "_cli_make",
+    "_cli_survey",
     "pytest_plugin",
     "_pytest_nodes",
 }  # these may import every group

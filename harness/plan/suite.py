@@ -14,6 +14,7 @@
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
                                      # $dense_fraction, $split: as a spense pattern has them
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
+      - {format: bsr, kernel: bsr_small, when: {m: [1, 64]}}        # only where a field is so
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
@@ -63,6 +64,7 @@ class ContenderEntry(_Model):
     format: str
     kernel: str
     op: str | None = None
+    when: dict[str, Any] = {}
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
 
@@ -113,7 +115,7 @@ def expand(where: str, text: str, data: Path | None = None) -> Suite:
     written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
-        _every_op_is_there(written, {problem.op for problem in problems})
+        _every_entry_competes(written, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -319,14 +321,26 @@ def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
     return matches
 
 
-def _every_op_is_there(written: SuiteFile, ops: set[str]) -> None:
-    """Refuse an entry for an op that no problem has: it would compete nowhere, in silence."""
+def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
+    """Refuse an entry whose `op` or `when` no problem meets: it would compete nowhere."""
+    ops = {problem.op for problem in problems}
     for group in ("contenders", "baselines"):
         for number, entry in enumerate(getattr(written, group)):
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
                 expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
                 raise SuiteError(f"{group}[{number}].op: {expected}; found {found}")
+            if not any(_competes(entry, problem) for problem in problems):
+                found = f"expected a problem that meets it, found none: {entry.when}"
+                raise SuiteError(f"{group}[{number}].when: {found}")
+
+
+def _competes(entry: ContenderEntry, problem: Problem) -> bool:
+    """Say whether an entry is for a problem: of its op, with a value that `when` names."""
+    if entry.op not in (None, problem.op):
+        return False
+    fields = problem.fields
+    return all(name in fields and fields[name] in _sweep(v) for name, v in entry.when.items())
 
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
@@ -349,7 +363,7 @@ def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
     """Expand one entry of `contenders` or `baselines` for one problem."""
-    if entry.op not in (None, problem.op):
+    if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)
     if kernel.consumes not in ("any", entry.format):
