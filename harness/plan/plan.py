@@ -9,9 +9,11 @@ from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.bench.timing import possible
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.results.choices import Choices
+from sparsebench.results.choices import planned as planned_choices
 
 # Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a
-# case in each process, and a case in the first one, where kernels are compiled and searched.
+# case in each process, and a case in each one that searches, compilation included.
 START_S = {"cuda": 3.0, "cpu": 3.0}
 CASE_S = {"cuda": 0.06, "cpu": 0.4}
 SEARCH_S = {"cuda": 0.3, "cpu": 0.0}
@@ -58,4 +60,5 @@ def _estimate_s(suite: Suite, device: torch.device, condition: str, replicates: 
     measured = len(running) * len(possible(suite.measures, device.type))
     kind = device.type
     each_s = START_S[kind] + measured * CASE_S[kind]
-    return round(replicates * each_s + len(running) * SEARCH_S[kind])
+    searching = replicates if planned_choices(replicates, False) is Choices.EACH else 1
+    return round(replicates * each_s + searching * len(running) * SEARCH_S[kind])

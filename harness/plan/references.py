@@ -1,9 +1,10 @@
 """A/A pairs: the same kernel twice, to learn how far apart equal things come out here.
 
-    references   three contests that every run has, dense against dense:
+    references   five contests that every run has, dense against dense:
                  launch    almost nothing is computed: the cost of launching
                  memory    one token: reading the weights is the work
                  compute   as many tokens as features: multiplying is the work
+                 between   two lengths of call between the first and the others (results/noise.py)
     twins        in one problem of TWIN_EVERY of a suite, every contender competes twice
 
 A twin is prepared anew: its own packing, output and addresses, as another contender would have.
@@ -24,13 +25,19 @@ TWIN_EVERY = 20  # 5 % of the problems; at least one
 GPU = ((1, 64, 64, "bf16"), (1, 16384, 16384, "bf16"), (4096, 4096, 4096, "bf16")), "cublas"
 CPU = ((1, 64, 64, "fp32"), (1, 2048, 2048, "fp32"), (256, 256, 256, "fp32")), "torch_dense"
 
+BETWEEN = {  # about 14 and 35 µs on an NVIDIA H200, 10 and 40 µs on two cores
+    "cuda": ((64, 4096, 4096, "bf16"), (64, 14336, 4096, "bf16")),
+    "cpu": ((1, 256, 256, "fp32"), (1, 512, 512, "fp32")),
+}
+
 
 def references(device: str) -> list[Contest]:
     """Return the reference contests for a device, by its name."""
     sizes, kernel = CPU if device == "cpu" else GPU
     first = Contender("dense", kernel, baseline=True)
     pair = first, replace(first, baseline=False, twin=True)
-    return [Contest(_problem(*size), pair, reference=True) for size in sizes]
+    every = (*sizes, *BETWEEN["cpu" if device == "cpu" else "cuda"])
+    return [Contest(_problem(*size), pair, reference=True) for size in every]
 
 
 def with_twins(contests: Sequence[Contest], seed: str) -> list[Contest]:

@@ -23,8 +23,10 @@ from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.sim.clock import faults
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, choices, store
+from sparsebench.results.choices import Choices
 from sparsebench.results.record import Case, Row
+from sparsebench.results.statistics import FEWEST
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -50,13 +52,14 @@ def measure(
     out: Path | None,
     resume: Path | None,
     progress: Progress = lambda done, total, problem: None,
-    pinned: Pinned | None = None,
+    pinned: Sequence[Pinned] = (),
     origin: Mapping[str, Any] | None = None,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
-    `pinned` is what kernels chose in another run, to be taken again without a search;
-    `origin` goes into run.json: the bundle that this run reproduces or confirms.
+    `pinned` is what kernels chose in each process of another run, to be taken again without a
+    search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
+    or confirms.
     """
     contests = planned(suite, flags.device, flags.only)
     before: Mapping[str, Any] = origin or {}
@@ -70,7 +73,9 @@ def measure(
     tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a taken name is an error now, not when the report is written
-    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned)
+    chosen_by = choices.planned(flags.replicates, bool(pinned))
+    share = flags.replicates < FEWEST
+    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
     runner.pin(done)
     try:
         if flags.energy:
@@ -80,6 +85,7 @@ def measure(
             _same_place(resume, runner.about["environment"])
             stopped = store.read(resume)
             before = stopped.state
+            _same_choices(resume, before, chosen_by)
             bundle.unseal(resume)
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
@@ -90,6 +96,7 @@ def measure(
         runner.log.file = path / "worker.log"
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
+        before = {**before, "choices": chosen_by}
         _rows(runner, path, suite, flags, contests, wanted, done, progress, before)
     finally:
         runner.kill()
@@ -133,6 +140,7 @@ def _rows(
         return {
             "suite": suite.name,
             **origin,
+            "choices": before["choices"],
             "status": status,
             "started": started,
             "seconds": round(seconds + (_now() - now).total_seconds(), 1),
@@ -221,6 +229,15 @@ def _same_place(path: Path, here: dict[str, Any]) -> None:
             before, now = (before or {}).get(inner), (now or {}).get(inner)
         if before != now:
             raise SuiteError(f"--resume {path}: expected {what} {before}, found {now}")
+
+
+def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
+    """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
+    if choices.choices(before) is not chosen_by:
+        expected = f"expected choices by {choices.choices(before)}, found {chosen_by}"
+        again = "; reproduce or confirm with --out goes on with such a run"
+        of_bundle = choices.choices(before) is Choices.BUNDLE
+        raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")
 
 
 def _now() -> datetime:
