@@ -15,7 +15,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import note, significant, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
-from sparsebench.results.noise import LAUNCH_US, classes
+from sparsebench.results.noise import LAUNCH_US
 
 TITLE = "How close to the bound"
 ORDER = 65
@@ -38,7 +38,7 @@ def draw(frames: Frames) -> Markup:
     if bounded.empty:
         return note(line) if line else NOTHING
     first = measures(bounded)[0]
-    first = first.assign(bounded=classes(first))
+    first = first.assign(bounded=_bounded(first))
     labels = list(first.groupby("label").of_bound.median().sort_values().index)
     heads = ["contender"]
     for name in CLASSES:
@@ -46,6 +46,12 @@ def draw(frames: Frames) -> Markup:
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
     words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
     return words + _drawn(frames, first, labels) + table(*without_dashes(heads, lines))
+
+
+def _bounded(cases: pd.DataFrame) -> pd.Series:
+    """Say of each case what bounds it: `launch` below LAUNCH_US, else memory or compute."""
+    bound = cases.bound_by.mask(cases.median_us < LAUNCH_US, "launch")
+    return bound.where(cases.scope == "kernel", cases.scope)
 
 
 def _ceilings(found: Mapping[str, Any]) -> str:
