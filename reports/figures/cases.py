@@ -79,7 +79,7 @@ def _code(text: str) -> Markup:
 
 
 def _download(cases: pd.DataFrame) -> Markup:
-    data = cases.to_csv(index=False).encode()
+    data = cases.drop(columns="blocks").to_csv(index=False).encode()
     if len(data) > EMBEDDED_BYTES:
         return note(f"{len(data) / 1e6:.1f} MB as CSV: too large to put into this page.")
     url = f"data:text/csv;base64,{base64.b64encode(data).decode()}"
