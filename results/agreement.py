@@ -26,7 +26,7 @@ from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 ENOUGH = 0.95  # of the cells
-FALSE_ALARM = 0.01  # of equal cells, beyond the tolerance
+FALSE_ALARM = 0.01  # of equal cells, beyond the tolerance (compare.py)
 CHANCE = 0.05  # that a run with nothing wrong is said not to be reproduced, where cells are few
 
 

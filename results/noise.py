@@ -83,8 +83,7 @@ class Noise:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
         percents = {name: float(f"{100 * floor:.2g}") for name, floor in self.floors.items()}
         named = [f"{name} {percent:g} %" for name, percent in percents.items()]
-        said = f"Noise floor of one process: {', '.join(named)}"
-        return f"{said}; a length without a pair takes the largest."
+        return f"Noise floor of one process: {', '.join(named)}."
 
     @property
     def reliability(self) -> tuple[Reliability, str]:
