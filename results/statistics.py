@@ -130,7 +130,8 @@ def ratio(logs: Sequence[Floats]) -> Ratio:
     else:
         exact = hodges_lehmann(medians)
         found, kind = (exact.estimate, exact.low, exact.high), IntervalKind.CONFIDENCE
-    return Ratio(*np.exp(found).tolist(), kind)
+    value, low, high = np.exp(found).tolist()
+    return Ratio(value, low, high, kind)
 
 
 def student(logs: ArrayLike) -> Interval:

@@ -80,11 +80,11 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
         between(*pair) if isinstance(pair[1], dict) else None
         for pair in zip(best.blocks, second.blocks, strict=True)
     ]
-    least = best.floor / np.sqrt(best.processes.astype("float64"))
+    least: pd.Series = best.floor / np.sqrt(best.processes.astype("float64"))
     return best.drop(columns="blocks").assign(
         runner_up=second.ran,
         lead=[lead.value if lead else np.nan for lead in leads],
-        tied=[_tied(*pair) for pair in zip(leads, least, strict=True)],
+        tied=[_tied(lead, far) for lead, far in zip(leads, least, strict=True)],
     )
 
 

@@ -70,7 +70,7 @@ def _outcome(low: float, high: float, q: float) -> Outcome:
 
 def _uncertainty(cases: pd.DataFrame, floor: pd.Series) -> pd.Series:
     low, high = cases.speedup - cases.speedup_low, cases.speedup_high - cases.speedup
-    least = cases.speedup * floor / np.sqrt(cases.processes.astype("float64"))
+    least: pd.Series = cases.speedup * floor / np.sqrt(cases.processes.astype("float64"))
     return pd.concat([low, high, least], axis=1).max(axis=1)
 
 
@@ -80,4 +80,5 @@ def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:
     launch_us = measures.map(noise.launch_us if noise else {}).to_numpy(dtype=float)
     case_us = cases.median_us - launch_us
     base_us = cases.speedup * cases.median_us - launch_us
-    return (base_us / case_us).where((case_us > 0) & (base_us > 0))
+    ratio: pd.Series = (base_us / case_us).where((case_us > 0) & (base_us > 0))
+    return ratio
