@@ -306,6 +306,7 @@ def confirm(
     from sparsebench.harness.run.confirm import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
+    from sparsebench.results.choices import choices
 
     with measuring() as show:
         fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
@@ -313,11 +314,13 @@ def confirm(
     build(again, fresh / "report.html")
     found = headlines(again)
     if as_json:
-        print_json({"run": str(fresh), "headlines": [asdict(headline) for headline in found]})
+        said = [asdict(headline) for headline in found]
+        print_json({"run": str(fresh), "headlines": said, "choices": choices(again.state)})
     else:
         sentences = [headline.sentence for headline in found]
         screened = f"Chosen among {again.state['confirms']['screened']} cells of a screening"
         sentences.append(f"{screened}, of which no number is used.")
+        sentences.append(choices(again.state).sentence)
         out.print("\n".join(sentences), soft_wrap=True, highlight=False, markup=False)
     if not all(headline.confirmed for headline in found):
         raise typer.Exit(GATE_FAILED)

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results.pairing import logs_over, opponents
+from sparsebench.results.pairing import blocks_us, logs_over, opponents
 from sparsebench.results.record import Contender, Row, Status, Value
 
 # Columns: these, then the fields of the problems, then MEASURED.
@@ -43,6 +43,7 @@ QUARTILES = ["speedup_q1", "speedup_q3"]
 COUNTS = [*SIZES, "samples"]
 NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log"]
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
+MEASURED += ["blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
 UNUSUAL = 1.5  # times the usual error
@@ -75,14 +76,14 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV."""
-    table.to_csv(path, index=False)
+    """Write a table as CSV, without the times of single blocks."""
+    table.drop(columns="blocks_us").to_csv(path, index=False)
 
 
 def to_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as Parquet; ResultError if pyarrow is missing."""
+    """Write a table as Parquet, as `to_csv`; ResultError if pyarrow is missing."""
     try:
-        table.to_parquet(path, index=False, engine="pyarrow")
+        table.drop(columns="blocks_us").to_parquet(path, index=False, engine="pyarrow")
     except ImportError as error:
         found = "expected pyarrow to write Parquet, found none"
         raise ResultError(f"{path}: {found}; pip install 'sparsebench[parquet]'") from error
@@ -130,6 +131,7 @@ def _measured(row: Row) -> dict[str, Any]:
         "mark": _mark(row.telemetry),
         "marks": _marks(row),
         "samples": len(row.samples_us),
+        "blocks_us": blocks_us(row) if row.samples_us else None,
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
         "median_us": median,

@@ -52,7 +52,7 @@ class ContestOptions:
     attempt    number of this try; above 0, an earlier one lost its worker
     reference  whether the contest is one of references.py
     measures   what is timed, each giving a row
-    pinned     by case id, what an earlier process's kernel chose: no second search
+    pinned     by case id, what a kernel chose before: no search; empty where each process searches
     ceilings   of the device, where they are known
     energy     also measure the energy of a call, which takes 2 to 3 s
     """

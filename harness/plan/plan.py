@@ -10,10 +10,12 @@ from sparsebench.harness.bench.timing import possible
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.results.choices import Choices
+from sparsebench.results.choices import planned as planned_choices
 from sparsebench.results.record import Contender, Problem
 
 # Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a
-# case in each process, and a case in the first one, where kernels are compiled and searched.
+# case in each process, and a case in each one that searches, compilation included.
 START_S = {"cuda": 3.0, "cpu": 3.0, "sim": 3.0}
 CASE_S = {"cuda": 0.06, "cpu": 0.4, "sim": 0.02}
 SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
@@ -63,4 +65,5 @@ def _estimate_s(suite: Suite, device: str, condition: str, replicates: int) -> i
     kind = device.partition(":")[0]
     measured = len(running) * len(possible(suite.measures, device))
     each_s = START_S[kind] + measured * CASE_S[kind]
-    return round(replicates * each_s + len(running) * SEARCH_S[kind])
+    searching = replicates if planned_choices(replicates, False) is Choices.EACH else 1
+    return round(replicates * each_s + searching * len(running) * SEARCH_S[kind])

@@ -1,9 +1,10 @@
 """A/A pairs: the same kernel twice, to learn how far apart equal things come out here.
 
-    references   three contests that every run has, dense against dense:
+    references   five contests that every run has, dense against dense:
                  launch    almost nothing is computed: the cost of launching
                  memory    one token: reading the weights is the work
                  compute   as many tokens as features: multiplying is the work
+                 between   two lengths of call between the first and the others (results/noise.py)
     twins        in one problem of TWIN_EVERY of a suite, every contender competes twice
 
 The ceilings of a run are measured on the latter two as well (bench/ceilings.py). A reference that
@@ -26,6 +27,11 @@ TWIN_EVERY = 20  # 5 % of the problems; at least one
 
 LAUNCH = {"cuda": (1, 64, 64, "bf16"), "cpu": (1, 64, 64, "fp32")}  # m, n, k, dtype
 
+BETWEEN = {  # about 14 and 35 µs on an NVIDIA H200, 10 and 40 µs on two cores
+    "cuda": ((64, 4096, 4096, "bf16"), (64, 14336, 4096, "bf16")),
+    "cpu": ((1, 256, 256, "fp32"), (1, 512, 512, "fp32")),
+}
+
 
 def references(device: str) -> list[Contest]:
     """Return the reference contests for a device, by its name."""
@@ -37,7 +43,7 @@ def references(device: str) -> list[Contest]:
 
 def sizes(kind: str) -> list[tuple[int, int, int, str]]:
     """Return m, n, k and dtype of each reference contest, on a `cpu` or on `cuda`."""
-    return [which[kind] for which in (LAUNCH, MEMORY, COMPUTE)]
+    return [*(which[kind] for which in (LAUNCH, MEMORY, COMPUTE)), *BETWEEN[kind]]
 
 
 def with_twins(contests: Sequence[Contest], seed: str) -> list[Contest]:

@@ -28,8 +28,10 @@ from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.sim.clock import faults
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, choices, store
+from sparsebench.results.choices import Choices
 from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.statistics import FEWEST
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -67,18 +69,18 @@ def measure(
     out: Path | None,
     resume: Path | None,
     progress: Progress = lambda done, total, problem: None,
-    pinned: Pinned | None = None,
+    pinned: Sequence[Pinned] = (),
     origin: Mapping[str, Any] | None = None,
     told: Told = lambda finding: None,
     until: float = inf,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
-    `pinned` is what kernels chose in another run, to be taken again without a search;
-    `origin` goes into run.json: the bundle that this run reproduces or confirms. So does what
-    the machine was found like. Raises Stopped where it is interrupted with a directory.
-    `until` is a moment of time.monotonic(): no contest starts that would outlast it if it took as
-    long as the longest so far. What is left then is left to --resume.
+    `pinned` is what kernels chose in each process of another run, to be taken again without a
+    search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
+    or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
+    with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
+    it if it took as long as the longest so far. What is left then is left to --resume.
     """
     contests = planned(suite, flags.device, flags.only)
     before: Mapping[str, Any] = origin or {}
@@ -92,7 +94,9 @@ def measure(
     tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a taken name is an error now, not when the report is written
-    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned)
+    chosen_by = choices.planned(flags.replicates, bool(pinned))
+    share = flags.replicates < FEWEST
+    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
     runner.pin(done)
     try:
         if flags.energy:
@@ -102,6 +106,7 @@ def measure(
             _same_place(resume, runner.about["environment"])
             stopped = store.read(resume)
             before = stopped.state
+            _same_choices(resume, before, chosen_by)
             bundle.unseal(resume)
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
@@ -112,6 +117,7 @@ def measure(
         runner.log.file = path / "worker.log"
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
+        before = {**before, "choices": chosen_by}
         watch = Watch(flags.device, runner, told)
         try:
             _rows(
@@ -197,6 +203,7 @@ def _rows(
         return {
             "suite": suite.name,
             **origin,
+            "choices": before["choices"],
             "status": status,
             "started": started,
             "seconds": round(seconds + (_now() - now).total_seconds(), 1),
@@ -320,6 +327,15 @@ def _same_place(path: Path, here: dict[str, Any]) -> None:
             before, now = (before or {}).get(inner), (now or {}).get(inner)
         if before != now:
             raise SuiteError(f"--resume {path}: expected {what} {before}, found {now}")
+
+
+def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
+    """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
+    if choices.choices(before) is not chosen_by:
+        expected = f"expected choices by {choices.choices(before)}, found {chosen_by}"
+        again = "; reproduce or confirm with --out goes on with such a run"
+        of_bundle = choices.choices(before) is Choices.BUNDLE
+        raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")
 
 
 def _now() -> datetime:

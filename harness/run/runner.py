@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -46,6 +46,13 @@ Pinned = Mapping[str, Mapping[str, Any]]
 def pinned_in(rows: Iterable[Row]) -> Pinned:
     """Return what kernels chose in these rows, the ok ones."""
     return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
+
+
+def pinned_by_process(rows: Sequence[Row]) -> list[Pinned]:
+    """Return what kernels chose in each process; where one has no ok row, what another chose."""
+    numbers = sorted({row.replicate for row in rows})
+    every = pinned_in(rows)
+    return [{**every, **pinned_in(r for r in rows if r.replicate == n)} for n in numbers]
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,9 @@ class Wanted:
 class Runner:
     """Runs contests one after the other, in one worker after the other.
 
-    What a kernel chose in an `ok` row is handed to every later process: `pinned`, by case id.
+    `pinned` has the choices of another run: process p takes those of its process p, and begins
+    again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
+    is handed to every later process. Without either, each process searches for itself.
     """
 
     def __init__(
@@ -233,11 +242,13 @@ class Runner:
         device: str,
         data: Path | None,
         timeout_s: float,
-        pinned: Pinned | None = None,
+        pinned: Sequence[Pinned] = (),
+        share: bool = True,
     ) -> None:
         """Start the first worker: `about` tells the device."""
         self.log = Log()
-        self.pinned = dict(pinned or {})
+        self._pinned, self._share = pinned, share
+        self._shared: dict[str, Mapping[str, Any]] = {}
         self._start: Callable[[], Worker] = partial(Worker, device, data, self.log)
         self._timeout_s = timeout_s
         self._worker: Worker | None = self._start()
@@ -265,8 +276,9 @@ class Runner:
             yield measured
 
     def pin(self, rows: Iterable[Row]) -> None:
-        """Remember what kernels chose."""
-        self.pinned |= pinned_in(rows)
+        """Remember what kernels chose, for the processes that share it."""
+        if self._share:
+            self._shared |= pinned_in(rows)
 
     def fresh(self) -> None:
         """Start a worker for the next contests: the process is the unit of replication."""
@@ -292,7 +304,7 @@ class Runner:
                 "replicate": replicate,
                 "attempt": attempt,
                 "reference": contest.reference,
-                "pinned": self._pinned(part),
+                "pinned": self._known(part, replicate),
             }
             answer = self._worker.measure(part, options, self._timeout_s)
             if isinstance(answer, Measured):
@@ -309,13 +321,15 @@ class Runner:
                 left.remove(offender)
         return Measured(_in_order(contest, lost_rows), {})
 
-    def _pinned(self, contest: Contest) -> Pinned:
+    def _known(self, contest: Contest, replicate: int) -> Pinned:
         """Return what is known of these contenders; a twin takes what its original took."""
+        given = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
+        chosen = {**self._shared, **given}
         known = {}
         for contender in contest.contenders:
             original = Case(contest.problem, replace(contender, twin=False)).id
-            if original in self.pinned:
-                known[Case(contest.problem, contender).id] = self.pinned[original]
+            if original in chosen:
+                known[Case(contest.problem, contender).id] = chosen[original]
         return known
 
     def _lost(

@@ -16,7 +16,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measur
 from sparsebench.reports.figures._html import note, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.noise import LAUNCH_US, classes
+from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.store import Run
 from sparsebench.results.words import significant
 
@@ -41,7 +41,7 @@ def draw(frames: Frames) -> Markup:
     if bounded.empty:
         return note(line) if line else NOTHING
     first = measures(bounded)[0]
-    first = first.assign(bounded=classes(first))
+    first = first.assign(bounded=_bounded(first))
     labels = list(first.groupby("label").of_bound.median().sort_values().index)
     heads = ["contender"]
     for name in CLASSES:
@@ -49,6 +49,12 @@ def draw(frames: Frames) -> Markup:
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
     words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
     return words + _drawn(frames, first, labels) + table(*without_dashes(heads, lines))
+
+
+def _bounded(cases: pd.DataFrame) -> pd.Series:
+    """Say of each case what bounds it: `launch` below LAUNCH_US, else memory or compute."""
+    bound = cases.bound_by.mask(cases.median_us < LAUNCH_US, "launch")
+    return bound.where(cases.scope == "kernel", cases.scope)
 
 
 def _ceilings(run: Run) -> str:
