@@ -2,8 +2,13 @@
 
     run ─> analysis ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
 
-The page loads nothing: style, script, drawings and the CSV are inside. Only the links to the files
-of the run point out of the page.
+    ┌ badges, device, title              #top      the first screen is the answer;
+    │ figure `answer`                    #answer   every other figure is folded below it
+    │ how it was measured                #measured
+    └ every other figure, in its order   #NAME
+
+The page loads nothing: style, script, drawings and data are inside. Only the links to the files
+of the run point out of the page. What is chosen stands in the address: #m=16&block=64.
 """
 
 import os
@@ -18,15 +23,17 @@ from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
 from sparsebench.reports.figures._figure import Frames
+from sparsebench.reports.figures._svg import distinct
+from sparsebench.reports.figures._verdict import intervals
 from sparsebench.results.analysis import analyse
+from sparsebench.results.answer import badges
 from sparsebench.results.environment import device_name, flat
-from sparsebench.results.noise import Reliability
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
+FIRST = "answer"  # the figure that is not folded
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
 
 
@@ -53,7 +60,9 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
     page = environment.from_string((templates / "report.html").read_text("utf-8")).render(
         css=Markup((templates / "report.css").read_text("utf-8")),
         js=Markup((templates / "report.js").read_text("utf-8")),
-        sections=[(figure, body) for figure, body in drawn if body],
+        first=[(figure, body) for figure, body in drawn if body and figure.name == FIRST],
+        sections=[(figure, body) for figure, body in drawn if body and figure.name != FIRST],
+        badges=badges(frames.cases, frames.noise, run.environment),
         links=_links(run.path, out_path),
         facts=_facts(frames),
         trust=_trust(frames),
@@ -62,6 +71,7 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
         device=device_name(run.environment),
         status=str(run.state.get("status", "unknown")),
     )
+    page = distinct(page)
     if out_path:
         out_path.write_text(page, "utf-8")
     return page
@@ -102,20 +112,20 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts.items() if value]
 
 
-def _trust(frames: Frames) -> list[tuple[str, str]]:
-    """Return sentences on how far the numbers can be trusted, each a `stamp` or `quiet`."""
-    cases, (word, why) = frames.cases, frames.noise.reliability
-    found = [("stamp" if word is Reliability.UNRELIABLE else "quiet", why)]
-    if len(cases) and (cases.processes < FEWEST).all():
-        count = cases.processes.max()
-        runs = f"{count} process{'es' if count > 1 else ''}"
-        found.append(("quiet", f"A look, no verdict: {runs}; a verdict takes {FEWEST} or more."))
+def _trust(frames: Frames) -> list[str]:
+    """Return sentences on how far the numbers can be trusted."""
+    cases, found = frames.cases, [frames.noise.reliability[1]]
+    if frames.raced.size:
+        found.append(intervals(frames.raced))
     once = cases.drop_duplicates("case_id").mark.fillna("")
     marks = once[once != ""]
     if len(marks):
         named = ", ".join(f"{count} {mark}" for mark, count in marks.value_counts().items())
         slowed = f"the GPU was slowed down while {len(marks)} of {len(once)} cases were timed"
-        found.append(("quiet", f"Marked, not dropped: {slowed} ({named})."))
+        found.append(f"Marked, not dropped: {slowed} ({named}).")
+    accuracy = cases.drop_duplicates("case_id").marks.fillna("")
+    for mark, count in accuracy[accuracy != ""].value_counts().items():
+        found.append(f"Marked for its accuracy: {count} of {len(once)} cases ({mark}).")
     return found
 
 

@@ -23,6 +23,7 @@ KEYS = ["case_id", "scope", "cache"]
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
 SIDES += ["speedup", "speedup_low", "speedup_high", "baseline_label"]
 SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
+SIDES += ["of_bound", "detail", "choice", "code", "mark"]
 
 
 @dataclass(frozen=True)

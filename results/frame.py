@@ -7,10 +7,12 @@ times of block i of the baseline and of a contender:
 
 Both blocks were taken within moments of each other, so a drifting clock moves both. A slow
 contender has fewer blocks; they are paired with the first ones of the baseline. A row of a
-contest that was throttled or power-limited is marked, never dropped.
+contest that was throttled or power-limited is marked, never dropped. So is one whose error or bias
+is not the usual one (harness/bench/usual.py), or larger than would be right but for its suite.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin
 PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
 RESULT = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by"]
 SIZES = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
-ERRORS = ["error", "error_of_bound"]
-SHARES = ["sparsity_achieved", "bytes_of_dense"]
+ERRORS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias"]
+SHARES = ["sparsity_achieved", "bytes_of_dense", "error_of_usual"]
 SAMPLE_TIMES = ["median_us", "q1_us", "q3_us", "min_us"]
 OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
 TIMES = [*SAMPLE_TIMES, *OTHER_TIMES, "default_us"]  # the default's, in the search of `prepare`
@@ -40,9 +42,10 @@ SENSORS = ["energy_j", *TELEMETRY]
 QUARTILES = ["speedup_q1", "speedup_q3"]
 COUNTS = [*SIZES, "samples"]
 NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log"]
-MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", *COUNTS, *NUMBERS, "baseline_label"]
+MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
+UNUSUAL = 1.5  # times the usual error
 POWER_LIMITED = 0.2  # mark from this share of the contest's time on; less is a short peak
 
 
@@ -125,6 +128,7 @@ def _measured(row: Row) -> dict[str, Any]:
         "status": str(row.status),
         "choice": json.dumps(row.choice),
         "mark": _mark(row.telemetry),
+        "marks": _marks(row),
         "samples": len(row.samples_us),
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
@@ -137,6 +141,7 @@ def _measured(row: Row) -> dict[str, Any]:
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
         "of_bound": _ratio(row.bound_us, median),
+        "error_of_usual": _ratio(row.error, row.usual_error),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
     }
 
@@ -155,6 +160,17 @@ def _mark(telemetry: Mapping[str, float]) -> str:
         "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
         "thermal": telemetry.get("thermal_us", 0) > 0,
         "hardware slowdown": telemetry.get("hardware_us", 0) > 0,
+    }
+    return ", ".join(name for name, found in marks.items() if found)
+
+
+def _marks(row: Row) -> str:
+    """Name what is unusual about a right output; "" if nothing is, or if an old row has no say."""
+    allowed = row.case.contender.error
+    marks = {
+        "unusual error": (row.error or 0.0) > UNUSUAL * (row.usual_error or math.inf),
+        "bias": abs(row.bias or 0.0) > (row.usual_bias or math.inf),
+        "error allowed by the suite": allowed is not None,
     }
     return ", ".join(name for name, found in marks.items() if found)
 

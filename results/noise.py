@@ -74,7 +74,8 @@ class Noise:
         """Return a sentence with the floor of each class."""
         if not self.floors:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
-        named = [f"{name} {100 * floor:.2g} %" for name, floor in sorted(self.floors.items())]
+        percents = {n: float(f"{100 * floor:.2g}") for n, floor in sorted(self.floors.items())}
+        named = [f"{name} {percent:g} %" for name, percent in percents.items()]
         return f"Noise floor: {', '.join(named)}; every other class takes the largest."
 
     @property

@@ -102,7 +102,7 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     for key, group in raced.groupby(keys, sort=False, dropna=False):
         logs = np.log(group.speedup).mask(chose_dense(group), -np.inf)
         logs = logs.groupby(group.level.round(6)).mean()
-        lines.append(dict(zip(keys, key, strict=True)) | _crossing(logs))
+        lines.append(dict(zip(keys, key, strict=True)) | crossing(logs))
     return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
 
 
@@ -119,7 +119,7 @@ def _comparable(first: Any, second: Any) -> bool:
 
 def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
-    used = bad or _paired(processes) or processes
+    used = bad or _paired(_of_one_clock(processes)) or _of_one_clock(processes)
     case = used[0] | {"processes": len(processes), "level": used[0]["sparsity"]}
     if not case["level"] > 0:
         case["level"] = used[0]["sparsity_achieved"]
@@ -130,8 +130,9 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     measured = [*TIMES, *RATES, *SENSORS]
     case |= {name: _median([process[name] for process in used]) for name in measured}
     case["samples"] = sum(process["samples"] for process in used)
-    marks = {mark for process in used for mark in process["mark"].split(", ")}
-    case["mark"] = ", ".join(sorted(marks - {""}))
+    for name in ("mark", "marks"):
+        found = {mark for process in used for mark in process[name].split(", ")}
+        case[name] = ", ".join(sorted(found - {""}))
     return case | _interval(used)
 
 
@@ -147,6 +148,12 @@ def _paired(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     paired = [process for process in processes if not np.isnan(process["speedup"])]
     bases = Counter(process["baseline_label"] for process in paired).most_common(1)
     return [process for process in paired if process["baseline_label"] == bases[0][0]]
+
+
+def _of_one_clock(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the processes whose times are by the most common clock: a graph has no launch gap."""
+    ((clock, _),) = Counter(process["clock"] for process in processes).most_common(1)
+    return [process for process in processes if process["clock"] == clock]
 
 
 def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
@@ -174,7 +181,7 @@ def _median(values: list[float]) -> float:
     return float(np.median(known)) if known else np.nan
 
 
-def _crossing(logs: pd.Series) -> dict[str, Any]:
+def crossing(logs: pd.Series) -> dict[str, Any]:
     """Find where log speed-up, indexed by level in ascending order, last turns positive."""
     levels, values = logs.index.to_numpy(dtype=float), logs.to_numpy(dtype=float)
     slower = np.flatnonzero(values < 0)

@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
 # -P: the repository's own folders must not shadow installed packages of the same name.
@@ -133,6 +134,11 @@ class Worker:
             else:
                 return Measured([Row.from_json(r) for r in answer["rows"]], answer["spent_s"])
 
+    @property
+    def pid(self) -> int:
+        """Return the child's process id."""
+        return self._child.pid
+
     def close(self) -> int:
         """End the child, whatever it is doing, and return its exit code."""
         if self._child.stdin and not self._child.stdin.closed:
@@ -208,6 +214,13 @@ class Wanted:
     ceilings: Mapping[str, Any] | None = None
     energy: bool = False
 
+    def after(self, rows: Iterable[Row]) -> Self:
+        """Return what is asked after these rows: a reference among them may raise the ceilings."""
+        if self.ceilings is None:
+            return self
+        ceilings, _ = Ceilings.from_json(self.ceilings).after(rows)
+        return replace(self, ceilings=asdict(ceilings))
+
 
 class Runner:
     """Runs contests one after the other, in one worker after the other.
@@ -230,6 +243,11 @@ class Runner:
         self._worker: Worker | None = self._start()
         self.about = self._worker.about
 
+    @property
+    def pid(self) -> int:
+        """Return the process id of the worker that waits; 0 where none does."""
+        return self._worker.pid if self._worker else 0
+
     def ceilings(self) -> dict[str, Any]:
         """Return what the device can do at most, measured now."""
         self._worker = self._worker or self._start()
@@ -239,9 +257,11 @@ class Runner:
         self, contests: Sequence[Contest], replicate: int = 0, wanted: Wanted | None = None
     ) -> Iterator[Measured]:
         """Yield every contest's rows, complete, in order."""
+        wanted = wanted or Wanted()
         for contest in contests:
-            measured = self._complete(contest, replicate, wanted or Wanted())
+            measured = self._complete(contest, replicate, wanted)
             self.pin(measured.rows)
+            wanted = wanted.after(measured.rows)
             yield measured
 
     def pin(self, rows: Iterable[Row]) -> None:

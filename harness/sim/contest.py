@@ -19,7 +19,6 @@ from statistics import median
 
 import numpy as np
 
-from sparsebench.harness.bench.ceilings import LIGHT
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.catalog import load_op
@@ -27,6 +26,7 @@ from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.clock import Array, Spec, call_us, samples
 from sparsebench.kernels._kernel import DTYPES
+from sparsebench.results.ceilings import judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 ENDS = {
@@ -190,11 +190,10 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
         dtype = row.case.problem["dtype"]
         bound_us, by = options.ceilings.bound(
             dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache
-        )
-        row = replace(row, bound_us=bound_us, bound_by=by)
-        if typical_us < LIGHT * bound_us:
-            detail = f"{typical_us:.2f} µs where {by} allows {bound_us:.2f} µs"
-            return replace(row, status=Status.FASTER_THAN_LIGHT, detail=detail)
+        ) or (None, None)
+        row = judged(replace(row, bound_us=bound_us, bound_by=by), typical_us)
+        if row.status is not Status.OK:
+            return row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
@@ -219,10 +220,7 @@ def _captured(
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
+        with torch.cuda.device(device), capturing(graph, pool):
             candidate()
     except RuntimeError:
         torch.cuda.synchronize(device)

@@ -16,14 +16,16 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._html import folded, percent, plain
+from sparsebench.reports.figures._html import folded
+from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
+from sparsebench.results.contests import raced as against_dense
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise
 from sparsebench.results.pruning import Pruning
-from sparsebench.results.record import Status
 from sparsebench.results.store import Run
+from sparsebench.results.words import percent, plain
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
@@ -53,11 +55,11 @@ class Frames:
 
     @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases that have times, without twins, with two more columns.
+        """Return the cases that have times, without twins, with the columns of `contests.raced`.
 
         `clear`: clearly faster than the baseline. `undecided`: not told apart from it.
         """
-        raced = self.cases[(self.cases.status == Status.OK) & ~self.cases.twin.astype(bool)]
+        raced = against_dense(self.cases)
         return raced.assign(clear=clear(raced), undecided=undecided(raced))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
@@ -67,16 +69,26 @@ class Frames:
 
     @cached_property
     def series(self) -> dict[str, int]:
-        """Number all contenders that ran, except the baseline: a number is a colour and marker."""
+        """Return the looks of all contenders that ran, except the baseline: one for a kernel."""
         others = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
-        return {label: number for number, label in enumerate(others.label.unique())}
+        first = others.drop_duplicates("label")
+        named = zip(first.label, first.kernel, first.options, first.params, strict=True)
+        return {
+            label: looks(kernel, f"{options}{params}") for label, kernel, options, params in named
+        }
 
 
 def swept(cases: pd.DataFrame) -> str:
-    """Return the column for x: the level of sparsity, or a numeric field with more values."""
+    """Return the column for x: the level of sparsity, or a numeric field with more values.
+
+    It is n where the level follows from the shape.
+    """
     others = [name for name in fields(cases) if name not in ("sparsity", "block", "n", "k")]
     numeric = [name for name in others if pd.api.types.is_numeric_dtype(cases[name])]
-    return max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
+    found = max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
+    shapes = cases.groupby(["n", "k", "block", "pattern"], dropna=False)["level"]
+    follows = found == "level" and shapes.nunique().max() == 1 < cases.n.nunique()
+    return "n" if follows else found
 
 
 def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
@@ -101,7 +113,8 @@ def panels(
     Return the values that all cases share, in words; and for each panel its own values and cases.
     """
     names = [*fields(cases), "level", *MEASURE]
-    names = ["op", *(n for n in names if n not in ("sparsity", x, *together))]
+    shape = ("k", "level") if x == "n" else ()  # they follow from n
+    names = ["op", *(n for n in names if n not in ("sparsity", x, *shape, *together))]
     differ = [name for name in names if cases[name].nunique(dropna=False) > 1]
     same = named(cases.iloc[0], [name for name in names if name not in differ])
     if not differ:

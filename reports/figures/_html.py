@@ -1,58 +1,42 @@
-"""How the report writes numbers, tables and small print. Markup escapes whatever is put into it."""
+"""How the report writes tables, small print and data to download. Markup escapes what is put in."""
 
+import base64
+import gzip
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import repeat
 
 import pandas as pd
 from markupsafe import Markup
 
-
-def plain(value: Any) -> str:
-    """Write a number with four significant digits, anything else as it is."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def percent(level: float) -> str:
-    """Write a sparsity in percent, with at most two decimals."""
-    return "–" if pd.isna(level) else f"{round(100 * level, 2):g} %"
-
-
-def times(ratio: float) -> str:
-    """Write a ratio with three significant digits and its sign: 12.3×."""
-    return "–" if pd.isna(ratio) else f"{three(ratio)}×"
-
-
-def three(ratio: float) -> str:
-    """Write a ratio with three significant digits, at most three after the point: 12.3."""
-    return f"{ratio:.{max(0, min(3, 2 - _magnitude(ratio)))}f}"
-
-
-def significant(value: Any, digits: int = 3) -> str:
-    """Write a number with so many significant digits and no exponent; a dash for NaN."""
-    if pd.isna(value):
-        return "–"
-    if value == 0:
-        return "0"
-    return f"{float(value):,.{max(0, digits - 1 - _magnitude(float(value)))}f}"
+PLAIN_BYTES = 20_000  # of CSV; more is packed, to a tenth
 
 
 def table(
-    heads: Sequence[str | Markup], rows: Iterable[Sequence[str | Markup]], classes: str = ""
+    heads: Sequence[str | Markup],
+    rows: Iterable[Sequence[str | Markup]],
+    classes: str = "",
+    ids: Iterable[str] | None = None,
 ) -> Markup:
-    """Return a table that scrolls sideways; a head `>...` is of a column of numbers."""
+    """Return a table that scrolls sideways; a head `>...` is of a column of numbers.
+
+    `ids` are of the rows: an address ends in one to lead there.
+    """
     sides = ["num" if head.startswith(">") else "text" for head in heads]
     top = Markup("").join(
-        Markup('<th class="{}">{}</th>').format(side, head[1:] if side == "num" else head)
+        Markup('<th scope="col" class="{}">{}</th>').format(
+            side, head[1:] if side == "num" else head
+        )
         for side, head in zip(sides, heads, strict=True)
     )
     lines = Markup("\n").join(
-        Markup("<tr>{}</tr>").format(
+        Markup("<tr{}>{}</tr>").format(
+            Markup(' id="{}"').format(own) if own else "",
             Markup("").join(
                 Markup('<td class="{}">{}</td>').format(side, cell)
                 for side, cell in zip(sides, row, strict=True)
-            )
+            ),
         )
-        for row in rows
+        for row, own in zip(rows, ids or repeat(""), strict=False)
     )
     return Markup(
         '<div class="scroll"><table class="{}"><thead><tr>{}</tr></thead>'
@@ -78,5 +62,19 @@ def folded(title: str, body: Markup) -> Markup:
     return Markup("<details><summary>{}</summary>{}</details>").format(title, body)
 
 
-def _magnitude(value: float) -> int:
-    return len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else int(f"{value:e}"[-3:])
+def download(name: str, data: pd.DataFrame) -> Markup:
+    """Return a link to these lines as CSV. The link holds them: the page is one file."""
+    safe = data.apply(lambda column: column.map(_harmless) if column.dtype.kind == "O" or
+                      isinstance(column.dtype, pd.StringDtype) else column)  # fmt: skip
+    data_bytes, kind, name = safe.to_csv(index=False).encode(), "text/csv", f"{name}.csv"
+    if len(data_bytes) > PLAIN_BYTES:
+        data_bytes, kind = gzip.compress(data_bytes, mtime=0), "application/gzip"
+        name += ".gz"
+    link = '<a class="csv" download="{}" href="data:{};base64,{}">{}</a>'
+    return Markup(link).format(name, kind, base64.b64encode(data_bytes).decode(), name)
+
+
+def _harmless(value: object) -> object:
+    """Put a quote before text that a spreadsheet would run as a formula."""
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if formula else value

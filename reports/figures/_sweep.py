@@ -7,12 +7,13 @@ log2 y │   ●──●──○      band: the interval, or the range or quar
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike, NDArray
 
 from sparsebench.reports.figures._figure import Frames
@@ -20,15 +21,20 @@ from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import (
     HOLLOW,
     INK,
+    ROLES,
     canvas,
     hollow,
+    role,
     series,
     style,
     svg,
     swatch,
 )
+from sparsebench.results.words import significant
 
-OPEN = 16  # panels shown at once; the others are folded
+NARROWEST = 1.3  # least ratio of the ends of y
+FAR = 2.0  # y ends at contenders so much slower than the best one
+OPEN = 12  # panels shown at once; the others are folded
 WIDTH, CHARACTER = 205, 6  # CSS pixels: least width of an x axis, and of a character
 LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks where levels are many
 
@@ -67,7 +73,8 @@ class Sweep:
 class Quantity:
     """A column to draw, the columns of its interval, its name with the unit, the baseline's value.
 
-    Markers are hollow where the column `hollow` is True.
+    Markers are hollow where the column `hollow` is True. `best` is `most` or `least`: which of
+    several contenders is drawn for all; "" draws each of them.
     """
 
     column: str
@@ -76,6 +83,7 @@ class Quantity:
     name: str
     baseline: float | None = None
     hollow: str = ""
+    best: str = ""
 
 
 def apart(middles: NDArray[np.float64], labels: Sequence[str]) -> list[str]:
@@ -95,12 +103,22 @@ def sweep(cases: pd.DataFrame, x: str) -> Sweep:
     return Sweep(x, np.unique(cases[x].dropna().to_numpy(dtype=float).round(4)))
 
 
-def legend(names: Mapping[str, int], solid: str, empty: str = "") -> Markup:
-    """Return a legend: each series, the meaning of the plain line, and that of hollow markers."""
-    entries = [(swatch(number), name) for name, number in names.items()] + [(swatch(None), solid)]
-    entries += [(hollow(), empty)] if empty else []
-    items = Markup("").join(Markup("<li>{}{}</li>").format(*entry) for entry in entries)
-    return Markup('<ul class="legend">{}</ul>').format(items)
+def legend(names: Mapping[str, int], solid: str, empty: str = "", roles: bool = False) -> Markup:
+    """Return a legend: each series, the meaning of the plain line, and that of hollow markers.
+
+    With `roles`, series are shown on demand: a box to tick draws every contender.
+    """
+    entries = [(swatch(None), solid)] + ([(hollow(), empty)] if empty else [])
+    own = [(swatch(number), name) for name, number in names.items()]
+    item = Markup("<li>{}{}</li>")
+    if not roles:
+        items = Markup("").join(item.format(*entry) for entry in own + entries)
+        return Markup('<ul class="legend">{}</ul>').format(items)
+    entries = [(role("ours"), "best of ours"), (role("peer"), "best peer"), *entries]
+    first = Markup("").join(item.format(*entry) for entry in entries)
+    every = Markup("").join(Markup('<li class="others">{}{}</li>').format(*each) for each in own)
+    box = '<li><label><input type="checkbox" data-every> every contender near them</label></li>'
+    return Markup('<ul class="legend">{}{}{}</ul>').format(first, Markup(box), every)
 
 
 def draw_panels(
@@ -110,20 +128,50 @@ def draw_panels(
     quantity: Quantity,
     dress: Callable[[Axes, pd.DataFrame], Markup],
 ) -> Markup:
-    """Draw all panels with one y range; `dress` adds to a panel and returns its caption."""
-    bounds = _bounds(pd.concat([group for _, group in groups]), quantity)
+    """Draw the panels that have two points or more; `dress` adds to one, returns its caption.
+
+    Where the quantity has a `best`, the best of ours and the best peer are drawn, and every other
+    contender on demand.
+    """
     drawn = []
     with style():
         for title, group in groups:
+            if group[axis.name].round(4).nunique() < 2:
+                continue
             figure, axes = canvas()
-            axes.set_yscale("log", base=2)
-            axes.set_ylim(*bounds)
-            for label, number in frames.series.items():
-                _line(axes, group[group.label == label], axis, quantity, number)
+            axes.set_yscale("log")
+            axes.set_ylim(*_bounds(group, quantity))
+            said = _roles(axes, group, axis, quantity) if quantity.best else {}
+            for label, number in frames.series_of(group).items():
+                own, gid = group[group.label == label], f"of others-{len(said)}"
+                shown = gid if quantity.best else f"of line-{len(said)}"
+                said[shown] = _line(axes, own, axis, quantity, series(number), shown)
             _dress(axes, axis, quantity)
             caption = dress(axes, group)
-            drawn.append((title, svg(figure, f"{quantity.name}, {title}"), caption))
+            drawn.append((title, svg(figure, f"{quantity.name}, {title}", said), caption))
     return side_by_side(drawn)
+
+
+def left_out(groups: list[tuple[str, pd.DataFrame]], x: str) -> str:
+    """Say how many panels would hold a single point: the table has them."""
+    count = sum(group[x].round(4).nunique() < 2 for _, group in groups)
+    table = "the table of every case has them." if count else ""
+    return f" {count} with a single point are not drawn: {table}" if count else ""
+
+
+def _roles(
+    axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity
+) -> dict[str, list[str]]:
+    """Draw the best of ours and the best peer at each x."""
+    said = {}
+    for side in ("peer", "ours"):
+        own = cases[cases.side == side].sort_values(quantity.column, kind="stable")
+        keep = "last" if quantity.best == "most" else "first"
+        at = own[axis.name].round(4)
+        best = own[~at.duplicated(keep=keep)] if own.source.isna().all() else own
+        look = {"markersize": 4.6, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
+        said[f"of {side}"] = _line(axes, best, axis, quantity, look, f"of {side}")
+    return said
 
 
 def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
@@ -138,27 +186,55 @@ def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
 
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:
-    """Return limits that include the baseline and span at least two octaves: noise stays small."""
-    logs = np.log2(cases[[quantity.low, quantity.high]].to_numpy(dtype=float))
-    base = np.nan if quantity.baseline is None else np.log2(quantity.baseline)
+    """Return limits where the data and the baseline are; they span NARROWEST: noise stays small."""
+    kept = cases[cases.side != "dense"] if quantity.best else cases
+    kept = kept if len(kept) else cases
+    logs = np.log(kept[[quantity.low, quantity.high, quantity.column]].to_numpy(dtype=float))
+    if quantity.best:
+        logs = logs[_near(kept, quantity)]
+    base = np.nan if quantity.baseline is None else np.log(quantity.baseline)
     low, high = np.nanmin([np.nanmin(logs), base]), np.nanmax([np.nanmax(logs), base])
-    margin = max(0.3, 1 - (high - low) / 2)
-    return float(2 ** (low - margin)), float(2 ** (high + margin))
+    margin = max(0.06 * (high - low), (np.log(NARROWEST) - (high - low)) / 2)
+    return float(np.exp(low - margin)), float(np.exp(high + margin))
 
 
-def _line(axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity, number: int) -> None:
-    cases = cases.sort_values(axis.name)
+def _near(cases: pd.DataFrame, quantity: Quantity) -> NDArray[np.bool_]:
+    """Say which cases are within FAR of the best one of their problem and side."""
+    value = cases[quantity.column]
+    best = value.groupby([cases.problem_id, cases.side]).transform(
+        "max" if quantity.best == "most" else "min"
+    )
+    return np.asarray(np.maximum(value / best, best / value) <= FAR, dtype=bool)
+
+
+def _line(
+    axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity, look: Any, gid: str
+) -> list[str]:
+    """Draw a line with its interval, and return what its markers say."""
+    seen = cases[quantity.column].between(*axes.get_ylim())  # far slower ones are in the table
+    cases = cases[seen].sort_values(axis.name)
     if cases.empty:
-        return
-    x, look = axis.place(cases[axis.name]), series(number)
+        return []
+    x = axis.place(cases[axis.name])
     columns = quantity.column, quantity.low, quantity.high
     y, low, high = (cases[name].to_numpy(dtype=float) for name in columns)
-    axes.plot(x, y, **look)
-    if quantity.hollow:
+    many = cases.source.notna().any()  # patterns from files are no sweep: no line joins them
+    axes.plot(x, y, gid=gid, **look | ({"linestyle": "none"} if many else {}))
+    if quantity.hollow and not gid.startswith("of others"):
         empty = cases[quantity.hollow].to_numpy(dtype=bool)
         axes.plot(x[empty], y[empty], **look | HOLLOW)
-    axes.vlines(x, low, high, color=look["color"], linewidth=1.2, alpha=0.7)
-    axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    if not gid.startswith("of others"):
+        axes.vlines(x, low, high, color=look["color"], linewidth=1.2, alpha=0.7)
+        if not many:
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    scale = 100 if axis.name == "level" else 1
+    return [
+        f"{label}: {significant(value)} [{significant(least)}, {significant(most)}] {quantity.name}"
+        f" at {round(scale * at, 2):g}{' %' if axis.name == 'level' else f' {axis.name}'}"
+        for label, value, least, most, at in zip(
+            cases.label, y, low, high, cases[axis.name].to_numpy(dtype=float), strict=True
+        )
+    ]
 
 
 def _dress(axes: Axes, axis: Sweep, quantity: Quantity) -> None:
@@ -166,8 +242,29 @@ def _dress(axes: Axes, axis: Sweep, quantity: Quantity) -> None:
     if quantity.baseline is not None:
         axes.axhline(quantity.baseline, color=INK, linewidth=1.2)
     axes.set_ylabel(quantity.name)
-    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
+    log_ticks(axes)
+
+
+def log_ticks(axes: Axes) -> None:
+    """Make y logarithmic, with four to nine ticks where the data is: 1, 1.1, 1.2 or 1, 10, 100."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(FixedLocator(round_values(low, high)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     axes.tick_params(length=3)
+    axes.set_ylim(low, high)
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """Return four to nine round values between two positive ones."""
+    found: list[float] = []
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+        values = [float(f"{step * 10.0**power:.3g}") for power in powers for step in steps]
+        found = [value for value in values if low <= value <= high]
+        if len(found) >= 4:
+            return found[:: -(-len(found) // 9)]
+    return [float(f"{value:.6g}") for value in MaxNLocator(6).tick_values(low, high)
+            if low <= value <= high]  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.reports.figures._html import times
 from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.statistics import FALSE_DISCOVERIES, MOST, IntervalKind, Outcome
+from sparsebench.results.words import times
 
 UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 

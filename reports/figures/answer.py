@@ -1,156 +1,218 @@
-"""The answer in sentences, and a table of the best contender at every shape and level.
+"""The first screen: who wins, from which sparsity on, by how much; a map and a figure.
 
-A speed-up is written with its interval, outcome, baseline, shape, dtype and device: without them
-it says nothing. Where the run has verdicts, only a case with the verdict `faster` is a headline.
+    m ▾   n × k ▾   dtype ▾   block ▾        a view for each choice; the script shows one
+    BSR beats dense: blocks of 16 from 64 %
+    ┌──────┬──────┐   ×│    ●──●  ours
+    │ 1.2× │ 3.2× │    │ ▲──▲     best peer
+    └──────┴──────┘   1┼───────── dense
+
+Sentences and cells are those of results/answer.py and results/views.py: here they are drawn.
 """
 
+import json
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from numpy.typing import NDArray
+from matplotlib.axes import Axes
 
-from sparsebench.reports.figures._figure import (
-    NOTHING,
-    Frames,
-    each_measure,
-    named,
-    panels,
-    swept,
-)
-from sparsebench.reports.figures._html import (
-    folded,
-    note,
-    percent,
-    plain,
-    significant,
-    table,
-    three,
-    times,
-    without_dashes,
-)
-from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
-from sparsebench.results.summary import winners
+from sparsebench.reports.figures._figure import NOTHING, Frames
+from sparsebench.reports.figures._html import download, table
+from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
+from sparsebench.reports.figures._sweep import log_ticks
+from sparsebench.results.answer import ASKED, against, sentences, where, winner, word
+from sparsebench.results.views import ANY, View, ordered, views
+from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
 
 TITLE = "Which format wins"
 ORDER = 10
 
-HEADS = ["problem", "at", "fastest", "weights", ">speed-up", ">interval", "outcome"]
-HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
-WEIGHTS = ["pattern", "block"]
-OPEN = 8  # lines of the table shown at once
-READ = (
-    "Above launch: the speed-up when the time of an almost empty op is taken from both times; for "
-    "ops below 20 µs. The best case was chosen by the numbers shown here: confirm it in a run of "
-    "its own (sparsebench confirm)."
-)
+SIZE = (400, 235)
+HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
+LINES = {"ours": "best of ours", "peer": "best peer", "dense": "dense"}
+DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_settled"]
+DATA += ["best_median_us", "ours_label", "ours_gain", "ours_low", "ours_high", "peer_label"]
+DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us", "best_case_id"]
 
 
 def draw(frames: Frames) -> Markup:
-    """Write one sentence per shape, and a table over shapes and levels."""
-    raced = frames.raced
-    if raced.empty:
-        return Markup("<p>No case of this run is ok: there is no answer.</p>")
-    return (
-        note(Markup("<b>{}</b>. {}").format(frames.device, intervals(raced)))
-        + each_measure(raced, _answers)
-        + note(f"Clearly faster: {meaning(raced)[0]}. {READ}")
-        + note(frames.noise.sentence)
+    """Draw every view, the first one openly, and the ways to choose among them."""
+    ways = views(frames.cases)
+    if not ways:
+        return Markup("<p>No case of this run has a time: there is no answer.</p>")
+    shown = Markup("").join(_view(i, view) for i, view in enumerate(ways))
+    return _choose(ways) + shown
+
+
+def _choose(ways: list[View]) -> Markup:
+    """Return a selector for each field that views differ in."""
+    names = [n for n in ways[0].choice if len({view.choice.get(n) for view in ways}) > 1]
+    if not names:
+        return NOTHING
+    fields = Markup("").join(_select(name, ways) for name in names)
+    form = (
+        '<form class="choose" aria-label="what is shown">{}<output role="status"></output></form>'
+    )
+    return Markup(form).format(fields)
+
+
+def _select(name: str, ways: list[View]) -> Markup:
+    values = pd.Series([view.choice[name] for view in ways if view.choice.get(name)])
+    words = {"all": "all, as rows", ANY: "the best"}
+    first = [value for value in ("all", ANY) if value in set(values)]
+    found = [*first, *(value for value in _sorted(values) if value not in words)]
+    options = Markup("").join(
+        Markup('<option value="{}"{}>{}</option>').format(
+            value,
+            Markup(" selected") if value == ways[0].choice[name] else "",
+            words.get(value, value),
+        )
+        for value in found
+    )
+    return Markup('<label>{} <select name="{}" autocomplete="off">{}</select></label>').format(
+        HEADS.get(name, name), name, options
     )
 
 
-def _answers(cases: pd.DataFrame) -> Markup:
-    x = swept(cases)
-    same, groups = panels(cases, x, together=WEIGHTS)
-    sentences = [_sentence(title, group, x) for title, group in groups]
-    items = Markup("").join(Markup("<li>{}</li>").format(sentence) for sentence in sentences)
-    best = [(title or same, _best(winners(group), x)) for title, group in groups]
-    lines = [_line(title, line, x) for title, group in best for _, line in group.iterrows()]
-    listed = table(*without_dashes(HEADS, lines))
-    shown = listed if len(lines) <= OPEN else folded(f"All {len(lines)} shapes and levels", listed)
-    return note(same) + Markup('<ul class="answers">{}</ul>').format(items) + shown
+def _sorted(values: "pd.Series[Any]") -> list[str]:
+    numbers = pd.to_numeric(values, errors="coerce")
+    if numbers.notna().any():
+        return [str(value) for value in values[numbers.sort_values().index].dropna().unique()]
+    return [str(value) for value in ordered(values)]
 
 
-def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Keep the largest speed-up at each x, among the clearly faster ones if there are any.
-
-    The choice is also among blocks, which are different matrices and not contenders.
-    """
-    gain, haste = cells.speedup.fillna(0), -cells.median_us
-    ranked = cells.assign(at=cells[x].round(4), gain=gain, haste=haste)
-    ranked = ranked.sort_values(["at", "clear", "gain", "haste"], kind="stable")
-    return ranked.drop_duplicates("at", keep="last")
-
-
-def _sentence(title: str, cases: pd.DataFrame, x: str) -> Markup:
-    where = Markup('<span class="where">{}</span> ').format(title) if title else NOTHING
-    others = cases[cases.label != cases.baseline_label]
-    if others.empty:
-        return where + f"only {', '.join(cases.label.unique())} ran."
-    best = _best(others, x)
-    if best.speedup.isna().all():
-        words = Markup("<b>{}</b> {}, without an ok baseline to compare with.")
-        return where + words.format(best.ran.iloc[0], _measured(best.iloc[0], x))
-    if not best.clear.any():
-        bases = ", ".join(best.baseline_label.dropna().unique())
-        return where + f"No contender is clearly faster than {bases} at {_others(best, x)}."
-    top = best.iloc[best.speedup.where(best.clear).argmax()]
-    words = Markup("{}<b>{}</b> {} over {} with <b>{}</b> {}. ").format(
-        where, times(top.speedup), _interval(top), top.baseline_label, top.ran, _measured(top, x)
+def _view(number: int, view: View) -> Markup:
+    page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
+    said = Markup("").join(_said(sentence) for sentence in sentences(view))
+    return Markup(page).format(
+        json.dumps(view.choice),
+        Markup(" hidden") if number else "",
+        Markup('<ul class="answers">{}</ul>').format(said),
+        Markup('<p class="where">{}</p>').format(where(view)),
+        _map(view),
+        _figure(number, view),
     )
-    if best.clear.all():
-        return words + "At every measured point a contender is clearly faster."
-    return words + f"No contender is clearly faster at {_others(best, x)}."
 
 
-def _measured(line: "pd.Series[Any]", x: str) -> str:
-    at = ", ".join(filter(None, [_at(line, x), named(line, WEIGHTS)]))
-    return f"at {at} ({significant(line.median_us)} µs, {line.samples} samples)"
+def _said(sentence: str) -> Markup:
+    """Set what comes before the colon apart: it says what the sentence is about."""
+    head, colon, rest = sentence.partition(": ")
+    said = Markup("<b>{}:</b> {}").format(head, rest) if colon else head
+    return Markup("<li>{}</li>").format(said)
 
 
-def _others(best: pd.DataFrame, x: str) -> str:
-    """Name the points where no contender is clearly faster, and the outcome of the best one."""
-    words = best.outcome.str.replace("_", " ").mask(best.clear)
-    said = []
-    for word in words.dropna().unique():
-        chosen = (words == word).to_numpy(dtype=bool)
-        more = best.more_processes[chosen].dropna()
-        ends = " to +".join(dict.fromkeys([str(more.min()), str(more.max())])) if len(more) else ""
-        would = f"; +{ends} processes would decide" if ends else ""
-        said.append(_points(best, chosen, x) + (f" ({word}{would})" if word else ""))
-    return ", ".join(said)
-
-
-def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
-    return [
-        title,
-        _at(line, x),
-        Markup("<b>{}</b>").format(line.ran),
-        named(line, WEIGHTS) or "–",
-        times(line.speedup),
-        _interval(line),
-        outcome(line),
-        above_floor(line),
-        significant(line.median_us),
-        "–" if pd.isna(line.runner_up) else line.runner_up,
-        "tie" if line.tied else times(line.lead),
+def _map(view: View) -> Markup:
+    columns = ordered(view.cells.x)
+    found = {(line.x, line.y): line for _, line in view.cells.iterrows()}
+    rows = [
+        [
+            Markup('<span class="row">{}</span>').format(word(view.y, row) if view.y else ""),
+            *(_cell(view, found.get((column, row))) for column in columns),
+        ]
+        for row in ordered(view.cells.y)
     ]
+    heads = [Markup('<span class="unseen">{}</span>').format(HEADS.get(view.y, view.y or "case"))]
+    words = [percent(value) if view.x == "level" else word(view.x, value) for value in columns]
+    read = "Each cell: the fastest sparse contender over the fastest dense one, and who wins. "
+    read += "Hatched: not settled. A cell leads to its case."
+    if (view.cells["count"] > 1).any():
+        read += f" Of up to {view.cells['count'].max()} problems in a cell: the median one."
+    return Markup('<figure class="map">{}<figcaption>{}</figcaption></figure>').format(
+        table([*heads, *words], rows, "map"), read
+    )
 
 
-def _interval(line: "pd.Series[Any]") -> str:
-    if np.isnan(line.speedup):
-        return "–"
-    return f"[{three(line.speedup_low)}–{three(line.speedup_high)}]"
+def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
+    if line is None or pd.isna(line.best_gain):
+        return Markup('<span class="cell none">–</span>')
+    paint, ink = shade(line.best_gain)
+    look = '<a class="cell{}" href="#case-{}" style="background-color:{};color:{}" title="{}">'
+    look += "<b>{}</b>{}</a>"
+    return Markup(look).format(
+        "" if line.best_settled else " undecided",
+        line.best_case_id,
+        paint,
+        ink,
+        f"{word(view.x, line.x)}{view.units}: {winner(line)}",
+        times(line.best_gain),
+        Markup("_<wbr>").join(_who(view, line).split("_")),
+    )
 
 
-def _at(line: "pd.Series[Any]", x: str) -> str:
-    return percent(line.level) if x == "level" else f"{x} {plain(line[x])}"
+def _who(view: View, line: "pd.Series[Any]") -> str:
+    """Name the winner of a cell; its format and block too, where rows are no blocks."""
+    if not line.best_gain > 1:
+        return f"dense, {line.dense_name}"
+    if view.y == "block" or line.best_tile in ("", "1"):
+        return str(line.best_kernel)
+    kind = FORMATS.get(line.best_kind, str(line.best_kind))
+    return f"{kind} {line.best_tile}, {line.best_kernel}"
 
 
-def _points(best: pd.DataFrame, chosen: NDArray[np.bool_], x: str) -> str:
-    """Name the chosen points, and neighbours as a span: `50 % to 80 %, 95 %`."""
-    points = [_at(line, x) for _, line in best.iterrows()]
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen, [0]])))
-    spans = [dict.fromkeys([points[a], points[b - 1]]) for a, b in edges.reshape(-1, 2)]
-    return ", ".join(" to ".join(span) for span in spans)
+def _along(view: View) -> tuple[str, pd.DataFrame, str]:
+    """Return the field along x of the figure, its cells, and what they have in common.
+
+    Where rows are a choice, it is the map's x and the best row. Where rows are given (m, or a
+    shape), it is the rows, at the last of the columns that readers ask about.
+    """
+    cells = view.cells[view.cells.best_gain.notna()]
+    if view.y in ("", "block") or cells.empty:
+        best = cells.sort_values("best_gain").drop_duplicates("x", keep="last")
+        return view.x, best.assign(at=best.x), "the best block" if view.y else ""
+    values = ordered(cells.x)
+    chosen = [value for value in ASKED.get(view.x, ()) if value in values][-1:] or values[-1:]
+    at = cells[cells.x == chosen[0]]
+    said = word(view.x, chosen[0]) + view.units
+    return view.y, at.assign(at=at.y), said if view.x == "level" else f"at {said}"
+
+
+def _figure(number: int, view: View) -> Markup:
+    name, cells, shared = _along(view)
+    if len(cells) < 2:
+        return NOTHING
+    places = {value: i for i, value in enumerate(ordered(cells["at"]))}
+    cells = cells.assign(place=cells["at"].map(places)).sort_values("place")
+    words = {}
+    with style():
+        figure, axes = canvas(SIZE, fitted=name == "shape")
+        for side in ("peer", "ours"):
+            words[f"of {side}"] = _line(axes, cells[cells[f"{side}_gain"].notna()], side, name)
+        axes.axhline(1, color=INK, linewidth=1.2)
+        labels = [percent(value) if name == "level" else plain(value) for value in places]
+        axes.set_xticks(range(len(places)), labels, rotation=20 if name == "shape" else 0)
+        axes.set_xlabel({"level": f"sparsity{view.units}", "shape": "n × k"}.get(name, name))
+        axes.set_ylabel("speed-up over dense, ×")
+        log_ticks(axes)
+        drawing = svg(figure, f"Speed-up over dense by {HEADS.get(name, name)}", words)
+    sides = ["ours", "peer"] if cells.peer_gain.notna().any() else ["ours"]
+    legend = Markup("").join(Markup("<li>{}{}</li>").format(role(s), LINES[s]) for s in sides)
+    caption = '<ul class="legend">{}<li>line at 1: {}</li></ul><p>{} {}</p>'
+    data = view.cells[[column for column in DATA if column in view.cells]]
+    return Markup('<figure class="wide">{}<figcaption>{}</figcaption></figure>').format(
+        drawing,
+        Markup(caption).format(
+            legend,
+            against(view).removeprefix("against "),
+            f"{shared[:1].upper()}{shared[1:]}." if shared else "",
+            download(f"answer-{number}", data),
+        ),
+    )
+
+
+def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
+    """Draw one role with its interval, and return what its markers say."""
+    columns = [cells[f"{side}_{part}"].to_numpy(dtype=float) for part in ("gain", "low", "high")]
+    gain, low, high = columns
+    look = {"markersize": 5, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
+    if name == "shape":
+        look["linestyle"] = "none"  # shapes have no order
+    axes.plot(cells.place, gain, gid=f"of {side}", **look)
+    if name != "shape":
+        axes.fill_between(cells.place, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    axes.vlines(cells.place, low, high, color=look["color"], linewidth=1.4, alpha=0.7)
+    return [
+        f"{word(name, line['at'])}: {line[f'{side}_label']} "
+        f"{between(line[f'{side}_gain'], line[f'{side}_low'], line[f'{side}_high'])}, "
+        f"{duration(line[f'{side}_median_us'])}"
+        for _, line in cells.iterrows()
+    ]

@@ -2,22 +2,18 @@
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import seaborn
 from markupsafe import Markup
-from matplotlib.colors import to_hex
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
-from sparsebench.reports.figures._html import note, percent, table, times
+from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._svg import shade
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.results.summary import winners
+from sparsebench.results.words import percent, times
 
 TITLE = "Block by sparsity"
 ORDER = 30
-
-OCTAVES = 3  # the colours end at 8× and 1/8×
-COLOURS = seaborn.diverging_palette(25, 245, s=80, l=50, as_cmap=True)
 
 
 def draw(frames: Frames) -> Markup:
@@ -55,14 +51,12 @@ def _map(title: str, cells: pd.DataFrame) -> Markup:
 def _cell(line: "pd.Series[Any] | None") -> Markup:
     if line is None:
         return Markup('<span class="cell">–</span>')
-    octaves = float(np.clip(np.log2(line.speedup), -OCTAVES, OCTAVES))
-    red, green, blue, _ = COLOURS(0.5 + octaves / OCTAVES / 2)
-    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.45  # where white is easier to read
+    paint, ink = shade(line.speedup)
     look = '<span class="cell{}" style="background-color:{};color:{}"><b>{}{}</b>{}</span>'
     return Markup(look).format(
         " undecided" if line.undecided else "",
-        to_hex((red, green, blue)),
-        "#fff" if dark else "#111",
+        paint,
+        ink,
         "≈ " if line.tied else "",
         times(line.speedup),
         line.label,

@@ -1,33 +1,23 @@
 """All cases in one table that sorts and filters, and the same data as CSV."""
 
-import base64
 from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames
-from sparsebench.reports.figures._html import (
-    note,
-    percent,
-    plain,
-    significant,
-    table,
-    times,
-    without_dashes,
-)
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
+from sparsebench.reports.figures._html import download, note, table, without_dashes
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.results.frame import fields
+from sparsebench.results.words import percent, plain, significant, times
 
 TITLE = "Every case"
 ORDER = 100
 
-EMBEDDED_BYTES = 2_000_000  # of CSV at most: more would be most of the page
-
 
 def draw(frames: Frames) -> Markup:
-    """Show one line per case; the page holds the CSV of the whole summary if that is small."""
+    """Show one line per case; the page holds the whole summary as CSV."""
     cases = frames.cases
     if cases.empty:
         return NOTHING
@@ -38,12 +28,26 @@ def draw(frames: Frames) -> Markup:
         outcome=[outcome(line) for _, line in cases.iterrows()],
         above=[above_floor(line) for _, line in cases.iterrows()],
     )
-    heads += [head for head, _, _ in COLUMNS]
+    shown = [column for column in COLUMNS if column[1] in said]
+    heads += [head for head, _, _ in shown]
     columns = [said[name].map(_text) for name in names]
-    columns += [said[name].map(write) for _, name, write in COLUMNS]
+    columns += [said[name].map(write) for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
-    tool = Markup('<input type="search" placeholder="filter, e.g. bsr 4096 ok" data-filter>')
-    return _download(cases) + tool + table(*without_dashes(heads, lines), "sortable")
+    same = [n for n in ["op", *fields(cases), *MEASURE] if n not in names]
+    constant = " ".join(_text(cases[name].iloc[0]) for name in same)
+    whole = Markup("All columns of these {} lines: {}.")
+    return (
+        note(whole.format(len(cases), download("cases", cases)))
+        + Markup(TOOL).format(named(cases.iloc[0], same), constant)
+        + table(*without_dashes(heads, lines), "sortable", _ids(cases))
+    )
+
+
+def _ids(cases: pd.DataFrame) -> list[str]:
+    """Name each line by its case; the second and later measures of a case have a number."""
+    later = cases.groupby("case_id").cumcount()
+    numbers = zip(cases.case_id, later, strict=True)
+    return [f"case-{case}-{count}" if count else f"case-{case}" for case, count in numbers]
 
 
 def _text(value: Any) -> str:
@@ -78,26 +82,24 @@ def _code(text: str) -> Markup:
     return Markup("<code>{}</code>").format(text)
 
 
-def _download(cases: pd.DataFrame) -> Markup:
-    data = cases.to_csv(index=False).encode()
-    if len(data) > EMBEDDED_BYTES:
-        return note(f"{len(data) / 1e6:.1f} MB as CSV: too large to put into this page.")
-    url = f"data:text/csv;base64,{base64.b64encode(data).decode()}"
-    link = Markup('<a download="cases.csv" href="{}">cases.csv</a>').format(url)
-    return note(Markup("All columns of these {} lines: {}.").format(len(cases), link))
-
-
+TOOL = (
+    '<p class="note">The same in every line: {}. Words find lines that have them all; m:16, '
+    "speed-up:&gt;2 and time:10..50 look in one column, and so do the fields below the heads.</p>"
+    '<form class="filter" data-same="{}"><input type="search" name="q" aria-label="find lines" '
+    'placeholder="e.g. bsr ok speed-up:&gt;2"> <output></output> '
+    '<button type="reset">show all</button></form>'
+)
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how its values are written
     (">sparsity", "level", percent),
     ("contender", "label", _text),
     ("chosen", "chosen", _text),
     ("status", "status", _status),
     (">time, µs", "median_us", significant),
-    (">low", "low_us", significant),
-    (">high", "high_us", significant),
+    (">time low", "low_us", significant),
+    (">time high", "high_us", significant),
     (">speed-up", "speedup", times),
-    (">low", "speedup_low", times),
-    (">high", "speedup_high", times),
+    (">speed-up low", "speedup_low", times),
+    (">speed-up high", "speedup_high", times),
     ("outcome", "outcome", _text),
     (">q", "q", _rate),
     (">above launch", "above", _text),
@@ -112,7 +114,9 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how it
     (">power, W", "power_w", significant),
     (">SM clock, MHz", "sm_mhz", significant),
     ("mark", "mark", _text),
+    ("accuracy", "marks", _text),
     (">error, of bound", "error_of_bound", _error),
+    (">error, of usual", "error_of_usual", _error),
     (">processes", "processes", _text),
     ("case", "case_id", _code),
 ]

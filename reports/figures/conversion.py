@@ -12,8 +12,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
-from sparsebench.reports.figures._html import folded, note, significant, table, without_dashes
+from sparsebench.reports.figures._html import folded, note, table, without_dashes
 from sparsebench.results.record import Status
+from sparsebench.results.words import significant
 
 TITLE = "Conversion"
 ORDER = 60

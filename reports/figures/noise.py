@@ -14,8 +14,9 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import folded, note, significant, table, without_dashes
+from sparsebench.reports.figures._html import folded, note, table, without_dashes
 from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
+from sparsebench.results.words import significant
 
 TITLE = "Noise floor"
 ORDER = 75
@@ -50,7 +51,7 @@ def draw(frames: Frames) -> Markup:
 
 
 def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Markup:
-    figure, axes = canvas((SIZE[0], 60 + min(PAIR_PX * len(pairs), MOST_PX)))
+    figure, axes = canvas((SIZE[0], 60 + min(PAIR_PX * len(pairs), MOST_PX)), fitted=True)
     axes.axvspan(-100 * floor, 100 * floor, color=INK, alpha=0.08, linewidth=0)
     axes.axvline(0, color=INK, linewidth=0.8)
     for y, (_, pair) in enumerate(pairs.iterrows()):

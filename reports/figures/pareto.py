@@ -17,11 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
-from sparsebench.reports.figures._html import folded, note, percent, table
+from sparsebench.reports.figures._html import folded, note, table
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.results.pruning import OUTPUT, Pruning
+from sparsebench.results.words import percent
 
 TITLE = "Error against speed-up"
 ORDER = 25

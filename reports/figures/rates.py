@@ -4,8 +4,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import note, significant, table
+from sparsebench.reports.figures._html import note, table
 from sparsebench.results.frame import fields
+from sparsebench.results.words import significant
 
 TITLE = "Rates"
 ORDER = 70

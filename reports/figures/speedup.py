@@ -7,17 +7,22 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels, swept
-from sparsebench.reports.figures._html import note, percent, significant
-from sparsebench.reports.figures._svg import INK, series, swatch
-from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, legend, sweep
+from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, named, panels, swept
+from sparsebench.reports.figures._html import download, folded, note, table
+from sparsebench.reports.figures._svg import INK
+from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.results.summary import NoCrossing, break_even
+from sparsebench.results.words import percent, significant
 
 TITLE = "Speed-up against the baseline"
 ORDER = 20
 
-SPEEDUP = Quantity("speedup", "speedup_low", "speedup_high", "speed-up, ×", 1, hollow="undecided")
+SPEEDUP = Quantity(
+    "speedup", "speedup_low", "speedup_high", "speed-up, ×", 1, hollow="undecided", best="most"
+)
+DATA = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", "scope", "cache", "label"]
+DATA += ["baseline_label", "speedup", "speedup_low", "speedup_high", "outcome", "median_us"]
 
 
 def draw(frames: Frames) -> Markup:
@@ -37,15 +42,17 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
         if axis.name != "level":
             return _baseline(group, raced)
         _ideal(axes, axis)
-        return _baseline(group, raced) + _break_even(axes, axis, group, frames)
+        return _baseline(group, raced)
 
-    words = f"{same}. Horizontal line: the baseline."
+    words = f"{same}. Horizontal line: the baseline.{left_out(groups, axis.name)}"
     if axis.name == "level":
-        words += " Dotted: 1 / (1 − sparsity), if the time follows the non-zeros. ○: break-even."
+        words += " Dotted: 1 / (1 − sparsity), if the time follows the non-zeros."
     return (
         note(words)
-        + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}")
+        + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}", True)
         + draw_panels(frames, groups, axis, SPEEDUP, dress)
+        + _break_evens(drawn)
+        + download("speedup", drawn[DATA])
     )
 
 
@@ -63,15 +70,16 @@ def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
     return Markup("<p>{}: {} µs</p>").format(" or ".join(base.label.unique()), span)
 
 
-def _break_even(axes: Axes, axis: Sweep, group: pd.DataFrame, frames: Frames) -> Markup:
-    items = []
-    for _, line in break_even(group).iterrows():
-        number = frames.series[line.label]
-        items.append(Markup("<li>{}{}: {}</li>").format(swatch(number), line.label, _word(line)))
-        if not np.isnan(line.break_even):
-            look = {"marker": "o", "color": series(number)["color"], "markerfacecolor": "none"}
-            axes.plot(axis.place([line.break_even]), [1], markersize=8, markeredgewidth=1.5, **look)
-    return Markup('<p>breaks even</p><ul class="legend">{}</ul>').format(Markup("").join(items))
+def _break_evens(drawn: pd.DataFrame) -> Markup:
+    """List the sparsity from which on each contender is faster than the baseline."""
+    found = break_even(drawn)
+    found = found[found.last_level > found.first_level]
+    if found.empty:
+        return NOTHING
+    names = [n for n in ("op", "m", "n", "k", "dtype", "pattern", "block") if n in found]
+    lines = [[named(line, names), line.label, _word(line)] for _, line in found.iterrows()]
+    title = f"Break-even of each contender ({len(lines)} lines)"
+    return folded(title, table(["problem", "contender", "faster"], lines))
 
 
 def _word(line: "pd.Series[Any]") -> str:
@@ -79,4 +87,4 @@ def _word(line: "pd.Series[Any]") -> str:
         return f"not up to {percent(line.last_level)}"
     if line.note:
         return f"below {percent(line.first_level)}"
-    return f"at {percent(round(line.break_even, 3))}"
+    return f"from {percent(round(line.break_even, 3))}"

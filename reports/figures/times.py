@@ -5,16 +5,18 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels, swept
-from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._html import download, folded, note
 from sparsebench.reports.figures._svg import INK
-from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
+from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
 
 TITLE = "Time of a call"
 ORDER = 40
 
 OPEN = 8  # panels shown at once; more are folded
 
-TIME = Quantity("median_us", "low_us", "high_us", "time, µs")
+TIME = Quantity("median_us", "low_us", "high_us", "time, µs", best="least")
+DATA = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", "scope", "cache", "label"]
+DATA += ["median_us", "low_us", "high_us"]
 
 
 def draw(frames: Frames) -> Markup:
@@ -38,4 +40,6 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     drawn = draw_panels(frames, groups, axis, TIME, dress)
     shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
     words = f"{same}. Medians; bands: their range over processes, or the quartiles in one process."
-    return note(words) + legend(frames.series_of(raced), bases) + shown
+    words += left_out(groups, axis.name)
+    key = legend(frames.series_of(raced), bases, roles=True)
+    return note(words) + key + shown + download("times", raced[DATA])

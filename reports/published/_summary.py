@@ -26,7 +26,7 @@ from sparsebench.reports.published._table import (
     markdown,
     matched,
 )
-from sparsebench.reports.terminal import answer
+from sparsebench.reports.terminal import Answer
 from sparsebench.results import pruning
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
@@ -136,13 +136,13 @@ def figure(runs: Mapping[str, Published]) -> str:
 
 
 def terminal(runs: Mapping[str, Published]) -> str:
-    """Return what `sparsebench run` prints at its end, of one block of the pictured run."""
+    """Return how the answer of `sparsebench run` begins, of one block of the pictured run."""
     run = runs[PICTURED]
     cases = run.cases[run.cases.block == BLOCK]
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(answer(Analysis(pd.DataFrame(), run.noise, cases)))
-    lines = text.getvalue().splitlines()
+    console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
+    lines = text.getvalue().partition("\nBreak-even")[0].rstrip().splitlines()
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 

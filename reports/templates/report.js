@@ -1,30 +1,177 @@
-// Sort a table by a click on a head, filter its lines by words that must all be there.
-for (const table of document.querySelectorAll("table.sortable")) {
-  const body = table.tBodies[0];
-  const key = (row, column) => {
-    const text = row.cells[column].textContent;
-    const number = parseFloat(text.replaceAll(",", ""));
-    return text === "–" ? -Infinity : Number.isNaN(number) ? text : number;
-  };
-  const compare = (a, b) =>
-    typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
-  [...table.tHead.rows[0].cells].forEach((head, column) => {
-    head.tabIndex = 0;
-    const sort = () => {
-      const down = head.getAttribute("aria-sort") === "ascending";
-      for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
-      head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const rows = [...body.rows].sort((a, b) => compare(key(a, column), key(b, column)));
-      body.append(...(down ? rows.reverse() : rows));
-    };
-    head.addEventListener("click", sort);
-    head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
-  });
-  table.closest("section").querySelector("[data-filter]").addEventListener("input", (event) => {
-    const words = event.target.value.toLowerCase().split(/\s+/);
-    for (const row of body.rows) {
-      const text = row.textContent.toLowerCase();
-      row.hidden = !words.every((word) => text.includes(word));
-    }
+// What is chosen and what is filtered stands in the address: #m=16&block=64&q=bsr&sort=-speed-up.
+// A plain fragment (#cases, #case-1a2b) is a place on the page, and opens what folds it.
+const state = () => new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
+const remember = (changes) => {
+  const now = state();
+  for (const [name, value] of Object.entries(changes)) value ? now.set(name, value) : now.delete(name);
+  history.replaceState(null, "", now.size ? `#${now}` : location.pathname + location.search);
+};
+
+// The first screen: show the view that fits the selectors best, and say so if none fits.
+const choose = document.querySelector(".choose");
+const views = [...document.querySelectorAll(".view")];
+const choices = views.map((view) => JSON.parse(view.dataset.choice));
+const show = (wanted, changed) => {
+  const fit = (choice) =>
+    Object.entries(wanted).filter(([name, value]) => choice[name] === value).length +
+    (changed && choice[changed] === wanted[changed] ? 100 : 0);
+  const scores = choices.map(fit);
+  const best = scores.indexOf(Math.max(...scores));
+  views.forEach((view, i) => (view.hidden = i !== best));
+  for (const [name, value] of Object.entries(choices[best])) if (choose.elements[name]) choose.elements[name].value = value;
+  const missed = Object.entries(wanted).filter(([name, value]) => choices[best][name] !== value && (!changed || name === changed));
+  const said = missed.map(([name, value]) => `${name} ${value}`).join(", ");
+  choose.querySelector("output").textContent = said ? `Nothing was measured at ${said}; shown is the nearest choice.` : "";
+  return choices[best];
+};
+if (choose) {
+  choose.addEventListener("submit", (event) => event.preventDefault());
+  choose.addEventListener("change", (event) => {
+    const wanted = Object.fromEntries(new FormData(choose));
+    remember(show(wanted, event.target.name));
   });
 }
+const restore = () => {
+  const known = new Set(choices.flatMap((choice) => Object.keys(choice)));
+  const wanted = [...state()].filter(([name]) => known.has(name));
+  if (choose && wanted.length) show(Object.fromEntries(wanted));
+};
+
+// A link to a place opens what folds it.
+const open = () => {
+  restore();
+  const place = location.hash.includes("=") ? null : document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!place) return;
+  for (let at = place; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
+  for (const own of place.querySelectorAll(":scope > details")) own.open = true;
+  place.scrollIntoView({ block: place.tagName === "TR" ? "center" : "start" });
+};
+addEventListener("hashchange", open);
+
+// The value of the nearest marker, at the pointer.
+const tip = document.body.appendChild(Object.assign(document.createElement("div"), { id: "tip", hidden: true }));
+document.addEventListener("pointermove", (event) => {
+  const svg = event.target.closest?.("svg");
+  let best = null, least = 22;
+  for (const mark of svg ? svg.querySelectorAll("use:has(title)") : []) {
+    if (!mark.checkVisibility()) continue;
+    const box = mark.getBoundingClientRect();
+    const far = Math.hypot(event.clientX - box.x - box.width / 2, event.clientY - box.y - box.height / 2);
+    if (far < least) [best, least] = [mark, far];
+  }
+  tip.hidden = !best;
+  if (!best) return;
+  tip.textContent = best.textContent;
+  tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${event.clientY + 14}px`;
+});
+
+// Every contender of a figure, on demand.
+for (const box of document.querySelectorAll("[data-every]")) {
+  const section = box.closest("section");
+  box.addEventListener("change", () => section.classList.toggle("every", box.checked));
+}
+
+// What scrolls can be reached and scrolled from the keyboard; what is folded is printed.
+const reachable = () => {
+  for (const box of document.querySelectorAll(".scroll")) {
+    if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) {
+      box.tabIndex = 0;
+      box.setAttribute("role", "region");
+      box.setAttribute("aria-label", box.closest("section")?.querySelector("h2")?.textContent ?? "a table");
+    }
+  }
+};
+document.addEventListener("toggle", reachable, true);
+addEventListener("resize", reachable);
+const folded = () => document.querySelectorAll("details:not([open])");
+let closed = [];
+addEventListener("beforeprint", () => (closed = [...folded()]).forEach((each) => (each.open = true)));
+addEventListener("afterprint", () => closed.forEach((each) => (each.open = false)));
+
+// The table of every case: sort by a head, find words, filter a column; all of it in the address.
+const number = (text) => parseFloat(text.replaceAll(",", "").replace("–", ""));
+const fits = (wanted, text, numeric) => {
+  const span = wanted.match(/^(-?[\d.]+)\.\.(-?[\d.]+)$/), limit = wanted.match(/^([<>]=?)\s*(-?[\d.]+)$/);
+  const value = number(text);
+  if (span) return value >= +span[1] && value <= +span[2];
+  if (limit) return { "<": value < +limit[2], ">": value > +limit[2], "<=": value <= +limit[2], ">=": value >= +limit[2] }[limit[1]];
+  if (numeric && wanted !== "" && !Number.isNaN(+wanted)) return value === +wanted;
+  return text.toLowerCase().includes(wanted.toLowerCase());
+};
+for (const table of document.querySelectorAll("table.sortable")) {
+  const form = table.closest("section").querySelector("form.filter"), find = form.elements.q;
+  const body = table.tBodies[0], rows = [...body.rows], heads = [...table.tHead.rows[0].cells];
+  const names = heads.map((head) => head.textContent), numeric = heads.map((head) => head.className === "num");
+  const texts = rows.map((row) => [...row.cells].map((cell) => cell.textContent));
+  const same = form.dataset.same.split(" ");
+  const column = (name) => {
+    const exact = names.findIndex((own) => own.toLowerCase() === name.toLowerCase());
+    return exact >= 0 ? exact : names.findIndex((own) => own.toLowerCase().startsWith(name.toLowerCase()));
+  };
+  const line = table.tHead.insertRow();
+  const boxes = names.map((name, i) => {
+    const box = line.insertCell().appendChild(document.createElement("input"));
+    Object.assign(box, { type: "search", name: `f.${name}`, size: 6 });
+    box.setAttribute("aria-label", `filter ${name}`);
+    box.setAttribute("form", (form.id ||= "filter"));
+    return box;
+  });
+  const word = (cells, wanted) => {
+    const [, name, rest] = wanted.match(/^([^:]+):(.+)$/) ?? [];
+    if (name && column(name) >= 0) return fits(rest, cells[column(name)], numeric[column(name)]);
+    if (!Number.isNaN(+wanted)) return same.includes(wanted) || cells.some((cell) => cell.replaceAll(",", "") === wanted);
+    return cells.some((cell) => cell.toLowerCase().includes(wanted.toLowerCase())) || same.some((own) => own.toLowerCase() === wanted.toLowerCase());
+  };
+  const filter = () => {
+    const words = find.value.split(/\s+/).filter(Boolean);
+    const asked = boxes.map((box, i) => [box.value.trim(), i]).filter(([wanted]) => wanted);
+    let count = 0;
+    rows.forEach((row, i) => {
+      const shown = words.every((each) => word(texts[i], each)) && asked.every(([wanted, j]) => fits(wanted, texts[i][j], numeric[j]));
+      row.hidden = !shown;
+      count += shown;
+    });
+    form.querySelector("output").textContent = count ? `${count} of ${rows.length}` : `0 of ${rows.length}: no case fits; remove a word or a filter.`;
+  };
+  const sort = (index, down) => {
+    heads.forEach((head, i) => (i === index ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort")));
+    const keys = texts.map((cells) => (numeric[index] ? number(cells[index]) : cells[index]));
+    const missing = (key) => Number.isNaN(key) || key === "–";
+    const compare = (a, b) => {
+      if (missing(keys[a]) || missing(keys[b])) return missing(keys[a]) - missing(keys[b]);
+      const order = numeric[index] ? keys[a] - keys[b] : keys[a].localeCompare(keys[b], "en", { numeric: true });
+      return down ? -order : order;
+    };
+    body.append(...rows.map((_, i) => i).sort(compare).map((i) => rows[i]));
+  };
+  heads.forEach((head, index) => {
+    const button = document.createElement("button");
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      sort(index, down);
+      remember({ sort: (down ? "-" : "") + names[index] });
+    });
+  });
+  const changed = () => {
+    filter();
+    remember({ q: find.value, ...Object.fromEntries(boxes.map((box) => [box.name, box.value])) });
+  };
+  for (const box of [find, ...boxes]) box.addEventListener("input", changed);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(changed));
+  const recall = () => {
+    const now = state(), sorted = now.get("sort");
+    for (const box of [find, ...boxes]) box.value = now.get(box.name) ?? "";
+    if (sorted) sort(column(sorted.replace(/^-/, "")), sorted.startsWith("-"));
+    if (sorted || now.has("q") || boxes.some((box) => box.value)) table.closest("details").open = true;
+    filter();
+  };
+  addEventListener("hashchange", recall);
+  recall();
+}
+
+reachable();
+open();

@@ -113,30 +113,31 @@ def section(name: str, text: str) -> str:
 
 def test_an_unreliable_run_is_stamped_above_everything_else() -> None:
     text = page(twin=1.03)
-    stamp = text.index(
-        '<p class="stamp" role="alert"><b>Unreliable</b>This run is unreliable: 3 of'
-    )
-    assert text.index("<h1>") < stamp < text.index("<dl>")
-    assert 'class="stamp"' not in page()
+    why = text.index('<p class="why unreliable">This run is unreliable: 3 of')
+    assert text.index(">UNRELIABLE</span>") < text.index("<h1>") < why < text.index("<main>")
+    assert "UNRELIABLE" not in page()
     assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page()
+    assert ">VERDICT</span>" in page()
 
 
 def test_a_look_says_once_that_it_is_one() -> None:
     text = page(processes=5)
-    assert text.count("A look, no verdict: 5 processes; a verdict takes 6 or more.") == 1
+    assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
     assert '<p class="quiet">Whether this run is reliable is unknown' in text
-    assert "A look" not in page()
-    assert "A look, no verdict: 1 process;" in page(processes=1)
+    assert "LOOK" not in page()
+    assert '<p class="why look">1 process: a look' in page(processes=1)
 
 
-def test_a_headline_is_of_a_case_whose_outcome_is_faster() -> None:
+def test_the_answer_is_the_largest_speed_up_and_says_where_it_is_not_settled() -> None:
     said = re.findall("<li>(.*?)</li>", section("answer", page()))
-    assert len(said) == 1
-    assert "<b>2.00×</b> [1.99–2.01] over dense/cublas with <b>bsr/fast</b>" in said[0]
+    assert said[0] == "<b>BSR beats dense:</b> every block, already at 80 %."
+    assert "bsr in blocks" not in said[1]
+    assert re.search(r"<b>At 80 %:</b> .*faster_perhaps .*not settled", said[1])
+    assert 'class="cell undecided"' in section("answer", page())
 
 
 def test_the_largest_speed_up_stands_in_the_table_with_its_outcome() -> None:
-    table = section("answer", page())
+    table = section("winners", page())
     assert "<b>bsr/faster_perhaps</b>" in table
     assert re.search(r"inconclusive \(\+\d+ would decide\)", table)
 
@@ -150,7 +151,7 @@ def test_intervals_are_named_for_what_they_are() -> None:
 
 def test_the_noise_floor_is_said_and_drawn_by_class() -> None:
     said = "Noise floor: compute 0.5 %, launch 0.5 %, memory 0.5 %"
-    assert said in section("answer", page())
+    assert said in section("winners", page())
     drawn = section("noise", page())
     assert re.findall("<h3>(.*?)</h3>", drawn) == ["compute", "launch", "memory"]
     assert drawn.count("called different: 0 of 1") == 3
@@ -196,7 +197,7 @@ def test_in_a_look_hollow_means_that_the_interval_holds_one() -> None:
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
     kinds = ("op", "hot"), ("op", "cold"), ("kernel", "hot"), ("kernel", "cold")
     text = page(kinds=kinds)
-    for name in ("answer", "speedup", "blocks", "times"):
+    for name in ("winners", "speedup", "blocks", "times"):
         first, *rest = section(name, text).split("<details><summary>kernel time · hot cache")
         assert "kernel time · cold cache" in first, name
         assert "as called from Python" not in first, name
@@ -232,6 +233,15 @@ def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in drawn
     assert "a launch 4.50 µs; L2 cache 64.0 MiB" in drawn
     assert '<td class="text">bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
+
+
+def test_a_raised_ceiling_is_told() -> None:
+    of = run()
+    above = replace(of.reference[2], raises=1.05)  # dense against dense, bound by memory
+    drawn = section("ceilings", build(replace(of, reference=[above, *of.reference])))
+    said = "Read raised from 4100 to 4305 GB/s by cublas (m 2, n 4096, k 4096, bf16, cold, replica"
+    assert said in drawn
+    assert "raised" not in section("ceilings", page())
 
 
 def test_a_run_without_ceilings_and_bounds_shows_none() -> None:
@@ -287,7 +297,7 @@ def test_a_run_of_the_older_schema_has_its_page() -> None:
     ]
     environment = {k: v for k, v in whole.environment.items() if k != "ceilings"}
     text = build(replace(whole, rows=rows, reference=[], environment=environment))
-    assert "A look, no verdict: 3 processes" in text
+    assert "3 processes: a look, no verdict" in text
     assert "The run has no A/A pair" in text
     assert '<section id="noise">' not in text
     assert '<section id="ceilings">' not in text
@@ -295,7 +305,7 @@ def test_a_run_of_the_older_schema_has_its_page() -> None:
 
 def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
     text = build(replace(run(), rows=[]))
-    assert "No case of this run is ok: there is no answer." in text
+    assert "No case of this run has a time: there is no answer." in text
     assert "called different: 0 of 1" in section("noise", text)
 
 

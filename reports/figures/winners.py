@@ -1,0 +1,87 @@
+"""A table of the fastest contender at every shape and level, dense ones included, and its lead."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import (
+    NOTHING,
+    Frames,
+    each_measure,
+    named,
+    panels,
+    swept,
+)
+from sparsebench.reports.figures._html import note, table, without_dashes
+from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
+from sparsebench.results.summary import winners
+from sparsebench.results.words import percent, plain, significant, three, times
+
+TITLE = "The fastest at every shape and level"
+ORDER = 15
+
+HEADS = ["problem", "at", "fastest", "weights", ">speed-up", ">interval", "outcome"]
+HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
+WEIGHTS = ["pattern", "block"]
+READ = (
+    "Speed-ups are over the baseline of the suite. "
+    "Above launch: the speed-up when the time of an almost empty op is taken from both times; for "
+    "ops below 20 µs. The best case was chosen by the numbers shown here: confirm it in a run of "
+    "its own (sparsebench confirm)."
+)
+
+
+def draw(frames: Frames) -> Markup:
+    """List the winner of each shape at each level."""
+    raced = frames.raced
+    if raced.empty:
+        return NOTHING
+    return (
+        note(Markup("<b>{}</b>. {}").format(frames.device, intervals(raced)))
+        + each_measure(raced, _listed)
+        + note(f"Clearly faster: {meaning(raced)[0]}. {READ}")
+        + note(frames.noise.sentence)
+    )
+
+
+def _listed(cases: pd.DataFrame) -> Markup:
+    x = swept(cases)
+    same, groups = panels(cases, x, together=WEIGHTS)
+    best = [(title or same, _best(winners(group), x)) for title, group in groups]
+    lines = [_line(title, line, x) for title, group in best for _, line in group.iterrows()]
+    return note(same) + table(*without_dashes(HEADS, lines))
+
+
+def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
+    """Keep the largest speed-up at each x, among the clearly faster ones if there are any.
+
+    The choice is also among blocks, which are different matrices and not contenders.
+    """
+    gain, haste = cells.speedup.fillna(0), -cells.median_us
+    ranked = cells.assign(at=cells[x].round(4), gain=gain, haste=haste)
+    ranked = ranked.sort_values(["at", "clear", "gain", "haste"], kind="stable")
+    return ranked.drop_duplicates("at", keep="last")
+
+
+def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
+    return [
+        title,
+        percent(line.level) if x == "level" else f"{x} {plain(line[x])}",
+        Markup("<b>{}</b>").format(line.ran),
+        named(line, WEIGHTS) or "–",
+        times(line.speedup),
+        _interval(line),
+        outcome(line),
+        above_floor(line),
+        significant(line.median_us),
+        "–" if pd.isna(line.runner_up) else line.runner_up,
+        "tie" if line.tied else times(line.lead),
+    ]
+
+
+def _interval(line: "pd.Series[Any]") -> str:
+    if np.isnan(line.speedup):
+        return "–"
+    return f"[{three(line.speedup_low)}–{three(line.speedup_high)}]"

@@ -1,0 +1,134 @@
+"""Who wins each contest: the best of ours, the best peer and the best dense contender.
+
+    cases ─> raced     cases with a time; each is against the fastest dense one of its contest
+          ─> contests  a line a contest, with columns best_*, ours_*, peer_* and dense_*
+
+    gain      time of the fastest dense contender / time of the case, process by process. It is
+              `speedup` where the baseline is that contender
+    settled   the interval of `gain` is beyond the noise floor, and the verdict says so too
+
+A portfolio that chose a dense kernel is a dense contender. Sparse activations have dense weights:
+their kernels are sparse by their family.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.results.families import OURS, family
+from sparsebench.results.frame import fields
+from sparsebench.results.record import Status
+from sparsebench.results.statistics import FEWEST, Outcome, hodges_lehmann
+from sparsebench.results.summary import CONTEST, chose_dense
+
+SIDES = ("best", "ours", "peer", "dense")
+SAID = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "settled"]
+SAID += ["median_us", "outcome", "case_id"]
+DECIDED = (Outcome.FASTER, Outcome.SLOWER)
+
+
+def raced(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the cases of a summary that have a time, without twins, with more columns.
+
+    side   ours, peer or dense              gain   over the fastest dense contender, with low, high
+    kind   the format, or `activations`     tile   the block that the format stores
+    name   of the kernel with its options   settled
+    """
+    found = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)].copy()
+    found = found[found.median_us.notna()]
+    if found.empty:
+        return found
+    families = found.kernel.map(family)
+    active = (families == "sparse_activations") & (found.format == "dense")
+    dense = ((found.format == "dense") & ~active) | chose_dense(found)
+    sides = np.select([dense, families.isin(OURS)], ["dense", "ours"], "peer")
+    found = found.assign(
+        side=sides,
+        kind=found.format.mask(active, "activations"),
+        name=_names(found),
+        tile=_tiles(found),
+    )
+    return _against_dense(found)
+
+
+def contests(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return a line a contest: its fields, and the columns SAID of each of SIDES.
+
+    `best` is the fastest sparse case, ours or a peer's. NaN stands where a side has no case.
+    """
+    found = raced(cases).assign(haste=lambda table: -table.median_us)
+    found = found.sort_values(["gain", "haste"], ascending=False, kind="stable", na_position="last")
+    places = ["op", *(n for n in fields(cases) if n != "sparsity"), "source"]
+    lines = found.groupby(CONTEST, sort=False)[[*places, "level"]].first()
+    sides = {side: found[found.side == side] for side in ("ours", "peer")}
+    sides |= {"best": found[found.side != "dense"], "dense": found[found.side == "dense"]}
+    for side in SIDES:
+        first = sides[side].groupby(CONTEST, sort=False)[SAID].head(1).index
+        own = sides[side].loc[first].set_index(CONTEST)[SAID].add_prefix(f"{side}_")
+        lines = lines.join(own)
+    return lines.reset_index()
+
+
+def _names(cases: pd.DataFrame) -> pd.Series:
+    """Return kernels with their options; of a portfolio that chose a dense kernel, that kernel."""
+    own = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
+    chosen = cases.chosen.astype(str).str.partition("dense, ")[2]
+    return own.where(~chose_dense(cases), chosen)
+
+
+def _tiles(cases: pd.DataFrame) -> pd.Series:
+    """Return the block that a format stores: its own parameter, else the problem's."""
+    own = cases.params.astype(str).str.extract(r"(?:^| )block=(\S+)")[0]
+    blocks = own.fillna(cases.block.astype(str)).replace({"nan": "", "<NA>": "", "None": ""})
+    return blocks.where(cases.format == "bsr", "")
+
+
+def _against_dense(cases: pd.DataFrame) -> pd.DataFrame:
+    """Add gain, low, high and settled: each case over the fastest dense one of its contest."""
+    dense = cases[cases.side == "dense"]
+    dense = dense.assign(rank=dense.speedup.fillna(0), haste=-dense.median_us)
+    dense = dense.sort_values(["rank", "haste"], ascending=False, kind="stable")
+    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(dense.to_dict("records"))}
+    lines = [
+        _over(line, fastest.get(tuple(line[name] for name in CONTEST)))
+        for line in cases.to_dict("records")
+    ]
+    table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "settled"])
+    return cases.assign(**{str(name): column for name, column in table.items()})
+
+
+def _over(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, float, float, bool]:
+    if base is None:
+        return np.nan, np.nan, np.nan, False
+    if line["label"] == base["label"]:
+        return 1.0, 1.0, 1.0, False
+    floor = 0.0 if pd.isna(line["floor"]) else line["floor"]
+    if base["label"] == line["baseline_label"]:
+        gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
+        if line["outcome"] in list(Outcome):
+            return gain, low, high, line["outcome"] in DECIDED
+    else:
+        gain, low, high = _ratio(line, base)
+    return gain, low, high, bool(low > 1 + floor or high < 1 / (1 + floor))
+
+
+def _ratio(line: dict[Any, Any], base: dict[Any, Any]) -> tuple[float, float, float]:
+    """Return the ratio of two cases of a contest, process by process, and its interval."""
+    pair = [case["speedups"] for case in (line, base)]
+    known = all(isinstance(each, tuple) for each in pair) and len(pair[0]) == len(pair[1])
+    if not known or np.isnan(pair).any():
+        return base["median_us"] / line["median_us"], np.nan, np.nan
+    logs = np.subtract(*np.log(pair))
+    if logs.size >= FEWEST:
+        found = hodges_lehmann(logs)
+        return _exp(found.estimate, found.low, found.high)
+    if logs.size > 1:
+        return _exp(logs.mean(), logs.min(), logs.max())
+    ends = line["speedup_low"] / base["speedup_high"], line["speedup_high"] / base["speedup_low"]
+    return float(np.exp(logs[0])), *ends
+
+
+def _exp(*logs: Any) -> tuple[float, float, float]:
+    estimate, low, high = np.exp(logs).tolist()
+    return estimate, low, high

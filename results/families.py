@@ -1,0 +1,24 @@
+"""Whose a kernel is, by the folder of its file: kernels/FAMILY/NAME.py.
+
+ours     bsr, spense, sparse_activations
+dense    dense: cuBLAS, torch.compile and the like
+peers    peers, every other package's, and names that no file has any more
+"""
+
+from functools import cache
+
+from sparsebench._discovery import modules
+
+OURS = {"bsr", "spense", "sparse_activations"}
+
+
+@cache
+def family(kernel: str) -> str:
+    """Return the folder of a kernel in this project; "peers" for any other."""
+    parts = modules("kernels").get(kernel, kernel).split(".")
+    return parts[2] if parts[:2] == ["sparsebench", "kernels"] else "peers"
+
+
+def ours() -> list[str]:
+    """Name our kernels."""
+    return [name for name in modules("kernels") if family(name) in OURS]

@@ -1,0 +1,194 @@
+"""What can be asked of a run: each choice of its fields, and the cells that answer it.
+
+    contests ─> asked   one line a contest, with its fields: m, shape (n × k), dtype, block
+             ─> views   every choice; the first is shown first
+
+                          x: level (or m, or shape)
+    fixed: bf16        ┌──────┬──────┐
+    n × k 4096 × 4096  │ cell │ cell │  y: block, m or shape
+                       └──────┴──────┘
+
+A cell is one contest. Of several (files, seeds) it is the one with the median gain. Where blocks
+are no rows and none is chosen, it is that of the block that gains most.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.results.contests import contests, raced
+from sparsebench.results.summary import CONTEST
+from sparsebench.results.words import plain
+
+ACROSS = ("level", "m", "shape", "block")  # x is the first of them that is swept
+ROWS = ("block", "m", "shape")  # y is the one with most values
+ANY = "any"
+MOST = 120  # views of a page; the last ones, by shape, are left out
+COLUMNS = 12  # more levels than these are rounded to whole per cents
+
+
+@dataclass(frozen=True)
+class View:
+    """One choice of the fields, and its cells.
+
+    choice   what is chosen, as text by field: every field that varies; "all" for the rows
+    x, y     the fields along and down; y is "" where there is one row
+    cells    a line a cell: the columns of `contests`, `x`, `y`, `count` (contests in the cell)
+    formats  a line a cell and format: kind, gain, low, high, settled
+    units    what a level is a fraction of, where it is not of the weights
+    """
+
+    choice: dict[str, str]
+    x: str
+    y: str
+    cells: pd.DataFrame
+    formats: pd.DataFrame
+    units: str = ""
+
+
+def views(cases: pd.DataFrame) -> list[View]:
+    """Return every choice of a summary's fields; none if no case has a time."""
+    if raced(cases).empty:
+        return []
+    lines = contests(cases)
+    found = asked(lines)
+    x, names = across(found), _selectors(found)
+    by_format, units = _formats(cases), " of units off" if _of_units(lines) else ""
+    ways = [
+        View(
+            choice,
+            x,
+            y,
+            _cells(chosen, x, y, ["best_gain"]),
+            _by_kind(chosen, by_format, x, y),
+            units,
+        )
+        for choice, y, chosen in _choices(found, x, [name for name in names if name != x])
+    ]
+    return sorted(ways, key=_place)[:MOST]
+
+
+def asked(found: pd.DataFrame) -> pd.DataFrame:
+    """Add `shape`; where weights have one sparsity, the level is the fraction of units off."""
+    level = found.level
+    if _of_units(found):
+        level = level.mask(found.active.notna(), 1 - found.active / found.n.astype("float64"))
+    digits = 2 if level.round(3).nunique() > COLUMNS else 4
+    sizes = zip(found.n, found.k, strict=True)
+    shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]
+    return found.assign(shape=shape, level=level.round(digits))
+
+
+def _of_units(found: pd.DataFrame) -> bool:
+    weights = found.level.where(found.level.notna(), 0).round(3)
+    return "active" in found and found.active.notna().any() and weights.nunique() < 2
+
+
+def across(found: pd.DataFrame) -> str:
+    """Name the field along x: the first of ACROSS that varies while every other one stays."""
+    names = _fields(found)
+    for name in ACROSS:
+        others = [n for n in names if n not in (name, "block")]
+        counts = found.groupby(others, dropna=False)[name].nunique() if others else [0]
+        if max(counts, default=0) > 1:
+            return name
+    return "level" if found.level.notna().any() else "m"
+
+
+def ordered(values: "pd.Series[Any]") -> list[Any]:
+    """Return distinct values: numbers and sizes by size, other text by name."""
+    return sorted(values.dropna().unique(), key=_size)
+
+
+def _fields(found: pd.DataFrame) -> list[str]:
+    """Name the fields that were asked for, as readers choose them."""
+    sizes = ("n", "k", "active", "source", "level", "problem_id", "shape", "m", "block", "op")
+    own = [str(name) for name in found.columns if "_" not in str(name)]
+    return ["op", "m", "shape", *(name for name in own if name not in sizes), "block"]
+
+
+def _selectors(found: pd.DataFrame) -> list[str]:
+    """Name the fields that vary, less those that the shape decides."""
+    names = [n for n in _fields(found) if found[n].nunique(dropna=False) > 1]
+    per_shape = found.groupby("shape", dropna=False)[names].nunique(dropna=False).max()
+    free = found["shape"].nunique() == 1
+    return [n for n in names if free or n in ("op", "m", "shape", "block") or per_shape[n] > 1]
+
+
+def _choices(
+    found: pd.DataFrame, x: str, names: list[str]
+) -> Iterator[tuple[dict[str, str], str, pd.DataFrame]]:
+    """Yield each choice, its rows and its contests."""
+    given = [name for name in names if name not in ROWS]
+    groups = found.groupby(given, sort=False, dropna=False) if given else [((), found)]
+    for key, group in groups:
+        values = dict(zip(given, map(plain, key), strict=True))
+        rows = [n for n in names if n in ROWS and group[n].nunique() > 1]
+        for y in sorted(rows, key=lambda n: -group[n].nunique()) or [""]:
+            rest = [name for name in names if name in ROWS and name != y]
+            for picked in product(*(_options(group, name) for name in rest)):
+                chosen = group
+                for name, value in zip(rest, picked, strict=True):
+                    chosen = chosen if value == ANY else chosen[chosen[name].map(plain) == value]
+                if chosen.empty or (y and chosen[y].nunique() < 2):
+                    continue
+                own = {n: "all" if n == y else dict(zip(rest, picked, strict=True)).get(n, "")
+                       for n in names if n in ROWS}  # fmt: skip
+                yield {n: {**values, **own}[n] for n in names}, y, chosen
+
+
+def _options(group: pd.DataFrame, name: str) -> list[str]:
+    """Return the values of a field; a block may be any: it is a choice of the user's."""
+    found = [plain(value) for value in ordered(group[name])]
+    return [ANY, *found] if name == "block" and len(found) > 1 else found
+
+
+def _cells(found: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFrame:
+    """Return a line a cell: the median one of equal blocks, and of all blocks the best."""
+    gain = found[gains[0]]
+    table = found.assign(x=found[x], y=found[y] if y else "", gain_=gain, known_=gain.notna())
+    table = table.sort_values(["known_", "gain_"], kind="stable", na_position="first")
+    place = ["x", "y", *(name for name in gains[1:])]
+    groups = table[table.x.notna()].groupby([*place, "block"], sort=False, dropna=False)
+    counts, ranks = groups.x.transform("size"), groups.cumcount()
+    middle = table.loc[counts.index][ranks == (counts - 1) // 2].assign(count=counts)
+    best = middle.groupby(place, sort=False, dropna=False).tail(1)
+    return best.drop(columns=["gain_", "known_"]).reset_index(drop=True)
+
+
+def _formats(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return a line a contest and sparse format: the best case of that format."""
+    found = raced(cases)
+    found = found[(found.side != "dense") & found.gain.notna()]
+    best = found.sort_values("gain", ascending=False, kind="stable")
+    return best.drop_duplicates([*CONTEST, "kind"])[
+        [*CONTEST, "kind", "gain", "low", "high", "settled"]
+    ]
+
+
+def _by_kind(chosen: pd.DataFrame, formats: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    places = [*CONTEST, *dict.fromkeys(name for name in (x, y, "block") if name)]
+    return _cells(chosen[places].merge(formats, on=CONTEST), x, y, ["gain", "kind"])
+
+
+def _place(view: View) -> tuple[bool, bool, bool, int, bool]:
+    """Sort views: the forward product, kernel time with a cold cache, most cells, bf16."""
+    choice, names = view.choice, ("op", "scope", "cache", "dtype")
+    op, scope, cache, dtype = (choice.get(name, "") for name in names)
+    others = op not in ("", "linear"), scope not in ("", "kernel"), cache not in ("", "cold")
+    return *others, -len(view.cells), dtype not in ("", "bf16")
+
+
+def _size(value: Any) -> tuple[float, float, str]:
+    """Sort numbers by size, `16x32` and `4096 × 64` by area, other text by name after them."""
+    if not isinstance(value, str):
+        return 0, float(value), ""
+    parts = value.replace("×", "x").replace(" ", "").split("x")
+    if all(part.isdigit() for part in parts):
+        sizes = [float(part) for part in parts]
+        return 0, float(np.prod(sizes * (2 if len(sizes) == 1 else 1))), value
+    return 1, 0, value

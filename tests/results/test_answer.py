@@ -1,0 +1,146 @@
+"""results/answer.py: who wins, from which sparsity on, by how much, in sentences."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sparsebench.results.analysis import Analysis, analyse
+from sparsebench.results.answer import Badge, badges, break_evens, sentences, where
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.store import Run
+from sparsebench.results.views import View, views
+
+DENSE = Contender("dense", "cublas", baseline=True)
+OURS, PEER = Contender("bsr", "bsr_wgmma"), Contender("bsr", "torch_bsr")
+WOBBLE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
+PLACE: dict[str, Any] = {"m": 16, "n": 4096, "k": 4096, "dtype": "bf16", "pattern": "blocks"}
+
+
+def rows(processes: int, us: list[tuple[Contender, float]], **fields: Any) -> list[Row]:
+    problem = Problem("linear", PLACE | {"sparsity": 0.9, "block": 64} | fields)
+    return [
+        Row(Case(problem, contender), Status.OK, p, samples_us=(time * np.exp(own),))
+        for p, d in enumerate(WOBBLE[:processes])
+        for contender, time in us
+        for own in [0.0 if contender == DENSE else d]
+    ]
+
+
+def analysed(found: list[Row]) -> Analysis:
+    return analyse(Run(Path("one"), {}, "", {}, {"status": "finished"}, found))
+
+
+def view(found: list[Row]) -> View:
+    return views(analysed(found).cases)[0]
+
+
+def swept(ratios: dict[float, float], processes: int = 8, **fields: Any) -> list[Row]:
+    """Return a run in which ours is so many times as fast as dense at each level."""
+    return [
+        row
+        for level, ratio in ratios.items()
+        for row in rows(
+            processes, [(DENSE, 100.0), (OURS, 100.0 / ratio)], sparsity=level, **fields
+        )
+    ]
+
+
+def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
+    found = swept({0.5: 0.8}) + rows(8, [(DENSE, 100.0), (OURS, 20.0), (PEER, 50.0)])
+    said = sentences(view(found))
+    assert said[1] == "At 50 %: dense wins, cublas, 100 µs; nearest BSR in blocks of 64, " + (
+        "bsr_wgmma, 0.800× [0.798, 0.802]."
+    )
+    assert said[2] == "At 90 %: BSR in blocks of 64, bsr_wgmma, 5.00× [4.99, 5.02], 20.0 µs; " + (
+        "best peer torch_bsr 2.00×."
+    )
+    assert where(view(found)).endswith("blocks of 64 · against dense (cublas, 100 µs)")
+
+
+def test_a_break_even_is_interpolated_in_the_density() -> None:
+    (even,) = break_evens(view(swept({0.5: 0.5, 0.75: 1.0001, 0.875: 2.0})))
+    assert even.level == pytest.approx(0.75, abs=1e-3)
+    (even,) = break_evens(view(swept({0.5: 2**-0.5, 0.75: 2**0.5})))
+    assert even.level == pytest.approx(1 - 0.5 * 2**-0.5)
+    assert even.low < even.level < even.high
+    assert even.settled
+    assert sentences(view(swept({0.5: 2**-0.5, 0.75: 2**0.5})))[0] == "BSR beats dense from 65 %."
+
+
+def test_a_break_even_beside_an_undecided_level_is_not_settled() -> None:
+    found = view(swept({0.5: 0.9995, 0.75: 1.5}))
+    assert not break_evens(found)[0].settled
+    assert "from about 50 % (not settled" in sentences(found)[0]
+
+
+def test_nothing_that_beats_dense_is_the_sentence() -> None:
+    (said,) = sentences(view(swept({0.5: 0.5, 0.9: 0.8})))
+    assert said.startswith("Nothing beats dense (cublas) at any measured point. The nearest is BSR")
+    assert "0.800×" in said
+
+
+def test_rows_of_one_kind_are_said_together() -> None:
+    found = [
+        row
+        for block, gain in ((16, 0.5), (32, 1.2), (64, 1.4))
+        for row in swept({0.5: gain, 0.9: 4 * gain}, block=block)
+    ]
+    assert sentences(view(found))[0] == (
+        "BSR beats dense: blocks of 16 from 78 %; blocks of 32 and 64 already at 50 %."
+    )
+
+
+def test_gains_are_over_the_fastest_dense_contender_and_no_win_of_a_portfolio_s_dense_choice() -> (
+    None
+):
+    portfolio = Contender("dense", "ffn_sparse", options={"way": "best"})
+    compiled = Contender("dense", "torch_compile")
+    found = rows(8, [(DENSE, 100.0), (compiled, 80.0), (portfolio, 79.0), (OURS, 40.0)])
+    found = [
+        replace(row, choice={"way": "dense", "by": "ffn_dense_triton", "dense": {}})
+        if row.case.contender == portfolio
+        else row
+        for row in found
+    ]
+    cells = view(found).cells
+    assert cells.best_kernel.tolist() == ["bsr_wgmma"]
+    assert cells.dense_name.tolist() == ["ffn_dense_triton"]
+    assert cells.best_gain.iloc[0] == pytest.approx(79 / 40, rel=0.01)
+
+
+def test_m_is_chosen_or_along_the_rows() -> None:
+    found = [
+        row
+        for m in (16, 64, 4096)
+        for block in (32, 64)
+        for row in swept({0.5: 0.7, 0.9: 3.0}, m=m, block=block)
+    ]
+    ways = views(analysed(found).cases)
+    assert (ways[0].x, ways[0].y) == ("level", "m")
+    chosen = {tuple(way.choice.items()) for way in ways}
+    assert (("m", "16"), ("block", "all")) in chosen
+    assert (("m", "all"), ("block", "any")) in chosen
+    assert (("m", "all"), ("block", "32")) in chosen
+
+
+def test_badges_say_what_a_run_can_say() -> None:
+    for processes, badge in ((8, Badge.VERDICT), (3, Badge.LOOK)):
+        found = analysed(rows(processes, [(DENSE, 100.0), (OURS, 50.0)]))
+        assert [word for word, _ in badges(found.cases, found.noise, {})] == [badge]
+    words = [word for word, _ in badges(found.cases, found.noise, {"sim": {"seed": 0}})]
+    assert words == [Badge.SIMULATED, Badge.LOOK]
+    none = analysed([])
+    assert [word for word, _ in badges(none.cases, none.noise, {})] == [Badge.EMPTY]
+    assert views(none.cases) == []
+
+
+def test_a_run_without_dense_times_or_sparse_ones_says_so() -> None:
+    only = view(rows(8, [(DENSE, 100.0)]))
+    assert sentences(only)[0].startswith("No sparse contender has a time here")
+    alone = view(rows(8, [(OURS, 100.0)]))
+    assert sentences(alone)[0].startswith("No dense contender has a time here")
+    assert isinstance(only.cells, pd.DataFrame)
