@@ -151,7 +151,8 @@ def _measured(row: Row) -> dict[str, Any]:
 def _default_us(candidates: Sequence[Mapping[str, Any]]) -> float | None:
     """Return what a search found of its default, its first candidate; None of no search."""
     first = candidates[0] if candidates else {}
-    return first.get("median_us", first.get("least_us"))
+    found: float | None = first.get("median_us", first.get("least_us"))
+    return found
 
 
 def _mark(telemetry: Mapping[str, float]) -> str:

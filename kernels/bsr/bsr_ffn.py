@@ -76,9 +76,9 @@ def _product(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> 
         raise Unsupported(f"{name}: {'; '.join(reasons)}")
     found = search(launches, x.device)
     best = launches[found.best]
-    between = found.told([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
-    own = told_of(f"{name}, {best.choice['kernel']}", best)
-    return replace(best, candidates=[*between, *own])
+    kernels = found.told([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
+    configurations = told_of(f"{name}, {best.choice['kernel']}", best)
+    return replace(best, candidates=[*kernels, *configurations])
 
 
 def _dense(launch: Launch) -> Tensor:

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
+from sparsebench.kernels._common.search import told_of
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import Launch, Operands, Output
 from sparsebench.kernels.dense.cublas import Product, fastest_way
@@ -57,7 +58,9 @@ def mlp(operands: Operands) -> Launch:
     hidden += [after[activation]] if activation in after else []
     in_turn(*hidden)()  # what the second product is timed on
     down = fastest_way(Product(h, wd.t(), y), pinned.get("down"))
-    return Launch(in_turn(*hidden, down), {"up": up.choice, "down": down.choice})
+    told = [*told_of("up", up), *told_of("down", down)]
+    choice = {"up": up.choice, "down": down.choice}
+    return Launch(in_turn(*hidden, down), choice, candidates=told)
 
 
 def ffn_step(operands: Operands) -> Launch:
@@ -79,11 +82,12 @@ def ffn_step(operands: Operands) -> Launch:
         "dwd": Product(h.t(), dy, dwd, weight=False),
     }
     launches: list[Callable[[], object]] = []
-    choice = {}
+    choice, told = {}, []
     for name, step in steps.items():
         if isinstance(step, Product):
             chosen = fastest_way(step, pinned.get(name))
             choice[name] = chosen.choice
+            told += told_of(name, chosen)
             launches.append(chosen)
         else:
             launches.append(step)
@@ -94,7 +98,7 @@ def ffn_step(operands: Operands) -> Launch:
             launch()
         return out
 
-    return Launch(run, choice, between.code)
+    return Launch(run, choice, between.code, told)
 
 
 LAYERS = {"mlp": mlp, "ffn_step": ffn_step}

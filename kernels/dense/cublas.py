@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import Search, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
@@ -209,8 +209,10 @@ def fastest_way(product: Product, pinned: Mapping[str, Any] | None = None) -> La
     calls = [_call(laid[way.weights], way, space) for way in ways]
     kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     kept = _right(kept, calls, ways)
-    way = ways[kept[fastest_product([calls[i] for i in kept], device)]]
-    return Launch(_call(laid[way.weights], way), _choice(way, product))
+    found = searched([calls[i] for i in kept], device)
+    way, choices = ways[kept[found.best]], [_choice(ways[i], product) for i in kept]
+    call = _call(laid[way.weights], way)
+    return Launch(call, choices[found.best], candidates=found.told(choices))
 
 
 def _right(
@@ -331,10 +333,15 @@ def _way_of(choice: Mapping[str, Any]) -> Way:
 
 def fastest_product(calls: Sequence[Callable[[], object]], device: torch.device) -> int:
     """Return the index of the fastest call; calls may choose a library (`preferred`)."""
+    return searched(calls, device).best
+
+
+def searched(calls: Sequence[Callable[[], object]], device: torch.device) -> Search:
+    """Time the calls; they may choose a library (`preferred`)."""
     with warnings.catch_warnings():
         # torch warns once in a process that the choice of a library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        return fastest(calls, device)
+        return search(calls, device)
 
 
 def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:

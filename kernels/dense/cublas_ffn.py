@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
+from sparsebench.kernels._common.search import told_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
@@ -52,6 +53,7 @@ def prepare(operands: Operands) -> Launch:
         in_turn(*first, gate_up, between, down),
         {**gate_up.choice, "down": down.choice},
         between.code,
+        [*gate_up.candidates, *told_of("down", down)],
     )
 
 
@@ -69,7 +71,8 @@ def _fastest_pair(
                     known = launches["gate"].choice  # up is such a product, too: no second search
                 launches[name] = cublas.fastest_way(product, known)
             choice = {name: launch.choice for name, launch in launches.items()}
-            pairs.append(Launch(in_turn(*launches.values()), choice))
+            told = [line for name, each in launches.items() for line in told_of(name, each)]
+            pairs.append(Launch(in_turn(*launches.values()), choice, candidates=told))
     return pairs[cublas.fastest_product(pairs, device)]
 
 

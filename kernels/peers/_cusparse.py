@@ -71,7 +71,8 @@ def prepare(w: Weight, operands: Operands) -> Launch:
     """Keep the fastest accepted layouts and algorithm. Raises Unsupported if none is accepted."""
 
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
-    pinned, lines = operands.pinned, []
+    pinned = operands.pinned
+    lines: list[dict[str, Any]] = []
     if pinned:
         settings = [tuple(pinned[name] for name in SETTING)]
     else:

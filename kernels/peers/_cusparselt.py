@@ -1,6 +1,6 @@
 """cuSPARSELt called directly: D[n, m] = W[n, k] @ B[k, m], W 2:4, with plans that are made once.
 
-    once    library ─> handle ─> descriptors of W, B, D ─> product ─> algorithm ─> plan, workspace
+    once    library ─> handle ─> descriptors of W, B, D ─> product ─> algorithm ─> plan
             W compressed, for all plans of its layout
     a call  cusparseLtMatmul, and nothing else: torch plans each call anew, for 0.3 ms and more
 
@@ -39,6 +39,7 @@ WHEELS = "nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12"
 OLDEST = 0, 8
 STRUCT_BYTES = 16384  # 512 in 0.8.0 and 0.10.0: room for any other
 ALIGNMENT = 16  # bytes: of structures, and of matrices
+MOST_WORKSPACE = 2**30  # bytes; parts of k of many tokens would want up to 7 GB
 
 # library_types.h, cusparse.h, cusparseLt.h
 TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
@@ -69,7 +70,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
 
 
 class CusparseLtError(Exception):
-    """A function of the library returned another status than success."""
+    """A function of the library returned another status than success, or wants too much room."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,8 @@ def compress(w: Tensor) -> Weight:
     """
     lt, handle, descriptor = library(), handle_on(w.device), opaque()
     order: Order = "rows" if w.is_contiguous() else "columns"
-    stride = w.shape[1] if order == "rows" else w.shape[0]
-    dense = Matrix(*w.shape, stride, order, w.dtype)
+    n, k = w.shape
+    dense = Matrix(n, k, k if order == "rows" else n, order, w.dtype)
     lt("StructuredDescriptorInit", handle, descriptor, *_described(dense), HALF_SPARSE)
     size, scratch = c_size_t(), c_size_t()
     lt("SpMMACompressedSize2", handle, descriptor, byref(size), byref(scratch))
@@ -219,7 +220,7 @@ class Plan:
     weight     compressed; kept
     b, d       of B and D; pointers are given with each call
     algorithm  what was asked for; `settled` is what the plan has
-    workspace  on the device; kept
+    workspace  bytes on the device, taken from torch's allocator in each call
     """
 
     def __init__(
@@ -256,13 +257,14 @@ class Plan:
 
     def __call__(self, b: Tensor, d: Tensor, search: bool = False) -> None:
         """Enqueue the product on the current stream; `search` lets the library time algorithms."""
+        room = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=self.device)
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         one, beta = self.scalars
         matrices = self.weight.compressed.data_ptr(), b.data_ptr()
         self.library(
             "MatmulSearch" if search else "Matmul",
             *(self.handle, self.plan, byref(one), *matrices, byref(beta)),
-            *(d.data_ptr(), d.data_ptr(), self.workspace.data_ptr(), byref(stream), 1),
+            *(d.data_ptr(), d.data_ptr(), room.data_ptr(), byref(stream), 1),
         )
 
     @property
@@ -275,10 +277,13 @@ class Plan:
         """Return how many algorithms the library has for this product."""
         return self._get(LAST_CONFIG)
 
-    def _workspace(self) -> Tensor:
+    def _workspace(self) -> int:
         size = c_size_t()
         self.library("MatmulGetWorkspace", self.handle, self.plan, byref(size))
-        return torch.empty(max(size.value, 1), dtype=torch.uint8, device=self.device)
+        if size.value > MOST_WORKSPACE:
+            expected = f"a workspace of at most {MOST_WORKSPACE} bytes"
+            raise CusparseLtError(f"expected {expected}, found {size.value}")
+        return size.value
 
     def _set(self, attribute: int, value: int) -> None:
         data, size = c_int(value), ctypes.sizeof(c_int)

@@ -31,7 +31,7 @@ Source: docs.nvidia.com/cuda/cusparselt.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -76,10 +76,8 @@ class Way:
 
     def settled(self, found: Algorithm) -> "Way":
         """Return this way with the algorithm that a plan has."""
-        numbers = found.number, found.split_k, found.split_k_mode
-        return replace(
-            self, **dict(zip(("algorithm", "split_k", "split_k_mode"), numbers, strict=True))
-        )
+        split = {"split_k": found.split_k, "split_k_mode": found.split_k_mode}
+        return replace(self, algorithm=found.number, **split)
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Call:
-    """What is made ready: W by layout, X [m, k], how many elements Y's rows are apart, and beta."""
+    """What is made ready: W by layout, X [m, k], how many elements Y's rows are apart, and beta.
+
+    `buffers` are those that few tokens are copied to, by their numbers of rows.
+    """
 
     w: Callable[[Order], _cusparselt.Weight]
     x: Tensor
     y_stride: int
     beta: float = 0.0
+    buffers: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def output(self) -> torch.dtype:
@@ -108,7 +110,7 @@ class Call:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why cuSPARSELt cannot run the problem here, or None."""
-    dtype, m, n, k = (problem[field] for field in ("dtype", "m", "n", "k"))
+    dtype, m, n, k = (problem[name] for name in ("dtype", "m", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
     tokens, side = MULTIPLES[dtype]
@@ -228,7 +230,9 @@ def plan_of(wanted: Call, way: Way) -> Plan:
 def call_of(wanted: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
     """Return the launch of a plan, with the copies that its layouts need."""
     x, n = wanted.x, plan.weight.dense.rows
-    tokens = x.new_zeros(way.tokens, x.shape[1]) if way.tokens else x
+    tokens = x
+    if way.tokens:
+        tokens = wanted.buffers.setdefault(way.tokens, x.new_zeros(way.tokens, x.shape[1]))
 
     def run(y: Tensor) -> None:
         if tokens is not x:

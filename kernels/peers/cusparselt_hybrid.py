@@ -68,8 +68,8 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     assert isinstance(w, Spense)
     rows, columns = w.sparse_shape
     if w.sparse_shape == w.shape or not rows * columns:
-        found = f"{list(w.sparse_shape)} of {list(w.shape)} sparse"
-        raise Unsupported(f"the hybrid expected a sparse and a dense part of W, found {found}")
+        split = f"{list(w.sparse_shape)} of {list(w.shape)} sparse"
+        raise Unsupported(f"the hybrid expected a sparse and a dense part of W, found {split}")
     matrix, by_rows = w.to_dense(), w.split == "rows"
     front = matrix[:rows, :columns].contiguous()
     back = matrix[rows:] if by_rows else matrix[:, columns:]

@@ -18,6 +18,7 @@ from cublaslt_on_cpu import ANY, TILED, VERSION
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.kernels.dense import _cublaslt, cublas
 from sparsebench.kernels.dense.cublas import Product, Way
@@ -70,14 +71,15 @@ def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> li
         seen.extend(ways)
         return ways
 
-    def chosen(calls: Sequence[object], device: torch.device) -> int:
+    def chosen(calls: Sequence[object], device: torch.device) -> Search:
         assert len(calls) == len(seen)
         seen.sort(key=lambda way: way.algorithm is not None)
-        return next(i for i, way in enumerate(seen) if wanted(way))
+        best = next(i for i, way in enumerate(seen) if wanted(way))
+        return Search(best, (Trial(1.0),) * len(calls))
 
     monkeypatch.setattr(cublas, "ways_of", noted)
     monkeypatch.setattr(cublas, "screened", lambda calls, *_: [*range(len(calls))])
-    monkeypatch.setattr(cublas, "fastest_product", chosen)
+    monkeypatch.setattr(cublas, "searched", chosen)
     return seen
 
 
@@ -164,7 +166,7 @@ def test_a_combination_that_is_wrong_is_not_timed(
 
     monkeypatch.setattr(_cublaslt, "bind", broken)
     seen = taking(monkeypatch, lambda way: True)
-    monkeypatch.setattr(cublas, "fastest_product", lambda calls, _: timed.extend(calls) or 0)
+    monkeypatch.setattr(cublas, "searched", lambda calls, _: timed.extend(calls) or Search(0))
     cublas.fastest_way(product)
     assert len(timed) == len(seen) - len(cublas.LAYOUTS)
 
@@ -175,6 +177,8 @@ def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.M
     wanted = lambda way: way.weights == "columns" and way.tokens == 32  # noqa: E731
     taking(monkeypatch, wanted)
     launch = cublas.fastest_way(product)
+    assert launch.candidates[0]["choice"] == {"library": "cublas", "weights": "rows"}
+    assert [line["choice"].get("tokens") for line in launch.candidates if "kept" in line] == [32]
     assert launch.choice == {
         "library": "cublaslt",
         "weights": "columns",
@@ -185,7 +189,7 @@ def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.M
         "tokens": 32,
         "version": VERSION,
     }
-    monkeypatch.setattr(cublas, "fastest_product", None)  # a search would raise
+    monkeypatch.setattr(cublas, "searched", None)  # a search would raise
     again = cublas.fastest_way(product, json.loads(json.dumps(launch.choice)))
     assert again.choice == launch.choice
     assert torch.equal(launch().clone(), again())

@@ -60,9 +60,11 @@ def assert_right(launch: Launch, operands: Operands) -> None:
     assert isinstance(out, Tensor)
     out.fill_(torch.nan)
     weights = {name: w.to_dense() for name, w in operands.weights.items()}
-    exact = {name: t.double() for name, t in {**weights, **operands.activations}.items()}
-    right, spread = bound(op.definition, asked)(**exact), bound(op.spread, asked)(**exact)
-    expected = Expected(right, spread, OUTPUTS[asked["dtype"]], op.depth(**exact))
+    given = {**weights, **operands.activations}
+    exact = {name: t.double() for name, t in given.items()}
+    right, plain = (bound(op.definition, asked)(**each) for each in (exact, given))
+    spread, dtype = bound(op.spread, asked)(**exact), OUTPUTS[asked["dtype"]]
+    expected = Expected(right, spread, dtype, op.depth(**exact), plain=plain)
     verdict = check(launch(), expected)
     assert verdict.reason is None, verdict.reason
 

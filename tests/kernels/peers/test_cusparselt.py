@@ -168,6 +168,14 @@ def test_what_the_library_allocated_is_destroyed_in_reverse(library: OnCpu) -> N
     ]
 
 
+def test_a_plan_that_wants_too_much_room_is_refused(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cusparselt, "MOST_WORKSPACE", 63)
+    with pytest.raises(Unsupported, match=r"a workspace of at most 63 bytes, found 64$"):
+        cusparselt.prepare(operands_of("bf16"))
+
+
 def test_a_refused_plan_leaves_nothing_behind(library: OnCpu) -> None:
     weight = _cusparselt.compress(operands_of("bf16").weights["w"].to_dense())
     before = library.called.count("MatDescriptorDestroy")
