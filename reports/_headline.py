@@ -177,7 +177,8 @@ def _sentence(case: Mapping[Any, Any], cases: pd.DataFrame) -> str:
     ratio = plus_minus(case["speedup"], case["speedup_low"], case["speedup_high"])
     peers = here[~here.kernel.map(family).isin(OURS) & here.speedup.notna()]
     peer = ""
-    if len(peers) and family(case["kernel"]) in OURS:
+    others = peers.label != case["baseline_label"]
+    if others.any() and family(case["kernel"]) in OURS:
         best = peers.loc[peers.speedup.idxmax()]
         peer = f"; best peer: {winner(best)}, {significant(best.speedup)} times"
         if best.label == case["baseline_label"]:

@@ -248,7 +248,7 @@ def _spans(view: View) -> list[str]:
 
 
 def _levels(view: View) -> list[str]:
-    """Write who wins at the levels that readers ask about, by how much, and what stands beside it."""
+    """Write who wins at the levels that readers ask about, and what stands beside it."""
     values = ordered(view.cells.x)
     chosen = [value for value in ASKED.get(view.x, ()) if value in values]
     if len(chosen) < 2:
