@@ -154,7 +154,8 @@ def table(found: Compared) -> Sheet:
     words |= {text.format(name) for name in others for text in ADDED if text in WORDS}
     spare = [text.format(name) for text in SPARE for name in others]
     title = f"Largest changes first: {constant}"
-    return Sheet(title, tuple(columns), cells, frozenset(words), (*spare, "× baseline A"))
+    spare += ["× baseline A", *(f"{name} is" for name in others)]  # a ratio also has a colour
+    return Sheet(title, tuple(columns), cells, frozenset(words), tuple(spare))
 
 
 def markdown(found: Compared) -> str:

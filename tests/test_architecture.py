@@ -61,6 +61,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "doctor": {"machine", "bench", "plan"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }
@@ -69,6 +70,7 @@ WAYS_IN = {
     "_cli",
     "_cli_make",
     "_cli_compare",
+    "_cli_survey",
     "pytest_plugin",
     "_pytest_nodes",
 }  # these may import every group

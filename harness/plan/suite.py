@@ -14,7 +14,7 @@
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
                                      # $dense_fraction, $split: as a spense pattern has them
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
-      - {format: csr, kernel: scipy_csr, at: {dtype: fp32}}         # only where this field is so
+      - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only where a field is so
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
       - {format: dense, kernel: acme.int8, error: {at_most: 0.01, why: its weights have 8 bits}}
     baselines:                       # the first that is supported here is the one
@@ -330,21 +330,32 @@ def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
     return matches
 
 
-def _every_entry_competes(written: SuiteFile, problems: list[Problem]) -> None:
+def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
     """Refuse an entry for an op or a value that no problem has: it would compete nowhere."""
+    ops = {problem.op for problem in problems}
     for group in ("contenders", "baselines"):
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
                 known = {str(p.fields[name]) for p in problems if name in p.fields}
-                if str(value) not in known:
+                if not known & set(map(str, _sweep(value))):
                     values = f"{name} of a problem, one of {', '.join(sorted(known)) or 'none'}"
                     where = f"{group}[{number}].at.{name}"
                     raise SuiteError(f"{where}: expected a {values}; found {value!r}")
-            ops = {problem.op for problem in problems}
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
                 expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
                 raise SuiteError(f"{group}[{number}].op: {expected}; found {found}")
+            if not any(_competes(entry, problem) for problem in problems):
+                found = f"expected a problem with all of these, found none: {entry.at}"
+                raise SuiteError(f"{group}[{number}].at: {found}")
+
+
+def _competes(entry: ContenderEntry, problem: Problem) -> bool:
+    """Say whether an entry is for a problem: of its op, and with a value that `at` names."""
+    if entry.op not in (None, problem.op):
+        return False
+    fields = problem.fields
+    return all(name in fields and fields[name] in _sweep(v) for name, v in entry.at.items())
 
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
@@ -370,9 +381,7 @@ def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
     """Expand one entry of `contenders` or `baselines` for one problem."""
-    if entry.op not in (None, problem.op):
-        return
-    if any(problem.fields.get(name) != value for name, value in entry.at.items()):
+    if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)
     if kernel.consumes not in ("any", entry.format):

@@ -6,12 +6,14 @@ rows are on disk before the next contest starts, and run.json says whether it fi
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Any
 
 from sparsebench._discovery import CONSTANTS, modules
@@ -68,12 +70,15 @@ def measure(
     pinned: Pinned | None = None,
     origin: Mapping[str, Any] | None = None,
     told: Told = lambda finding: None,
+    until: float = inf,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
     `pinned` is what kernels chose in another run, to be taken again without a search;
     `origin` goes into run.json: the bundle that this run reproduces or confirms. So does what
     the machine was found like. Raises Stopped where it is interrupted with a directory.
+    `until` is a moment of time.monotonic(): no contest starts that would outlast it if it took as
+    long as the longest so far. What is left then is left to --resume.
     """
     contests = planned(suite, flags.device, flags.only)
     before: Mapping[str, Any] = origin or {}
@@ -109,7 +114,9 @@ def measure(
         wanted = Wanted(measures, ceilings, flags.energy)
         watch = Watch(flags.device, runner, told)
         try:
-            _rows(runner, path, suite, flags, contests, wanted, done, progress, before, watch)
+            _rows(
+                runner, path, suite, flags, contests, wanted, done, progress, before, watch, until
+            )
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     finally:
@@ -168,6 +175,7 @@ def _rows(
     progress: Progress,
     before: Mapping[str, Any],
     watch: Watch,
+    until: float,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth.
 
@@ -202,13 +210,16 @@ def _rows(
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(flags.replicates):
             order = random.Random(f"{suite.name} {replicate}").sample(contests, len(contests))
+            left = [c for c in order if (replicate, c.problem.id) not in seen]
+            if monotonic() >= until:
+                break
             if replicate:
                 runner.fresh()
-            left = [c for c in order if (replicate, c.problem.id) not in seen]
             window()  # what was before the first contest is no contest's
             progress(finished, total, describe(left[0]) if left else "")
             asked = wanted.after(kept)
-            for number, measured in enumerate(runner.run(left, replicate, asked), start=1):
+            timely = _before(until, left)
+            for number, measured in enumerate(runner.run(timely, replicate, asked), start=1):
                 seen_meanwhile = window()
                 store.append(
                     path,
@@ -224,6 +235,17 @@ def _rows(
         watch.end()
 
 
+def _before(until: float, contests: Iterable[Contest]) -> Iterator[Contest]:
+    """Yield contests while there is time for one more that takes as long as the longest so far."""
+    longest_s, began = 0.0, monotonic()
+    for contest in contests:
+        if began + longest_s > until:
+            return
+        yield contest
+        now = monotonic()
+        longest_s, began = max(longest_s, now - began), now
+
+
 @contextmanager
 def _truthful(path: Path, state: Callable[[str], dict[str, Any]]) -> Iterator[None]:
     """Keep run.json's status true: running, then finished or interrupted, and sealed."""
@@ -231,7 +253,8 @@ def _truthful(path: Path, state: Callable[[str], dict[str, Any]]) -> Iterator[No
     status = "interrupted"
     try:
         yield
-        status = "finished"
+        counts = state(status)["contests"]
+        status = "finished" if counts["done"] == counts["of"] else status
     finally:
         store.set_state(path, state(status))
         bundle.seal(path)

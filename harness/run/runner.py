@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -254,7 +254,7 @@ class Runner:
         return self._worker.ceilings()
 
     def run(
-        self, contests: Sequence[Contest], replicate: int = 0, wanted: Wanted | None = None
+        self, contests: Iterable[Contest], replicate: int = 0, wanted: Wanted | None = None
     ) -> Iterator[Measured]:
         """Yield every contest's rows, complete, in order."""
         wanted = wanted or Wanted()
