@@ -175,12 +175,14 @@ def _sentence(case: Mapping[Any, Any], cases: pd.DataFrame) -> str:
     base, name, place = kernel(case["baseline_label"]), winner(case), where(case, fields(cases))
     against = f"{duration(case['median_us'])} against {duration(base_us.median())}"
     ratio = plus_minus(case["speedup"], case["speedup_low"], case["speedup_high"])
-    peers = here[~here.kernel.map(family).isin(OURS) & (here.label != case["baseline_label"])]
-    peers = peers[(peers.label != case["label"]) & peers.speedup.notna()]
+    peers = here[~here.kernel.map(family).isin(OURS) & here.speedup.notna()]
     peer = ""
-    if len(peers) and family(case["kernel"]) in OURS:
+    others = peers.label != case["baseline_label"]
+    if others.any() and family(case["kernel"]) in OURS:
         best = peers.loc[peers.speedup.idxmax()]
         peer = f"; best peer: {winner(best)}, {significant(best.speedup)} times"
+        if best.label == case["baseline_label"]:
+            peer = "; no peer is faster"
     doubt = {"inconclusive": " (inconclusive)", "no_difference": " (no difference)"}
     if case["speedup"] > 1:
         said = f"{name} is {ratio} times as fast as {base}{doubt.get(case['outcome'], '')} {place}"

@@ -76,8 +76,12 @@ class Way:
 
     def settled(self, found: Algorithm) -> "Way":
         """Return this way with the algorithm that a plan has."""
-        split = {"split_k": found.split_k, "split_k_mode": found.split_k_mode}
-        return replace(self, algorithm=found.number, **split)
+        return replace(
+            self,
+            algorithm=found.number,
+            split_k=found.split_k,
+            split_k_mode=found.split_k_mode,
+        )
 
 
 @dataclass(frozen=True)
