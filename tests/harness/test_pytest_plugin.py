@@ -1,6 +1,7 @@
 """`pytest SUITE.yaml` in sessions of their own, as somebody else's: a warning is an error."""
 
 import json
+import re
 import os
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[s
     said, _ = session
     assert "6 failed, 6 passed, 2 skipped" in said
     assert said.count("\nwrong: before timing: relative error 1.00e+00") == 2
-    assert said.count("\nwrong: after timing: relative error") == 2
+    assert said.count("\nwrong: before timing: ") == 2
     assert said.count("\nfailed: prepare: RuntimeError: no such instruction") == 2
     assert "Traceback" not in said
 
