@@ -1,10 +1,13 @@
-"""What the commands share: the app, its options, both consoles, exit codes, progress."""
+"""What the commands share: the app, its options, both consoles, exit codes, progress, stops.
+
+Exit codes are documented in harness/README.md, and nowhere else.
+"""
 
 import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
+GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, UNCHECKED, DEFECT, INTERRUPTED = 1, 2, 3, 4, 5, 70, 130
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, a scheduler, a closed terminal
 WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
 
 app = typer.Typer(
@@ -33,9 +37,14 @@ Device = Annotated[
 Data = Annotated[Path | None, typer.Option(help="Folder that a suite's source files are in.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory; default: runs/...")]
 Only = Annotated[str, typer.Option(help="Measure less: 'block=64 sparsity=0.8|0.9'.")]
-Timeout = Annotated[float, typer.Option(help="Seconds a contender may stay silent.", min=0.1)]
+Timeout = Annotated[
+    float, typer.Option(help="Seconds a contender may stay silent.", min=0.1, max=86400)
+]
 Replicates = Annotated[
-    int, typer.Option(help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1)
+    int,
+    typer.Option(
+        help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1, max=1000
+    ),
 ]
 Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a case.")]
 
@@ -47,16 +56,31 @@ def wide() -> Console:
 
 @contextmanager
 def measuring(again: str = "run --resume") -> Iterator[Callable[[int, int, str], None]]:
-    """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Show progress; a stop keeps what was measured.
+
+    The first signal ends the run, and further ones are ignored until it is written. What was
+    ignored before, as SIGHUP under nohup, stays so.
+    """
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
+    heard = [stop for stop, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def end(number: int, frame: object) -> None:
+        for stop in heard:
+            signal.signal(stop, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for stop in heard:
+        signal.signal(stop, end)
     try:
         with progress_bar() as show:
             yield show
-    except KeyboardInterrupt as stop:
-        err.print(f"interrupted; what was measured is kept, and {again} goes on")
-        raise typer.Exit(INTERRUPTED) from stop
+    except KeyboardInterrupt as stopped:
+        with suppress(OSError):  # the terminal may be gone
+            err.print(f"interrupted; what was measured is kept, and {again} goes on")
+        raise typer.Exit(INTERRUPTED) from stopped
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for stop in heard:
+            signal.signal(stop, before[stop])
 
 
 @contextmanager

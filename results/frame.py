@@ -43,6 +43,7 @@ NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "a
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", *COUNTS, *NUMBERS, "baseline_label"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell of a spreadsheet begins with
 POWER_LIMITED = 0.2  # mark from this share of the contest's time on; less is a short peak
 
 
@@ -73,7 +74,21 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV."""
-    table.to_csv(path, index=False)
+    path.write_text(as_csv(table), "utf-8")
+
+
+def as_csv(table: pd.DataFrame) -> str:
+    """Return a table as CSV, in which text is text: a spreadsheet runs a cell that begins with =.
+
+    Such cells get a leading apostrophe, as OWASP advises (CSV Injection).
+    """
+    texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+    written = table.assign(**{name: table[name].map(_plain_text) for name in texts})
+    return str(written.rename(columns=_plain_text).to_csv(index=False))
+
+
+def _plain_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def to_parquet(table: pd.DataFrame, path: Path) -> None:

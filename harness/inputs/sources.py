@@ -78,8 +78,11 @@ def load_pattern(path: Path) -> Tensor:
 def load_weights(path: Path, tensor: str) -> Tensor:
     """Return one tensor [n, k] of a safetensors file, in the dtype that it has there."""
     _weight_shape(path, tensor)
-    with safe_open(path, framework="pt") as file:
-        weights: Tensor = file.get_tensor(tensor)
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights: Tensor = file.get_tensor(tensor)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _unusable(path, f"a tensor {tensor!r} that can be loaded", error) from error
     return weights
 
 
@@ -104,6 +107,7 @@ def tensor_names(path: Path) -> list[str]:
 
 def sha256(path: Path) -> str:
     """Hash a file's content, once for each size and time of change."""
+    require_regular(path)
     try:
         status = path.stat()
         return _sha256(path, status.st_size, status.st_mtime_ns)
@@ -117,7 +121,14 @@ def _sha256(path: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_regular(path: Path) -> None:
+    """Refuse what is no regular file: reading a FIFO or a device may never end."""
+    if path.exists() and not path.is_file():
+        raise _unusable(path, "a readable file", "no regular file")
+
+
 def _first_line(path: Path) -> bytes:
+    require_regular(path)
     try:
         with path.open("rb") as file:
             return file.readline(100).rstrip(b"\r\n")
@@ -127,6 +138,7 @@ def _first_line(path: Path) -> bytes:
 
 def _smtx(path: Path) -> tuple[int, int, Indices, Indices]:
     """Return n, k and the row and column of every entry."""
+    require_regular(path)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -174,6 +186,7 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
     """Return n, k and the row and column of every entry."""
     if not path.name.endswith((".mtx", ".mtx.gz", ".npz")):
         raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
+    require_regular(path)
     try:
         read = _npz(path) if path.suffix == ".npz" else scipy.io.mmread(path, spmatrix=False)
         entries = scipy.sparse.coo_array(read)
@@ -213,6 +226,7 @@ def _is_weight(shape: list[int], dtype: str) -> bool:
 
 def _header(path: Path) -> dict[str, tuple[list[int], str]]:
     """Return shape and dtype by tensor name."""
+    require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dict)

@@ -1,34 +1,39 @@
 """A whole run: a suite's contests through workers into a run directory, and on again after a stop.
 
 A run directory is made only when a worker has answered, and is valid from then on: every contest's
-rows are on disk before the next contest starts, and run.json says whether it finished.
+rows are on disk before the next contest starts, and run.json says whether it finished. It is locked
+meanwhile. No path of this machine is written into it: only a data folder below this one is named.
 """
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from sparsebench._discovery import CONSTANTS, modules
-from sparsebench.errors import SuiteError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
 from sparsebench.harness.bench.timing import possible
-from sparsebench.harness.machine.device import tuned_tables
+from sparsebench.harness.machine.device import portable, tuned_tables
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
+from sparsebench.results.files import utf8
 from sparsebench.results.record import Case, Row
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
 
+LEAST_S, MOST_S = 0.1, 86400.0  # of --timeout
 ORIGINS = "reproduces", "confirms"  # what run.json may say of another bundle, and keeps on resuming
 
 
@@ -58,41 +63,115 @@ def measure(
     `pinned` is what kernels chose in another run, to be taken again without a search;
     `origin` goes into run.json: the bundle that this run reproduces or confirms.
     """
+    _require_flags(flags)
     contests = planned(suite, flags.device, flags.only)
-    before: Mapping[str, Any] = origin or {}
     _strike(flags.device, planned(suite, flags.device))
-    path = resume or out
-    if path and not resume and path.exists():
-        raise SuiteError(
-            f"--out {path}: expected a new directory, found one; --resume continues a run"
-        )
-    done = _finished(resume, suite, flags, contests) if resume else []
+    if out and not resume:
+        _require_new(out)
     tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a taken name is an error now, not when the report is written
-    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned)
-    runner.pin(done)
-    try:
+    with ExitStack() as held:
+        if resume:
+            held.enter_context(store.locked(resume))
+        done = _finished(resume, suite, flags, contests) if resume else []
+        runner = Runner(flags.device, flags.data, flags.timeout_s, pinned)
+        held.callback(runner.kill)
+        runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
-        path = path or Path("runs") / f"{_now():%Y%m%d-%H%M%S}-{suite.name}-{runner.about['slug']}"
+        record = _Record(suite.name, flags, len(contests) * flags.replicates, origin or {}, _now())
         if resume:
             _same_place(resume, runner.about["environment"])
-            stopped = store.read(resume)
-            before = stopped.state
+            stopped, path = store.read(resume), resume
+            record = replace(record, before=stopped.state)
             bundle.unseal(resume)
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings()
             environment = runner.about["environment"] | {"ceilings": ceilings}
-            store.create(path, suite.text, environment)
+            path = _created(out, suite, environment, record, runner.about["slug"])
+            held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        _rows(runner, path, suite, flags, contests, wanted, done, progress, before)
-    finally:
-        runner.kill()
+        _rows(runner, path, record, contests, wanted, done, progress)
+    return path
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What run.json says. Of `before`, what it said, origins stay and times are added to."""
+
+    suite: str
+    flags: Flags
+    contests: int
+    before: Mapping[str, Any]
+    now: datetime
+
+    def at(self, status: str, rows: Sequence[Row], spent_s: Mapping[str, float]) -> dict[str, Any]:
+        """Return it for a status and the rows that are on disk."""
+        done = {(row.replicate, row.case.problem.id) for row in rows}
+        seconds = self.before.get("seconds", 0) + (_now() - self.now).total_seconds()
+        return {
+            "suite": self.suite,
+            **{name: self.before[name] for name in ORIGINS if name in self.before},
+            "status": status,
+            "started": self.before.get("started", self.now.isoformat(timespec="seconds")),
+            "seconds": round(seconds, 1),
+            "flags": _published(self.flags),
+            "contests": {"done": len(done), "of": self.contests},
+            "cases": dict(Counter(row.status.value for row in rows if not row.reference)),
+            "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
+        }
+
+
+def _published(flags: Flags) -> dict[str, Any]:
+    """Return flags without paths of this machine: a data folder below this one is named."""
+    data = flags.data
+    named = data and not data.is_absolute() and ".." not in data.parts
+    return asdict(flags) | {"device": portable(flags.device), "data": str(data) if named else None}
+
+
+def _require_flags(flags: Flags) -> None:
+    """Refuse what no run can have; the command line refuses most of it before."""
+    if not LEAST_S <= flags.timeout_s <= MOST_S:
+        limits = f"seconds from {LEAST_S:g} to {MOST_S:g}"
+        raise SuiteError(f"--timeout: expected {limits}, found {flags.timeout_s}")
+    if not 1 <= flags.replicates <= store.REPLICATES:
+        limits = f"from 1 to {store.REPLICATES} (REPLICATES)"
+        raise SuiteError(f"--replicates: expected {limits}, found {flags.replicates}")
+    if flags.data and not flags.data.is_dir():
+        raise SuiteError(f"--data {flags.data}: expected a folder, found none")
+
+
+def _require_new(out: Path) -> None:
+    """Refuse a directory that a run cannot be made in, before anything is measured."""
+    if not utf8(str(out)):
+        raise SuiteError(f"--out: expected a name in UTF-8, found {str(out)!a}")
+    if not store.is_new(out):
+        said = "expected a new directory, found one; --resume continues a run"
+        raise SuiteError(f"--out {out}: {said}")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SuiteError(f"--out {out}: expected a folder to write into, found {above}")
+
+
+def _created(
+    out: Path | None, suite: Suite, environment: Mapping[str, Any], record: _Record, slug: str
+) -> Path:
+    """Make the run directory; without `out`, in runs/ under a name that no other run has."""
+    state = record.at("running", [], {})
+    named = Path("runs") / f"{record.now:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
+    for number in count(1):
+        path = out or named.with_name(f"{named.name}-{number}" if number > 1 else named.name)
+        try:
+            store.create(path, suite.text, environment, state)
+            break
+        except ResultError:
+            if out or store.is_new(path):
+                raise
     return path
 
 
@@ -107,44 +186,24 @@ def _strike(device: str, contests: Sequence[Contest]) -> None:
 def _rows(
     runner: Runner,
     path: Path,
-    suite: Suite,
-    flags: Flags,
+    record: _Record,
     contests: list[Contest],
     wanted: Wanted,
     done: list[Row],
     progress: Progress,
-    before: Mapping[str, Any],
 ) -> None:
-    """Measure what is left, appending contest by contest; run.json always tells the truth.
-
-    Of `before`, what run.json said until then, origins stay, and times are added to.
-    """
+    """Measure what is left, appending contest by contest; run.json always tells the truth."""
     seen = {(row.replicate, row.case.problem.id) for row in done}
-    spent_s = Counter[str](before.get("spent_s", {}))
-    total, finished = len(contests) * flags.replicates, len(seen)
-    now = _now()
-    started = before.get("started", now.isoformat(timespec="seconds"))
-    seconds = before.get("seconds", 0)
-    origin = {name: before[name] for name in ORIGINS if name in before}
+    spent_s = Counter[str](record.before.get("spent_s", {}))
+    total, finished = record.contests, len(seen)
 
     def state(status: str) -> dict[str, Any]:
         rows = store.rows(path)  # a stop may fall between writing a contest and counting it
-        contests_done = {(row.replicate, row.case.problem.id) for row in rows}
-        return {
-            "suite": suite.name,
-            **origin,
-            "status": status,
-            "started": started,
-            "seconds": round(seconds + (_now() - now).total_seconds(), 1),
-            "flags": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(flags).items()},
-            "contests": {"done": len(contests_done), "of": total},
-            "cases": dict(Counter(row.status.value for row in rows if not row.reference)),
-            "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
-        }
+        return record.at(status, rows, spent_s)
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
-        for replicate in range(flags.replicates):
-            order = random.Random(f"{suite.name} {replicate}").sample(contests, len(contests))
+        for replicate in range(record.flags.replicates):
+            order = random.Random(f"{record.suite} {replicate}").sample(contests, len(contests))
             if replicate:
                 runner.fresh()
             left = [c for c in order if (replicate, c.problem.id) not in seen]
@@ -185,6 +244,8 @@ def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -
     run = store.read(path)
     if run.suite_text != suite.text:
         raise SuiteError(f"--resume {path}: expected the run's own suite.yaml, found another suite")
+    if "ceilings" not in run.environment:
+        raise SuiteError(f"--resume {path}: expected ceilings in environment.json, found none")
     before = run.state["flags"]
     for name, now in (("only", flags.only), ("replicates", flags.replicates)):
         if before[name] != now:

@@ -28,6 +28,7 @@ SIZE = (270, 200)  # CSS pixels, before the page scales it
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "sparsebench",  # the same run draws the same bytes
+    "text.parse_math": False,  # a label may hold any text: $ is a dollar
     "font.size": 10,
     "axes.linewidth": 0.8,
     "axes.edgecolor": INK,

@@ -18,7 +18,7 @@ from sparsebench.reports.figures._html import (
     without_dashes,
 )
 from sparsebench.reports.figures._verdict import above_floor, outcome
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import as_csv, fields
 
 TITLE = "Every case"
 ORDER = 100
@@ -79,7 +79,7 @@ def _code(text: str) -> Markup:
 
 
 def _download(cases: pd.DataFrame) -> Markup:
-    data = cases.to_csv(index=False).encode()
+    data = as_csv(cases).encode()
     if len(data) > EMBEDDED_BYTES:
         return note(f"{len(data) / 1e6:.1f} MB as CSV: too large to put into this page.")
     url = f"data:text/csv;base64,{base64.b64encode(data).decode()}"

@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparsebench.errors import ResultError
+from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.validate import validate
 from sparsebench.results import bundle, store
@@ -32,19 +33,23 @@ CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
 
 
 def rows(suite: Path, data: Path | None = None) -> list[Row]:
-    """Return what a run of the suite in two processes gives."""
+    """Return what a run of the suite in two processes gives: A/A pairs, then the suite's rows."""
+    asked = replace(read(str(suite), data), name="small")
     return [
         Row(
             Case(contest.problem, contender),
             Status.OK,
             replicate,
+            reference=contest.reference,
             device="a CPU",
             cache="hot",
+            error=1e-7,
+            error_of_bound=0.5,
             digest=contest.problem.id,
             samples_us=(1.5, 2.5),
         )
         for replicate in range(2)
-        for contest in read(str(suite), data).contests
+        for contest in planned(asked, "cpu")
         for contender in contest.contenders
     ]
 
@@ -52,9 +57,8 @@ def rows(suite: Path, data: Path | None = None) -> list[Row]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
-    store.create(path, SUITE, CPU)
+    store.create(path, SUITE, CPU, STATE)
     store.append(path, rows(path / "suite.yaml"))
-    store.set_state(path, STATE)
     bundle.seal(path)
     return path
 
