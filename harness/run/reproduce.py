@@ -15,6 +15,7 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.measure import Flags, Progress, measure
 from sparsebench.harness.run.runner import Log, Worker, pinned_in
 from sparsebench.harness.run.validate import own_suite, require_planned
+from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
 from sparsebench.results.inspection import inspect
@@ -70,6 +71,7 @@ def again(
 
 def _require_comparable(run: Run, device: str) -> None:
     """Refuse to measure what can then agree in no case: a simulated GPU is not a real one."""
+    faults(device)  # a description that cannot be read is said before a worker starts
     before: str = run.state["flags"]["device"]
     if simulated(device) != simulated(before) or (device == "cpu") != (before == "cpu"):
         expected = f"one of the kind of {before}, on which {run.path} was measured"

@@ -94,7 +94,7 @@ def require_planned(run: Run, suite: Suite) -> int:
     cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
     expected = {(case.id, *measure): case for case in cases for measure in measures}
     found = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
-    for key, case in {**expected, **found}.items():
+    for key, case in {**found, **expected}.items():
         if (key in expected) != (key in found):
             wanted, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
             where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"

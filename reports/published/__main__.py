@@ -36,7 +36,7 @@ and below that the range over processes. One process gives a value without a ran
 processes are a look, not a verdict. "dense" marks a portfolio that chose a dense kernel: its figure
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
 """
-DIGESTS = """The SHA-256 of its manifest names a bundle. `sparsebench validate` holds a published run
+DIGESTS = """The SHA-256 of its manifest names a bundle. `sparsebench validate` holds published runs
 against this list. So does `sha256sum --check`, which is given these lines in this folder."""
 
 

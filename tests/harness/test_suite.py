@@ -168,7 +168,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(name: str, tmp_path: Pat
 def test_a_suite_that_is_not_there_is_said() -> None:
     with pytest.raises(SuiteError, match=r"found 'quik' \(did you mean quick\?\)"):
         read("quik")
-    with pytest.raises(SuiteError, match=r"nothing\.yaml: expected a readable suite"):
+    with pytest.raises(SuiteError, match=r"nothing\.yaml: expected a readable file"):
         read("nothing.yaml")
     with pytest.raises(SuiteError, match="expected --data DIR"):
         read("dlmc")
