@@ -12,9 +12,11 @@
 A file that is not what it should be is a SuiteError: file, expected, found.
 """
 
+import gzip
 import hashlib
 from collections.abc import Collection
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from torch import Tensor
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
+
+MTX_BYTES = 2**30  # unzipped
 
 FILE = "file"
 """The pattern that no rule chooses: it is the source's own."""
@@ -188,7 +192,7 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
         raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
     require_regular(path)
     try:
-        read = _npz(path) if path.suffix == ".npz" else scipy.io.mmread(path, spmatrix=False)
+        read = _npz(path) if path.suffix == ".npz" else _mtx(path)
         entries = scipy.sparse.coo_array(read)
     except Exception as error:  # the readers raise a dozen types on garbage
         raise _unusable(path, "a sparse matrix", error) from error
@@ -198,6 +202,15 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
     n, k = entries.shape
     rows, columns = (index.astype(np.int64) for index in entries.coords)
     return n, k, rows, columns
+
+
+def _mtx(path: Path) -> Any:
+    """Read Matrix Market. scipy 1.17 reads beyond a last line that has no end, and may crash."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        content = file.read(MTX_BYTES + 1)
+    if len(content) > MTX_BYTES:
+        raise ValueError(f"more than {MTX_BYTES} bytes (MTX_BYTES)")
+    return scipy.io.mmread(BytesIO(content.rstrip() + b"\n"), spmatrix=False)
 
 
 def _npz(path: Path) -> Any:

@@ -57,12 +57,12 @@ def again(
     An `out` that is a run of the same origin is gone on with. What kernels chose is taken
     again on a device of the same kind; elsewhere they search anew.
     """
+    _require_comparable(run, device)
     suite = own_suite(run, data)
     require_planned(run, suite)
     known = {field.name for field in fields(Flags)}
     recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
     flags = Flags(**{**recorded, "device": device, "data": data, **changed})
-    _require_comparable(run, device)
     same_kind = device_name(_environment(device, data)) == device_name(run.environment)
     pinned = pinned_in([*run.reference, *run.rows]) if same_kind else None
     stopped = out if out and _is_of(out, origin) else None

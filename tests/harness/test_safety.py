@@ -108,8 +108,8 @@ def test_a_worker_ends_with_its_parent() -> None:
     )
     start = (
         "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-P', '-c', {worker!r}], start_new_session=True,"
-        " stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        f"child = subprocess.Popen([sys.executable, '-P', '-c', {worker!r}],"
+        " start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as middle:
@@ -178,16 +178,21 @@ def test_a_worker_that_starts_at_the_second_attempt_is_taken(
 def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     """A closed terminal sends SIGHUP; a scheduler repeats itself."""
     before = {stop: signal.getsignal(stop) for stop in _cli.STOPS}
-    written = False
-    with pytest.raises(typer.Exit) as stopped, _cli.measuring():
-        try:
-            os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(10)
-        finally:
-            for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                os.kill(os.getpid(), again)
-            time.sleep(0.05)
-            written = True
+    written = []
+
+    def interrupted() -> None:
+        with _cli.measuring():
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(10)
+            finally:
+                for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    os.kill(os.getpid(), again)
+                time.sleep(0.05)
+                written.append(True)
+
+    with pytest.raises(typer.Exit) as stopped:
+        interrupted()
     assert written
     assert stopped.value.exit_code == _cli.INTERRUPTED
     assert {stop: signal.getsignal(stop) for stop in _cli.STOPS} == before
@@ -293,14 +298,16 @@ def test_a_run_directory_appears_whole_or_not_at_all(
 def test_a_run_that_met_a_full_disk_goes_on(
     suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
-    append, left = store.append, [1]
+    """The second contest is torn in its first row, and run.json cannot be replaced."""
+    append, contests = store.append, list[int]()
 
     def nearly_full(path: Path, rows: list[Row]) -> None:
-        if not left:
+        if contests:
             with (path / "rows.jsonl").open("a") as file:
                 file.write('{"case": {')
             full()
-        append(path, rows[: left.pop()] or rows)
+        append(path, rows)
+        contests.append(len(rows))
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "append", nearly_full)
