@@ -14,6 +14,7 @@ A file that is not what it should be is a SuiteError: file, expected, found.
 
 import gzip
 import hashlib
+import re
 from collections.abc import Collection
 from functools import cache
 from io import BytesIO
@@ -33,6 +34,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
 
 MTX_BYTES = 2**30  # unzipped
+HEAD = re.compile(rb"\A(?:%.*\n|\s*\n)*")  # of Matrix Market: what it is, and comments
 
 FILE = "file"
 """The pattern that no rule chooses: it is the source's own."""
@@ -205,11 +207,17 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
 
 
 def _mtx(path: Path) -> Any:
-    """Read Matrix Market. scipy 1.17 reads beyond a last line that has no end, and may crash."""
+    """Read Matrix Market. scipy 1.17 crashes on a last number that is none, and that ends a file.
+
+    So every character below the head is one of a number, and the last line has an end.
+    """
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         content = file.read(MTX_BYTES + 1)
     if len(content) > MTX_BYTES:
         raise ValueError(f"more than {MTX_BYTES} bytes (MTX_BYTES)")
+    other = HEAD.sub(b"", content).translate(None, b"0123456789+-.eE \t\r\n")
+    if other:
+        raise ValueError(f"{other[:20]!r} where numbers are")
     return scipy.io.mmread(BytesIO(content.rstrip() + b"\n"), spmatrix=False)
 
 
