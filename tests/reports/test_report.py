@@ -18,7 +18,7 @@ from sparsebench.reports.build import build, figures
 from sparsebench.reports.figures import storage
 from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._html import percent, significant, times
-from sparsebench.reports.figures._svg import canvas
+from sparsebench.reports.figures._svg import canvas, style, svg
 from sparsebench.reports.figures._sweep import CHARACTER, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
@@ -421,3 +421,10 @@ def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
     named = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
     assert f"<b>{named}</b> at" in page
     assert "dense, ffn_dense_triton" in page
+
+
+def test_a_dollar_in_a_label_is_a_dollar() -> None:
+    with style():
+        figure, axes = canvas()
+        axes.set_title(r"$\frac{$")
+        assert r"$\frac{$" in svg(figure, "")
