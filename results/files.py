@@ -115,7 +115,8 @@ def _require_small(written: str) -> None:
     sizes: dict[str, int] = {}
     open_: list[tuple[str | None, int]] = [(None, 0)]  # anchor and nodes of each open collection
     for event in yaml.parse(written, _Base):
-        line, anchor, nodes = event.start_mark.line + 1, getattr(event, "anchor", None), 0
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        anchor, nodes = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.CollectionStartEvent):
             open_.append((anchor, 1))
         elif isinstance(event, yaml.CollectionEndEvent):

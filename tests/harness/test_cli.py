@@ -141,7 +141,7 @@ def test_a_report_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path) 
 
 def test_a_part_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> None:
     out, part = tmp_path / "part", "sparsity=0.5 kernel=scipy_bsr"
-    flags = "--device", "cpu", "--replicates", 1, "--only", part
+    flags = "--device", "sim", "--replicates", 1, "--only", part
     assert sparsebench("run", run / "suite.yaml", *flags, "--out", out).returncode == 0
     done = sparsebench("validate", out)
     assert done.returncode == 0, done.stderr
