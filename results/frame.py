@@ -82,8 +82,10 @@ def as_csv(table: pd.DataFrame) -> str:
 
     Such cells get a leading apostrophe, as OWASP advises (CSV Injection).
     """
-    texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
-    written = table.assign(**{name: table[name].map(_plain_text) for name in texts})
+    written = table.copy(deep=False)
+    for name in table.columns:
+        if not pd.api.types.is_numeric_dtype(table[name]):
+            written[name] = table[name].map(_plain_text)
     return str(written.rename(columns=_plain_text).to_csv(index=False))
 
 
