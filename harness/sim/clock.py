@@ -115,7 +115,7 @@ def read(device: str) -> Spec:
     try:
         text = files.text(Path(file), files.YAML_BYTES, SuiteError)
     except SuiteError as error:
-        raise SuiteError(f"--device {device}: {error}") from error
+        raise SuiteError(f"--device {device}: {str(error).removeprefix(f'{file}: ')}") from error
     return parse(file, text, Spec)
 
 
