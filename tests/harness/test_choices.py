@@ -14,8 +14,9 @@ from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run import reproduce, runner
 from sparsebench.harness.run.confirm import confirm
-from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.runner import Log, Measured, pinned_by_process
+from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim import clock, contest, worker
 from sparsebench.results import store
 from sparsebench.results.agreement import agreement

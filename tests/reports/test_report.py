@@ -17,7 +17,7 @@ from sample import exhaustive
 from sparsebench.reports.build import build, figures
 from sparsebench.reports.figures import storage
 from sparsebench.reports.figures._figure import Frames, panels, swept
-from sparsebench.reports.figures._svg import canvas
+from sparsebench.reports.figures._svg import canvas, style, svg
 from sparsebench.reports.figures._sweep import CHARACTER, NARROWEST, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
@@ -430,3 +430,10 @@ def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
     assert "dense, ffn_dense_triton" in page
     answer = page[page.index('<section id="answer">') : page.index('<section id="measured">')]
     assert "against dense (the fastest of" in answer or "against dense (ffn_dense_triton" in answer
+
+
+def test_a_dollar_in_a_label_is_a_dollar() -> None:
+    with style():
+        figure, axes = canvas()
+        axes.set_title(r"$\frac{$")
+        assert r"$\frac{$" in svg(figure, "")
