@@ -19,13 +19,13 @@ BSR = Contender("bsr", "bsr_triton")
 NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 
 
-def run(processes: int, bsr_us: float) -> Run:
+def run(processes: int, bsr_us: float, noise: float = 1) -> Run:
     """Return a run of one problem, with an A/A pair whose halves differ by the noise alone."""
     problem = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "sparsity": 0.9})
     rows = [
         Row(Case(problem, c), Status.OK, p, bound_by="memory", samples_us=(us * np.exp(d),))
         for p, d in enumerate(NOISE[:processes])
-        for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, d)]
+        for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, noise * d)]
     ]
     return Run(Path("one"), {}, "", {}, {"status": "finished"}, rows)
 
@@ -38,18 +38,18 @@ def said(shown: Run | Group) -> str:
 
 
 @pytest.mark.parametrize(
-    ("bsr_us", "outcome"),
+    ("bsr_us", "noise", "outcome"),
     [
-        (50.0, "1.994 to 2.006 faster"),
-        (99.4, "inconclusive (+26 more processes)"),
-        (99.9, "no difference"),
+        (50.0, 1, "1.994 to 2.006 faster"),
+        (99.4, 5, "inconclusive (+18 more processes)"),
+        (99.9, 1, "no difference"),
     ],
 )
-def test_an_outcome_stands_beside_its_interval(bsr_us: float, outcome: str) -> None:
-    text = said(run(8, bsr_us))
+def test_an_outcome_stands_beside_its_interval(bsr_us: float, noise: float, outcome: str) -> None:
+    text = said(run(8, bsr_us, noise))
     assert "interval: 95 % over 8 processes" in text
     assert outcome in text
-    assert "Noise floor: memory 0.5 %" in text
+    assert "Noise floor of one process: above 100 µs 0.5 %" in text
     assert "This run is reliable: 0 of 1 A/A pairs" in text
     assert "a look" not in text
 
@@ -78,7 +78,7 @@ def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None
 
 def test_a_script_is_told_the_same() -> None:
     found = answer_json(analyse(run(8, 50.0)))
-    assert found["noise_floor"] == {"memory": 0.005}
+    assert found["noise_floor"] == {"above 100 µs": 0.005}
     assert found["reliability"] == "reliable"
     assert [(line["label"], line["outcome"]) for line in found["winners"]] == [
         ("bsr/bsr_triton", "faster")
