@@ -156,7 +156,8 @@ def test_the_noise_floor_is_said_and_drawn_by_class() -> None:
     assert [drawn.count(f"called different: 0 of {n}") for n in (1, 2)] == [1, 1]
     apart = section("noise", page(twin=1.03))
     assert [apart.count(f"called different: {n} of {n}") for n in (1, 2)] == [1, 1]
-    assert section("noise", page(processes=5)).count("too few processes to say") == 2
+    few = section("noise", page(processes=5))  # one pair takes 99.9 µs here: three lengths
+    assert few.count("too few processes to say") == 3
 
 
 @pytest.mark.parametrize(
