@@ -62,7 +62,7 @@ STRANGE: list[Any] = [
     *([], [[]], {}, [None], [1, 2, 3], {"a": {"b": []}}, list(range(3000)), "x" * 5000),
 ]
 QUICK = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

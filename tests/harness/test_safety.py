@@ -296,6 +296,7 @@ def test_a_run_directory_appears_whole_or_not_at_all(
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"run.json", "rows.jsonl"}
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_met_a_full_disk_goes_on(
     suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
