@@ -27,7 +27,7 @@ from sparsebench.results.words import plain
 ACROSS = ("level", "m", "shape", "block")  # x is the first of them that is swept
 ROWS = ("block", "m", "shape")  # y is the one with most values
 ANY = "any"
-MOST = 120  # views of a page; the last ones, by shape, are left out
+MOST = 60  # views of a page; the last ones, by shape, are left out
 COLUMNS = 12  # more levels than these are rounded to whole per cents
 
 

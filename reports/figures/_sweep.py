@@ -187,8 +187,7 @@ def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:
     """Return limits where the data and the baseline are; they span NARROWEST: noise stays small."""
-    kept = cases[cases.side != "dense"] if quantity.best else cases
-    kept = kept if len(kept) else cases
+    kept = cases
     logs = np.log(kept[[quantity.low, quantity.high, quantity.column]].to_numpy(dtype=float))
     if quantity.best:
         logs = logs[_near(kept, quantity)]
@@ -204,7 +203,8 @@ def _near(cases: pd.DataFrame, quantity: Quantity) -> NDArray[np.bool_]:
     best = value.groupby([cases.problem_id, cases.side]).transform(
         "max" if quantity.best == "most" else "min"
     )
-    return np.asarray(np.maximum(value / best, best / value) <= FAR, dtype=bool)
+    base = cases.label == cases.baseline_label
+    return np.asarray((np.maximum(value / best, best / value) <= FAR) | base, dtype=bool)
 
 
 def _line(
