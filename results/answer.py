@@ -102,7 +102,7 @@ def sentences(view: View) -> list[str]:
     if view.cells.best_gain.isna().all():
         return ["No dense contender has a time here: there is nothing to compare with."]
     if not (view.cells.best_gain > 1).any():
-        top = view.cells.loc[view.cells.best_gain.idxmax()]
+        top = view.cells.nlargest(1, "best_gain").iloc[0]
         near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {_place(view, top)}."
         return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
     first = _crossings(view) if view.x == "level" else _spans(view)
@@ -142,7 +142,9 @@ def word(name: str, value: Any) -> str:
 def _shared(view: View, name: str) -> str:
     if view.choice.get(name) == ANY:
         return ANY
-    values = view.cells[name].dropna().map(plain).unique() if name in view.cells else []
+    if name not in view.cells:
+        return ""
+    values = list(view.cells[name].dropna().map(plain).unique())
     constant = len(values) == 1 and values[0] not in ("", "1" if name == "block" else "")
     return str(values[0]) if constant else ""
 

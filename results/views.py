@@ -85,7 +85,7 @@ def asked(found: pd.DataFrame) -> pd.DataFrame:
 
 def _of_units(found: pd.DataFrame) -> bool:
     weights = found.level.where(found.level.notna(), 0).round(3)
-    return "active" in found and found.active.notna().any() and weights.nunique() < 2
+    return "active" in found and bool(found.active.notna().any()) and weights.nunique() < 2
 
 
 def across(found: pd.DataFrame) -> str:

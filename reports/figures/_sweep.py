@@ -166,9 +166,9 @@ def _roles(
     said = {}
     for side in ("peer", "ours"):
         own = cases[cases.side == side].sort_values(quantity.column, kind="stable")
-        keep = "last" if quantity.best == "most" else "first"
+        own = own[::-1] if quantity.best == "most" else own
         at = own[axis.name].round(4)
-        best = own[~at.duplicated(keep=keep)] if own.source.isna().all() else own
+        best = own[~at.duplicated()] if own.source.isna().all() else own
         look = {"markersize": 4.6, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
         said[f"of {side}"] = _line(axes, best, axis, quantity, look, f"of {side}")
     return said

@@ -7,6 +7,8 @@
 A speed-up is a ratio within one contest, so a drift moves both of its times.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
@@ -82,6 +84,6 @@ def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
     return Markup('<figure class="wide"><h3>{}</h3>{}</figure>').format(title, drawing)
 
 
-def _said(line: "pd.Series[object]", name: str) -> str:
+def _said(line: "pd.Series[Any]", name: str) -> str:
     marked = f", {line['mark']}" if line["mark"] else ""
     return f"contest {line.contest}, process {line.replicate}: {line[name]:.4g}{marked}"

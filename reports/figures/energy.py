@@ -69,7 +69,7 @@ def _drawn(cases: pd.DataFrame) -> Markup:
             axes.plot(own.speedup, own.saved, gid=f"of {side}", alpha=0.75, **look)
             said[f"of {side}"] = [
                 f"{line.label}: {times(line.speedup)} as fast, energy {times(line.saved)}"
-                for line in own.itertuples()
+                for _, line in own.iterrows()
             ]
         log_ticks(axes)
         ticks = round_values(*ends)

@@ -57,7 +57,7 @@ def _panel(
 ) -> tuple[str, Markup, Markup]:
     figure, axes = canvas((300, 230))
     x, y = cases.intensity, cases.tflops
-    ends = np.array([x.min() / 1.5, x.max() * 1.5])
+    ends = float(x.min()) / 1.5, float(x.max()) * 1.5
     peak = float(ceilings["matrix_tflops"].get(dtype, np.inf))
     slope = ceilings["read_gb_per_s"] / 1e3
     roof = np.geomspace(*ends, 60)
@@ -85,5 +85,5 @@ def _points(axes: Any, cases: pd.DataFrame, side: str) -> list[str]:
     return [
         f"{line.label}: {significant(line.tflops)} TFLOP/s, m {plain(line.m)}, n × k "
         f"{line.n} × {line.k}, {percent(line.level)}"
-        for line in cases.itertuples()
+        for _, line in cases.iterrows()
     ]
