@@ -27,7 +27,7 @@ class Format(ABC):
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """Return exactly the matrix that was converted, bit for bit."""
+        """Return the matrix that was converted, bit for bit but for the sign of zeros."""
 
     @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
@@ -68,8 +68,19 @@ def require_size(dense: Tensor, shape: tuple[int, int]) -> None:
 
 
 def is_stored(dense: Tensor) -> Tensor:
-    """Return where the bits are not all zero: -0.0 and NaN are values, and are kept."""
-    return dense.view(BITS[dense.element_size()]) != 0
+    """Return where a floating-point tensor is not zero: NaN is a value, and -0.0 is zero.
+
+    A mask multiplied onto weights leaves -0.0 where they are negative.
+    """
+    return has_value(dense.view(BITS[dense.element_size()]))
+
+
+def has_value(bits: Tensor) -> Tensor:
+    """Return where the bits of floating-point elements, given as integers, are not those of 0.
+
+    torch compares no fp8, so all but the sign is looked at.
+    """
+    return (bits & torch.iinfo(bits.dtype).max) != 0
 
 
 def offsets_of(rows: Tensor, count: int) -> Tensor:

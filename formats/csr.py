@@ -39,7 +39,7 @@ class Csr(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
-        """Convert; every bit pattern except +0.0 is stored. Raises FormatError."""
+        """Convert; everything but zero is stored, and NaN is. Raises FormatError."""
         require_matrix(dense)
         n, k = dense.shape
         rows, columns = is_stored(dense).nonzero(as_tuple=True)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebench.formats._format import BITS, Format, is_stored, require, require_matrix
+from sparsebench.formats._format import BITS, Format, has_value, require, require_matrix
 
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 SPLITS = "rows", "columns"
@@ -72,7 +72,7 @@ class Spense(Format):
 
         dense_fraction  fraction of the rows or columns (`split`), the last ones, that are dense
 
-        Every bit pattern except +0.0 is an element. Raises FormatError, which names the first group
+        Everything but zero is an element, also NaN. Raises FormatError, which names the first group
         of the sparse part with more than two elements.
         """
         require_matrix(dense)
@@ -175,7 +175,7 @@ def _sparse_tiles(matrix: Tensor) -> Tensor:
     size = matrix.element_size()
     bits = _cut(matrix.view(BITS[size]), SPAN_BYTES // size)
     groups = bits.unflatten(-1, (-1, 4))
-    stored = is_stored(groups).to(torch.uint8)
+    stored = has_value(groups).to(torch.uint8)
     _require_two_of_four(stored)
     weights = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=matrix.device)
     which = (stored * weights).sum(-1, dtype=torch.uint8).int()

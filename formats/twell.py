@@ -60,7 +60,7 @@ class Twell(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /, *, tile: int = 256, capacity: int = 31) -> Self:
-        """Convert a matrix [m, n]; every bit pattern except +0.0 is an entry, in column order.
+        """Convert a matrix [m, n]; everything but zero is an entry, in column order.
 
         tile, capacity  columns and slots of a tile. Raises FormatError.
         """

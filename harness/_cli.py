@@ -3,26 +3,41 @@
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
-WIDE = 120  # columns of a table; a narrower terminal wraps lines rather than lose columns
+if TYPE_CHECKING:
+    from sparsebench.harness.doctor.findings import Finding
 
+GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
+WIDE = 120  # columns where there is no window: of a pipe and of a file
+RESUME = "run --resume"
+EVERY_S = 10.0  # between two lines of progress in a pipe
+LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
+
+Show = Callable[[int, int, str], None]
+"""Called with parts done, parts in all, and what is next."""
+
+out, err = Console(), Console(stderr=True)
 app = typer.Typer(
     help="Compare sparse matrix formats on a GPU, reproducibly.",
     no_args_is_help=True,
     rich_markup_mode=None,  # a usage error is a line, not a box
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": out.width,  # the first line of a command's help is not cut
+    },
 )
-out, err = Console(), Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 RunPath = Annotated[Path, typer.Argument(help="A run directory.")]
@@ -38,35 +53,70 @@ Replicates = Annotated[
     int, typer.Option(help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1)
 ]
 Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a case.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown, for pasting.")]
+Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"sparsebench {version('sparsebench')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compare sparse matrix formats on a GPU, reproducibly."""
 
 
 def wide() -> Console:
-    """Return the console of tables: at least WIDE columns."""
-    return Console(width=max(out.width, WIDE))
+    """Return the console of tables: as wide as the window, or WIDE where there is none."""
+    return out if out.is_terminal else Console(width=max(out.width, WIDE))
+
+
+def warn(finding: "Finding") -> None:
+    """Say on stderr what is found of the machine, unless it is well."""
+    if finding.level != "ok":
+        level = f"[{LEVELS[finding.level]}]{finding.level}:[/]"
+        said = f"{finding.check}: {finding.found}. {finding.means} {finding.do}".rstrip()
+        err.print(f"{level} {escape(said)}", soft_wrap=True, highlight=False)
 
 
 @contextmanager
-def measuring(again: str = "run --resume") -> Iterator[Callable[[int, int, str], None]]:
+def measuring(again: str = RESUME) -> Iterator[Show]:
     """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with progress_bar() as show:
             yield show
     except KeyboardInterrupt as stop:
-        err.print(f"interrupted; what was measured is kept, and {again} goes on")
+        path = getattr(stop, "path", "")  # measure.Stopped has it; the tuner needs none
+        said = f"what was measured is kept, and {again} {path}".rstrip() + " goes on"
+        if not path and again == RESUME:
+            said = "nothing was measured yet"
+        err.print(f"interrupted; {said}", soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(INTERRUPTED) from stop
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Show contests done, the problem being measured and the time left, on stderr."""
+def progress_bar() -> Iterator[Show]:
+    """Show parts done, the time left, what is measured and who led last, on stderr.
+
+    A window has a bar. A pipe has a line every EVERY_S seconds, and the first and the last.
+    """
+    if not err.is_terminal:
+        yield _lines()
+        return
     columns = (
         MofNCompleteColumn(),
         BarColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("starting", total=None)
@@ -75,6 +125,29 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
             progress.update(task, completed=done, total=total, description=problem)
 
         yield show
+
+
+def _lines() -> Show:
+    began = time.monotonic()
+    due = began
+
+    def show(done: int, total: int, problem: str) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now < due and done < total:
+            return
+        due = now + EVERY_S
+        left = f", {(now - began) / done * (total - done):.0f} s left" if done else ""
+        line = f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip()
+        err.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    return show
+
+
+def show_page(page: Path) -> None:
+    """Open a report in a browser."""
+    if typer.launch(page.resolve().as_uri()) != 0:
+        err.print(f"no browser opened {page}", soft_wrap=True, highlight=False, markup=False)
 
 
 def print_json(data: Any) -> None:

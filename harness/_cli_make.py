@@ -31,7 +31,7 @@ def prune(
     to: Annotated[Path | None, typer.Option("--out", help="A .safetensors file to write.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Prune weights to 2:4 beside a dense region; "a,b" for method, dense or region tries both."""
+    """Prune weights to 2:4 beside a dense region. "a,b" for method, dense or region tries both."""
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.pruning.command import parse_recipes, prune_file, table
 
@@ -68,7 +68,7 @@ def train_lm(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train small gated-ReLU language models on Python's own source, and count units that are on.
+    """Train small gated-ReLU language models, and count units on. The text is Python's own source.
 
     With and without an L1 term on hidden units: what sparsity it brings, and what it costs in loss.
     """

@@ -33,7 +33,7 @@ from sparsebench.results.record import Case, Problem, Row, Status, Value
 
 WORK = ["sparsity", "nnz", "digest", "flops", "dense_flops", "fewest_bytes"]
 BYTES = ["stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
-CHECKS = ["error", "error_of_bound", "choice", "code"]
+CHECKS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias", "choice", "code"]
 CLOCK = ["device", "scope", "cache", "clock", "convert_us", "prepare_s"]
 
 

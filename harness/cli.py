@@ -1,11 +1,13 @@
 """The command line: each command is a few lines over the library.
 
-Exit codes: 0 all is well; 1 a gate failed: not reproduced, not confirmed; 2 bad input, nothing
-written; 3 the run finished, but a case came out wrong, failed, timed out or ran out of memory; 4
-this machine is unfit to measure; 130 interrupted, what was measured is kept.
+Exit codes: 0 all is well; 1 a gate failed: not reproduced, not confirmed, slower than --fail-on
+allows; 2 bad input, nothing written; 3 the run finished, but a case came out wrong, failed, timed
+out or ran out of memory; 4 this machine is unfit to measure; 130 interrupted, what was measured is
+kept.
 """
 
 import json
+import sys
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +26,9 @@ from sparsebench.harness._cli import (
     Device,
     Energy,
     Json,
+    Markdown,
     Only,
+    Open,
     Out,
     Replicates,
     RunPath,
@@ -34,8 +38,11 @@ from sparsebench.harness._cli import (
     measuring,
     out,
     print_json,
+    show_page,
+    warn,
     wide,
 )
+from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 
 
@@ -55,7 +62,7 @@ def main() -> int:
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """Name the ops, patterns, formats, kernels, figures and suites, each with its first line."""
+    """Name ops, patterns, formats, kernels, figures and suites."""
     from sparsebench.harness.catalog import listing
 
     found = listing()
@@ -78,14 +85,25 @@ def check(
     data: Data = None,
     only: Only = "",
     replicates: Replicates = 3,
+    gpu: Annotated[
+        Path | None,
+        typer.Option(help="Plan for the GPU of these runs: results/published/nvidia-h200."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how many cases, how long, and what is unsupported here and why; run nothing."""
-    from sparsebench.harness.machine.device import pick
+    """Say what a suite will cost, and what is unsupported here; run nothing."""
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.plan import plan
     from sparsebench.harness.plan.suite import read
 
-    planned = plan(read(suite, data), pick(device), only, replicates)
+    if gpu and device:
+        raise typer.BadParameter("expected --device or --gpu, found both")
+    asked = read(suite, data)
+    if gpu:
+        planned = plan_there(asked, costs(gpu), only, replicates)
+    else:
+        planned = plan(asked, named(device), only, replicates)
     if as_json:
         print_json(planned)
         return
@@ -94,6 +112,12 @@ def check(
     estimate = timedelta(seconds=planned["estimate_s"])
     out.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
     out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates")
+    if gpu:
+        gib = [planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes")]
+        out.print(f"the largest problem has {gib[0]:.1f} GiB of operands; the GPU {gib[1]:.0f} GiB")
+        if planned["unknown"]:
+            names = ", ".join(planned["unknown"])
+            out.print(f"never measured there, and taken as typical: {names}", soft_wrap=True)
     for entry in planned["unsupported"]:
         line = f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}"
         out.print(escape(line), soft_wrap=True, highlight=False)
@@ -111,6 +135,8 @@ def run(
     replicates: Replicates = 3,
     energy: Energy = False,
     as_json: Json = False,
+    markdown: Markdown = False,
+    browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     from sparsebench.harness.machine.device import named
@@ -118,7 +144,7 @@ def run(
     from sparsebench.harness.run.measure import Flags, measure
     from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
-    from sparsebench.reports.terminal import answer, answer_json, counted
+    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
     from sparsebench.results.analysis import analyse
 
@@ -133,18 +159,23 @@ def run(
     asked = own_suite(stopped, data) if resume else read(str(suite), data)
     flags = Flags(named(device), data, timeout, replicates, only, energy)
     with measuring() as show:
-        path = measure(asked, flags, to, resume, show)
+        path = measure(asked, flags, to, resume, show, told=warn)
     measured = store.read(path)
     page = path / "report.html"
     build(measured, page)
     found = analyse(measured)
     counts = counted(found)
     if as_json:
-        print_json({"run": str(path), "report": str(page), "cases": counts, **answer_json(found)})
+        told = {"run": str(path), "report": str(page), "cases": counts}
+        print_json({**told, **answer_json(measured, found)})
+    elif markdown:
+        sys.stdout.write(answer_markdown(measured, found))
     else:
-        wide().print(answer(found))
+        wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if browse:
+        show_page(page)
     if counts.keys() - {"ok", "unsupported"}:
         raise typer.Exit(SOME_FAILED)
 
@@ -162,7 +193,7 @@ def try_(
     ] = 0,
     profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
 ) -> None:
-    """Check one kernel against fp64 and time it beside its baseline, at once."""
+    """Check one kernel against fp64 and time it beside its baseline."""
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.run import try_kernel as tried
 
@@ -189,10 +220,14 @@ def report(
     errors: Annotated[
         Path | None, typer.Option(help="What prune --json printed: error against speed-up.")
     ] = None,
+    markdown: Markdown = False,
+    browse: Open = False,
 ) -> None:
-    """Write a run's report: one HTML file that opens offline."""
+    """Write a run's report, and print its answer again. The page is one file, and opens offline."""
     from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import Answer, answer_markdown
     from sparsebench.results import pruning, store
+    from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
 
     measured = store.read(path)
@@ -202,29 +237,29 @@ def report(
         to_csv(frame(measured.rows), csv)
     if parquet:
         to_parquet(frame(measured.rows), parquet)
-    out.print(str(to), soft_wrap=True, highlight=False)
-
-
-@app.command()
-def compare(first: RunPath, second: RunPath, as_json: Json = False) -> None:
-    """Set two runs side by side: by ratios to the local baseline, and absolute."""
-    from sparsebench.reports.terminal import comparison
-    from sparsebench.results import store
-    from sparsebench.results.compare import compare as compared
-
-    found = compared(store.read(first), store.read(second))
-    if as_json:
-        print_json(json.loads(found.cases.to_json(orient="records")))
+    found = analyse(measured)
+    if markdown:
+        sys.stdout.write(answer_markdown(measured, found))
     else:
-        wide().print(comparison(found))
+        wide().print(Answer(measured, found))
+        out.print(f"report: {to}", soft_wrap=True, highlight=False)
+    if browse:
+        show_page(to)
+
+
+app.command()(compare)
 
 
 @app.command()
 def validate(path: RunPath, data: Data = None) -> None:
-    """Check a run: its files by their hashes, its rows, and that its suite's plan is complete."""
-    from sparsebench.harness.run.validate import validate as validated
+    """Check a run: its files by their hashes, its rows, and that its suite's plan is complete.
 
-    for line in validated(path, data):
+    A warning names a tuned contender that is slower than its default, or than in a run beside it.
+    """
+    from sparsebench.harness.run.validate import validate as validated
+    from sparsebench.results.peers import siblings
+
+    for line in validated(path, data, siblings(path)):
         out.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -232,11 +267,11 @@ def validate(path: RunPath, data: Data = None) -> None:
 def reproduce(
     path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
 ) -> None:
-    """Run a run's own suite again here, and say case by case whether it agreed."""
+    """Run a run's own suite again here, and say what agrees."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
-    from sparsebench.reports.terminal import comparison
+    from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
     from sparsebench.results.agreement import agreement
 
@@ -249,7 +284,7 @@ def reproduce(
         cases = json.loads(found.found.cases.to_json(orient="records"))
         print_json({"run": str(fresh), **found.counts, "cases": cases})
     else:
-        wide().print(comparison(found.found))
+        wide().print(agreement_sheet(found.found))
         out.print("\n".join(found.sentences), soft_wrap=True, highlight=False, markup=False)
     if not found.reproduced:
         raise typer.Exit(GATE_FAILED)
@@ -265,12 +300,13 @@ def confirm(
     to: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's largest speed-ups again, alone, and print the headline of the new run."""
+    """Measure a run's largest speed-ups again, alone. Print the headline of the new run."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.confirm import confirm as confirmed
     from sparsebench.harness.run.confirm import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
+    from sparsebench.results.choices import choices
 
     with measuring() as show:
         fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
@@ -278,11 +314,13 @@ def confirm(
     build(again, fresh / "report.html")
     found = headlines(again)
     if as_json:
-        print_json({"run": str(fresh), "headlines": [asdict(headline) for headline in found]})
+        said = [asdict(headline) for headline in found]
+        print_json({"run": str(fresh), "headlines": said, "choices": choices(again.state)})
     else:
         sentences = [headline.sentence for headline in found]
         screened = f"Chosen among {again.state['confirms']['screened']} cells of a screening"
         sentences.append(f"{screened}, of which no number is used.")
+        sentences.append(choices(again.state).sentence)
         out.print("\n".join(sentences), soft_wrap=True, highlight=False, markup=False)
     if not all(headline.confirmed for headline in found):
         raise typer.Exit(GATE_FAILED)
@@ -290,7 +328,7 @@ def confirm(
 
 @app.command()
 def doctor(device: Device = None, as_json: Json = False) -> None:
-    """Say whether this machine is fit to measure, and what to do where not; changes nothing."""
+    """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
     from sparsebench.harness.doctor.doctor import examine, table
     from sparsebench.harness.doctor.findings import unfit
     from sparsebench.harness.machine.device import pick
@@ -315,7 +353,7 @@ def tune(
     ] = None,
     data: Data = None,
 ) -> None:
-    """Search the best configurations for this GPU into a table that runs then take them from."""
+    """Search the best configurations for this GPU. Runs take them from the table written."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.tune import tune as tuned

@@ -15,7 +15,7 @@ and the row says what was chosen.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +64,14 @@ class Launch:
 
     `choice` records what `prepare` chose (tile, layout, algorithm), and how where the kernel
     tunes (`by`); that of a Portfolio has `chosen`. `code` is a digest of the machine code, where it
-    is ours. Both go into the row.
+    is ours. `candidates` is what was timed for the choice, the default first (search.py). All three
+    go into the row.
     """
 
     run: Callable[[], Output]
     choice: Mapping[str, Any] = field(default_factory=dict)
     code: str | None = None
+    candidates: Sequence[Mapping[str, Any]] = ()
 
     def __call__(self) -> Output:
         """Enqueue the work on the current stream and return the output."""

@@ -123,6 +123,9 @@ def _trust(frames: Frames) -> list[str]:
         named = ", ".join(f"{count} {mark}" for mark, count in marks.value_counts().items())
         slowed = f"the GPU was slowed down while {len(marks)} of {len(once)} cases were timed"
         found.append(f"Marked, not dropped: {slowed} ({named}).")
+    accuracy = cases.drop_duplicates("case_id").marks.fillna("")
+    for mark, count in accuracy[accuracy != ""].value_counts().items():
+        found.append(f"Marked for its accuracy: {count} of {len(once)} cases ({mark}).")
     return found
 
 

@@ -1,97 +1,187 @@
-"""The answer of a run on a terminal: who wins each problem, and where each format breaks even.
+"""The answer of a run on a terminal, or in Markdown: sentences, each format, the fastest, trust.
 
-Every interval has its outcome beside it. Below the tables are the noise floor of the run, and
-whether its A/A pairs make it reliable. Fewer than FEWEST processes give a look, and it says so.
+    device, suite, badges          what a reader must know before any number
+    sentences                      _headline.py
+    formats                        each format once, or why it has no time
+    fastest                        of each problem, a table for each op, pattern and dtype
+    break-even                     of each format, by its first contender
+    not measured                   every reason, with its cases
+    trust                          noise floor, reliability, marks, the state of the machine
+
+Tables are fitted to the window. The name of a winner is never cut.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
 
+from sparsebench.reports._headline import (
+    Format,
+    badges,
+    beyond,
+    condition,
+    formats,
+    sentences,
+    sparse_format,
+    unfit,
+)
+from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.reports._words import (
+    FORMATS,
+    duration,
+    format_of,
+    kernel,
+    percent,
+    plus_minus,
+    winner,
+)
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.compare import Comparison
+from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
-from sparsebench.results.noise import Noise
+from sparsebench.results.noise import Reliability
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.summary import break_even, winners
+from sparsebench.results.store import Run
+from sparsebench.results.summary import NoCrossing, break_even, winners
 
-WORDS = ["fastest", "contender", "baseline", "op", "pattern", "dtype", "source"]
-WORDS += ["outcome", "outcome a", "outcome b"]
 VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
+LINES = 30  # of a table on a terminal; the report and Markdown have them all
+REASONS = 12
+PARTS = ["op", "pattern", "dtype"]  # a table each
+CONTEST = ["problem_id", "scope", "cache"]
+USUAL = {("scope", "kernel"), ("cache", "cold"), ("block", "1"), ("skew", "iid"), ("block", "")}
+OUTCOMES = {"faster": "good", "slower": "bad", "inconclusive": "unsure", "no_difference": "quiet"}
+GOOD, BAD = ("VERDICT", "LOOK"), "bold red"
 
 
-def answer(found: Analysis) -> Group:
-    """Return the tables that `sparsebench run` ends with."""
-    cases = _by_size(found.cases)
-    if not (cases.status == Status.OK).any():
-        return Group("nothing was measured: the report says why")
-    even = break_even(cases)
-    tables = [_fastest(cases), *([] if even.empty else [_crossings(even)])]
-    return Group(*tables, *_trust(cases, found.noise))
+@dataclass(frozen=True)
+class Answer:
+    """What `sparsebench run` ends with, for a rich console."""
+
+    run: Run
+    found: Analysis
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield every part, top to bottom."""
+        cases = by_size(self.found.cases)
+        yield _title(self.run, cases, self.found)
+        yield from (Text(line, style="bold") for line in sentences(cases))
+        if not (cases.status == Status.OK).any():
+            yield Text("Nothing was measured.", style=BAD)
+        for sheet in sheets(cases):
+            yield Text()
+            yield _shortened(sheet)
+        yield Text()
+        yield from (Text(line) for line in trust(self.run, cases, self.found))
+
+
+def answer_markdown(run: Run, found: Analysis) -> str:
+    """Return the answer as Markdown, for pasting; with every line of every table."""
+    cases = by_size(found.cases)
+    title = f"**{_heading(run)}** ({'; '.join(badges(run, cases, found.noise))})"
+    parts = [title, *sentences(cases), *(sheet.markdown() for sheet in sheets(cases))]
+    return "\n\n".join([*parts, *trust(run, cases, found)]) + "\n"
+
+
+def answer_json(run: Run, found: Analysis) -> dict[str, Any]:
+    """Return the answer for a script."""
+    cases = by_size(found.cases)
+    tables = {"winners": winners(cases), "break_even": break_even(cases)}
+    said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    word, why = found.noise.reliability
+    head = {"answer": sentences(cases), "badges": badges(run, cases, found.noise)}
+    floors = {"noise_floor": found.noise.floors}
+    return head | said | floors | {"reliability": word, "reliability_why": why}
 
 
 def counted(found: Analysis) -> dict[str, int]:
     """Count the suite's cases by status; `ok` means ok in every process, scope and cache state."""
-    cases = _by_size(found.cases)
-    asked = cases[~cases.twin.astype(bool)]
-    worst_first = asked.sort_values("status", key=lambda status: status == Status.OK)
-    statuses = worst_first.drop_duplicates("case_id").status.value_counts()
-    return {str(status): int(count) for status, count in statuses.items()}
+    asked = _asked(by_size(found.cases))
+    return {str(status): int(count) for status, count in asked.status.value_counts().items()}
 
 
-def answer_json(found: Analysis) -> dict[str, Any]:
-    """Return the answer for a script."""
-    cases = _by_size(found.cases)
-    tables = {"winners": winners(cases), "break_even": break_even(cases)}
-    said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-    word, why = found.noise.reliability
-    floors = {"noise_floor": found.noise.floors}
-    return said | floors | {"reliability": word, "reliability_why": why}
-
-
-def comparison(found: Comparison) -> Group:
-    """Return two runs side by side, and how many of their cases agree."""
-    names = [name for name in found.cases.columns if name not in ("op", "level", "format")]
-    columns, constant = _split(found.cases, names[names.index("cache") + 1 : names.index("kernel")])
-    table = _table(
-        f"a: {found.name_a}   b: {found.name_b}   ({constant})",
-        [
-            *columns,
-            "contender",
-            "µs a",
-            "µs b",
-            "b / a",
-            "x baseline a",
-            "x baseline b",
-            "outcome a",
-            "outcome b",
-            "agree",
-        ],
-    )
-    for line in found.cases.to_dict("records"):
-        numbers = "median_us_a", "median_us_b", "time_b_over_a", "speedup_a", "speedup_b"
-        table.add_row(
-            *(_shown(line[name]) for name in columns),
-            escape(line["label"]),
-            *(_number(line[name]) for name in numbers),
-            *(_said(line[name]) for name in ("outcome_a", "outcome_b")),
-            "-" if pd.isna(line["agree"]) else "yes" if line["agree"] else "no",
-        )
-    agree = f"{found.cases.agree.sum()} of {found.cases.agree.count()} comparable cases agree"
-    only = f"only in a: {len(found.only_a)} cases; only in b: {len(found.only_b)} cases"
-    return Group(table, agree, only)
-
-
-def _by_size(cases: pd.DataFrame) -> pd.DataFrame:
+def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     """Sort cases by the fields of their problems: a run takes them in a random order."""
     names = ["op", *fields(cases), "source"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
+
+
+def sheets(cases: pd.DataFrame) -> list[Sheet]:
+    """Return the tables of an answer."""
+    found = []
+    if (cases.status == Status.OK).any():
+        found.append(_formats(formats(cases)))
+        raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+        several = raced[raced.groupby(CONTEST).label.transform("nunique") > 1]
+        parts = winners(several).groupby(PARTS, sort=False, dropna=False)
+        found += [_fastest(part) for _, part in parts]
+        even = break_even(cases[sparse_format(cases)])
+        even = even[even.first_level < even.last_level]
+        found += [] if even.empty else [_crossings(even)]
+    missing = _missing(cases)
+    return found + ([missing] if missing.lines else [])
+
+
+def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
+    """Return sentences on how far the numbers can be trusted."""
+    noise = found.noise
+    busy = "; ".join(unfit(run))
+    lines = [f"The machine was busy, so no number here is to be trusted: {busy}."] if busy else []
+    lines.append(noise.sentence)
+    if noise.reliability[0] is not Reliability.UNKNOWN:
+        lines.append(noise.reliability[1])
+    if (cases.processes < FEWEST).all():
+        few = f"Fewer than {FEWEST} processes give a look, not a verdict"
+        lines.append(f"{few}: --replicates {VERDICT} gives one.")
+    above = len(beyond(cases))
+    if above:
+        why = "more than zeros can save. There the baseline is slow, by itself or by other work"
+        is_are = "speed-up is" if above == 1 else "speed-ups are"
+        lines.append(f"{above} {is_are} above 1 / (1 - sparsity), {why}.")
+    for name, why in (("mark", "{} when timed"), ("marks", "{}, of their outputs")):
+        marks = cases[name][cases[name].fillna("") != ""].value_counts()
+        lines += [f"{n} cases are marked: {why.format(mark)}." for mark, n in marks.items()]
+    return lines
+
+
+def outcome(line: Mapping[Any, Any]) -> Cell:
+    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`, or a dash for none."""
+    more, words = line["more_processes"], line["outcome"].replace("_", " ") or "-"
+    return words if pd.isna(more) else f"{words} (+{more})", OUTCOMES.get(line["outcome"], "")
+
+
+def shown(name: str, value: Any) -> str:
+    """Write a field: a level in per cent, a source by its file."""
+    if pd.isna(value):
+        return "-"
+    if name == "sparsity":
+        return percent(value)
+    return f"{value:g}" if isinstance(value, float) else str(value).rpartition("/")[2]
+
+
+def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
+    """Return the fields that vary, for columns, and the constant ones as text."""
+    values = {name: table[name].unique() for name in names if name in table}
+    varying = [name for name, found in values.items() if len(found) > 1]
+    constant = {name: found[0] for name, found in values.items() if len(found) == 1}
+    said = {name: shown(name, value) for name, value in constant.items()}
+    words = [value for name, value in said.items() if name in PARTS]
+    words += [f"{n} {v}" for n, v in said.items() if n not in PARTS and (n, v) not in USUAL]
+    return varying, ", ".join(word for word in words if not word.endswith("-"))
+
+
+def _asked(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return each case once, with its worst status."""
+    asked = cases[~cases.twin.astype(bool)]
+    worst_first = asked.sort_values("status", key=lambda status: status == Status.OK)
+    return worst_first.drop_duplicates("case_id")
 
 
 def _sizes(column: pd.Series) -> pd.Series:
@@ -100,85 +190,134 @@ def _sizes(column: pd.Series) -> pd.Series:
     return numbers if numbers.notna().any() else column.astype(str)
 
 
-def _fastest(cases: pd.DataFrame) -> Table:
+def _heading(run: Run) -> str:
+    words = [device_name(run.environment), str(run.state.get("suite", run.path.name))]
+    return " · ".join([*words, str(run.suite.get("title", ""))]).rstrip(" ·")
+
+
+def _title(run: Run, cases: pd.DataFrame, found: Analysis) -> Text:
+    line = Text(_heading(run))
+    for badge in badges(run, cases, found.noise):
+        line.append("  ").append(f"[{badge}]", style="" if badge.startswith(GOOD) else BAD)
+    return line
+
+
+def _shortened(sheet: Sheet) -> Sheet:
+    """Keep the first lines, and say how many are left out."""
+    left = len(sheet.lines) - LINES
+    if left <= 0:
+        return sheet
+    more = f"{sheet.title}; {left} more lines: report, or --markdown"
+    return Sheet(more, sheet.columns, sheet.lines[:LINES], sheet.words, sheet.spare)
+
+
+def _formats(found: list[Format]) -> Sheet:
+    places = {_place(entry.best) if entry.best else entry.why for entry in found}
+    lines: list[list[Cell]] = []
+    for entry in found:
+        best = entry.best
+        if not best:
+            lines.append([entry.name, "-", "", "", (f"not measured: {entry.why}", "quiet")])
+            continue
+        ratio = "baseline" if best["label"] == best["baseline_label"] else _ratio(best)
+        lines.append([entry.name, winner(best), duration(best["median_us"]), ratio, _place(best)])
+    columns: tuple[str, ...] = ("format", "fastest kernel", "time", "× baseline", "where")
+    title = "Each format at its best"
+    if len(places) == 1:
+        columns, lines = columns[:-1], [line[:-1] for line in lines]
+        title = f"{title}: {places.pop()}"
+    return Sheet(title, columns, lines, frozenset({"format", "fastest kernel", "where"}))
+
+
+def _place(best: Mapping[Any, Any]) -> str:
+    return f"{best['op']}, m = {best['m']}, {condition(best)}".rstrip(", ")
+
+
+def _fastest(best: pd.DataFrame) -> Sheet:
     """Return the fastest case of each problem, with the interval and outcome of its speed-up."""
-    best = winners(cases)
-    interval = " and ".join(sorted({str(i) for i in cases.interval.dropna()}))
-    columns, constant = _split(best, ["op", *fields(best), "source", "scope", "cache"])
-    table = _table(
-        f"Fastest, by problem ({constant}; interval: {interval})",
-        [*columns, "fastest", "µs", "x baseline", "interval", "outcome"],
-    )
-    for line in best.to_dict("records"):
-        tied = f" (tied with {line['runner_up']})" if line["tied"] else ""
-        table.add_row(
-            *(_shown(line[name]) for name in columns),
-            escape(f"{line['ran']}{tied}"),
-            _number(line["median_us"]),
-            _number(line["speedup"]),
-            f"{_number(line['speedup_low'])} to {_number(line['speedup_high'])}",
-            _outcome(line),
-        )
-    return table
-
-
-def _crossings(even: pd.DataFrame) -> Table:
-    names = list(even.columns)
-    columns, _ = _split(even, names[names.index("op") : names.index("format")])
-    title = "Break-even: faster than the baseline from this sparsity on"
-    table = _table(title, [*columns, "contender", "baseline", "level"])
-    for line in even.to_dict("records"):
-        level = line["note"] or f"{100 * line['break_even']:.0f} %"
-        raced = escape(line["label"]), escape(line["baseline_label"])
-        table.add_row(*(_shown(line[name]) for name in columns), *raced, level)
-    return table
-
-
-def _trust(cases: pd.DataFrame, noise: Noise) -> list[str]:
-    """Return sentences on how far the numbers can be trusted."""
-    lines = [noise.sentence, noise.reliability[1]]
-    if (cases.processes < FEWEST).all():
-        few = f"Fewer than {FEWEST} processes give a look, not a verdict"
-        lines.append(f"{few}: --replicates {VERDICT} gives one.")
-    marks = cases.mark[cases.mark.fillna("") != ""].value_counts()
-    return [
-        *lines,
-        *(f"{n} cases are marked: {mark} when they were timed." for mark, n in marks.items()),
+    varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
+    bases = best.baseline_label.dropna().unique()
+    against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
+    columns = [*varying, "fastest", "time", against, "outcome", "tied with", "accuracy"]
+    lines: list[list[Cell]] = [
+        [
+            *(shown(name, line[name]) for name in varying),
+            winner(line),
+            duration(line["median_us"]),
+            _ratio(line),
+            outcome(line),
+            kernel(line["runner_up"]) if line["tied"] else "",
+            str(line["marks"] or ""),
+        ]
+        for line in best.to_dict("records")
     ]
+    empty = {"outcome": "-", "tied with": "", "accuracy": ""}
+    told = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
+    kept = [[line[columns.index(name)] for name in told] for line in lines]
+    interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
+    title = f"Fastest: {constant} ({interval})"
+    words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
+    return Sheet(title, tuple(told), kept, frozenset(words), ("tied with", "outcome"))
 
 
-def _outcome(line: Mapping[Any, Any]) -> str:
-    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`, or a dash for none."""
-    more, words = line["more_processes"], _said(line["outcome"])
-    return words if pd.isna(more) else f"{words} (+{more} more processes)"
+def _crossings(even: pd.DataFrame) -> Sheet:
+    """Return from which sparsity on each format is faster, by its first contender."""
+    even = even.assign(
+        ran_as=[_family(line) for line in even.to_dict("records")],
+        order=even.break_even.mask(even.note == NoCrossing.BELOW, 0.0).fillna(2.0),
+    )
+    names = list(even.columns)
+    names = names[names.index("op") : names.index("format")]
+    first = (
+        even.sort_values("order", kind="stable").drop_duplicates([*names, "ran_as"]).sort_index()
+    )
+    varying, _ = split(first, names)
+    lines = []
+    for line in first.to_dict("records"):
+        level = f"from {percent(round(line['break_even'], 2))}" if not line["note"] else ""
+        if line["note"] == NoCrossing.BELOW:
+            level = f"below {percent(line['first_level'])}"
+        elif line["note"]:
+            level = f"not up to {percent(line['last_level'])}"
+        fields_ = [shown(name, line[name]) for name in varying]
+        lines.append([*fields_, line["ran_as"], kernel(line["label"]), level])
+    columns = (*varying, "format", "first contender", "faster than the baseline")
+    words = frozenset({"format", "first contender", "op", "pattern", "dtype"})
+    return Sheet("Break-even, by sparsity", columns, lines, words)
 
 
-def _said(outcome: str) -> str:
-    return outcome.replace("_", " ") or "-"
+def _family(line: Mapping[Any, Any]) -> str:
+    name = format_of({**line, "chosen": ""})
+    return FORMATS.get(name, name)
 
 
-def _split(table: pd.DataFrame, names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the fields that vary, for columns, and the constant ones as text."""
-    values = {name: table[name].astype(str).unique() for name in names if name in table}
-    varying = [name for name, found in values.items() if len(found) > 1]
-    fixed = [(n, found[0]) for n, found in values.items() if len(found) == 1]
-    known = [(n, str(v)) for n, v in fixed if str(v) not in ("<NA>", "nan", "None", "")]
-    return varying, " ".join(f"{name}={escape(value)}" for name, value in known)
+def _missing(cases: pd.DataFrame) -> Sheet:
+    """Return why cases have no time: what went wrong first, then what cannot run here."""
+    asked = _asked(cases)
+    bad = asked[asked.status != Status.OK]
+    groups = bad.groupby(["status", "detail"], sort=False)
+    counted = sorted(
+        ((status == Status.UNSUPPORTED, -len(group), str(status), str(why), group)
+         for (status, why), group in groups),
+        key=lambda entry: entry[:4],
+    )  # fmt: skip
+    lines: list[list[Cell]] = []
+    for fine, count, status, why, group in counted[:REASONS]:
+        who = ", ".join(dict.fromkeys(map(kernel, group.label)))
+        style = "quiet" if fine else "bad"
+        lines.append([str(-count), (status.replace("_", " "), style), f"{why}: {who}"])
+    if left := len(counted) - REASONS:
+        lines += [[str(left), "", "more reasons: in the report"]] if left > 0 else []
+    columns = ("cases", "status", "reason, and who")
+    return Sheet("Not measured", columns, lines, frozenset(columns[1:]))
 
 
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    for name in columns:
-        words = name in WORDS
-        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
-    return table
+def _ratio(line: Mapping[Any, Any]) -> Cell:
+    """Write a speed-up, coloured by its outcome; of a look by its interval."""
+    low, high = line["speedup_low"], line["speedup_high"]
+    style = OUTCOMES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
+    return plus_minus(line["speedup"], low, high), style
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return _number(value)
-    return "-" if value is pd.NA else escape(str(value).rpartition("/")[2])
-
-
-def _number(value: float) -> str:
-    return "-" if pd.isna(value) else f"{value:.4g}"
+def _text(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else cell[0]

@@ -1,9 +1,9 @@
 """Do two runs of one plan agree? Compared cell by cell; what it shows depends on the machines.
 
-a cell    a case against its baseline, in one scope and cache state
-agreed    both runs have the same outcome; if one has no outcome (too few processes), the
-          intervals of the speed-up overlap, or the speed-ups are no further apart than the
-          larger of the two noise floors
+a cell      a case against its baseline, in one scope and cache state
+agreed      both runs have the same outcome, or their speed-ups are close (compare.py)
+reproduced  at least 95 % of the cells agree, or chance alone makes so many disagree
+a look      fewer than FEWEST processes in one of the runs: speed-ups are compared, not outcomes
 
 the same machine   equal UUIDs of the GPUs: the machine repeats its results
 the same kind      equal names of the devices: the results hold for more than one unit
@@ -15,15 +15,19 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from sparsebench.errors import ResultError
-from sparsebench.results.compare import Comparison, compare
+from sparsebench.results.choices import Choices, choices
+from sparsebench.results.compare import Comparison, compare, looks
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, Outcome
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
-ENOUGH = 0.95  # of the cells: a 95 % interval misses in one case of twenty
+ENOUGH = 0.95  # of the cells
+FALSE_ALARM = 0.01  # of equal cells, beyond the tolerance (compare.py)
+CHANCE = 0.05  # that a run with nothing wrong is said not to be reproduced, where cells are few
 
 
 class Place(StrEnum):
@@ -40,8 +44,10 @@ class Agreement:
 
     cells      how many cells were compared
     agreed     how many of them agree
-    looks      how many of them have no outcome in one of the runs: their intervals were compared
+    close      of how many the speed-ups are within the tolerance
+    looks      how many of them have no outcome in one of the runs
     one_sided  how many cases are unsupported in one run only
+    choices    who chose the configurations of the second run
     same_code  in how many cases the compiled code is the same, and in how many it is known
     """
 
@@ -49,34 +55,46 @@ class Agreement:
     found: Comparison
     cells: int
     agreed: int
+    close: int
     looks: int
     one_sided: int
+    choices: Choices
     same_code: tuple[int, int]
 
     @property
     def reproduced(self) -> bool:
-        """Say whether at least 95 % of the cells agree."""
-        return self.agreed >= ENOUGH * self.cells
+        """Say whether at least 95 % of the cells agree, or as many as chance alone allows."""
+        missed = self.cells - self.agreed
+        unlikely = stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
+        return self.agreed >= ENOUGH * self.cells or not unlikely
 
     @property
     def counts(self) -> dict[str, Any]:
         """Return the numbers for a script."""
         named = {"place": str(self.place), "reproduced": self.reproduced, "cells": self.cells}
-        return named | {"agreed": self.agreed, "looks": self.looks, "one_sided": self.one_sided}
+        counted = {"agreed": self.agreed, "close": self.close, "looks": self.looks}
+        return named | counted | {"one_sided": self.one_sided, "choices": str(self.choices)}
 
     @property
     def sentences(self) -> list[str]:
         """Return sentences: the result, the machine, and what was not compared."""
         word = "Reproduced" if self.reproduced else "Not reproduced"
+        if self.looks == self.cells:
+            word = f"A look, {'consistent' if self.reproduced else 'not consistent'}"
         a, b = self.found.name_a, self.found.name_b
         where = f"{self.place}, {b}"
         if self.place is Place.ANOTHER:
             where += f" after {a}: ratios to the local baseline alone"
         counted = f"{self.agreed} of {self.cells} cells agree"
         lines = [f"{word}: {counted} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
+        cells = self.found.cases[self.found.cases.agree.notna()]
+        least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
+        near = f"within the tolerance ({least:.2g} to {most:.2g} %, by length and processes)"
+        lines.append(f"Speed-ups {near}: {self.close} of {self.cells}.")
+        lines.append(self.choices.sentence)
         if self.looks:
-            few = f"below {FEWEST} processes there is no outcome to compare"
-            lines.append(f"A look, no verdict: {few}, in {self.looks} cells only intervals.")
+            few = f"Fewer than {FEWEST} processes give a look, not a verdict"
+            lines.append(f"{few}: in {self.looks} cells speed-ups were compared, not outcomes.")
         if self.one_sided:
             lines.append(f"Unsupported in one of the runs, and not compared: {self.one_sided}.")
         same, known = self.same_code
@@ -89,11 +107,8 @@ def agreement(first: Run, second: Run) -> Agreement:
     """Compare two runs; ResultError if they have no cell in common."""
     found = compare(first, second)
     cases = found.cases.copy()
-    have_outcomes = cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome))
-    floor = np.log1p(cases[["floor_a", "floor_b"]].max(axis=1))
-    close = np.log(cases.speedup_b_over_a).abs() <= floor
-    cases["agree"] = cases.agree.mask(cases.agree.notna() & ~have_outcomes & close, True)
-    cells = int(cases.agree.notna().sum())
+    compared = cases.agree.notna()
+    cells = int(compared.sum())
     if not cells:
         expected = "a case with a speed-up in either and supported in both"
         raise ResultError(f"{first.path} and {second.path}: expected {expected}, found none")
@@ -106,8 +121,10 @@ def agreement(first: Run, second: Run) -> Agreement:
         replace(found, cases=cases),
         cells,
         int(cases.agree.sum()),
-        int((cases.agree.notna() & ~have_outcomes).sum()),
+        int((compared & cases.close).sum()),
+        int((compared & looks(cases)).sum()),
         int(one_sided.sum()),
+        choices(second.state),
         _same_code(first, second),
     )
 
@@ -123,9 +140,23 @@ def _place(first: Run, second: Run) -> Place:
 def _same_code(first: Run, second: Run) -> tuple[int, int]:
     """Count the cases with the same compiled code in both runs, and those with known code.
 
-    A digest says by a prefix of what it is (`sass:`); digests of two kinds are not comparable.
+    Processes that search anew may compile several. A digest says by a prefix of what it is
+    (`sass:`); digests of two kinds are not comparable.
     """
-    before, now = ({r.case.id: r.code for r in run.rows if r.code} for run in (first, second))
+    before, now = _codes(first), _codes(second)
     pairs = [(before[case], now[case]) for case in before.keys() & now.keys()]
-    known = [(a, b) for a, b in pairs if a.rpartition(":")[0] == b.rpartition(":")[0]]
+    known = [(a, b) for a, b in pairs if _kinds(a) == _kinds(b)]
     return sum(a == b for a, b in known), len(known)
+
+
+def _codes(run: Run) -> dict[str, set[str]]:
+    """Return the digests of each case, over its processes."""
+    found: dict[str, set[str]] = {}
+    for row in run.rows:
+        if row.code:
+            found.setdefault(row.case.id, set()).add(row.code)
+    return found
+
+
+def _kinds(codes: set[str]) -> set[str]:
+    return {code.rpartition(":")[0] for code in codes}

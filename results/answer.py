@@ -3,7 +3,7 @@
     badges      VERDICT · LOOK · SIMULATED · UNRELIABLE, each with its reason
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
     sentences   BSR beats dense: blocks of 16 from 64 %; of 32, 64 and 128 already at 50 %.
-                At 90 %: BSR in blocks of 128, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; best peer ...
+                At 90 %: BSR in blocks of 128, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
 
 Every function is pure: of a view (views.py), of cases, or of a run's environment. A gain is over
 the fastest dense contender of the same contest (contests.py). Dense winning is a sentence too.
@@ -250,7 +250,7 @@ def _spans(view: View) -> list[str]:
 
 
 def _levels(view: View) -> list[str]:
-    """Write who wins at the levels that readers ask about, by how much, and the best peer."""
+    """Write who wins at the levels that readers ask about, and what stands beside it."""
     values = ordered(view.cells.x)
     chosen = [value for value in ASKED.get(view.x, ()) if value in values]
     if len(chosen) < 2:
@@ -276,7 +276,7 @@ def winner(line: "pd.Series[Any]") -> str:
     beside = ""
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
-        named = "best peer" if other == "peer" else "best of ours"
+        named = "best sparse peer" if other == "peer" else "best of ours"
         beside = f"; {named} {line[f'{other}_name']} {times(line[f'{other}_gain'])}"
     peer = " (a peer)" if other == "ours" else ""
     best = f"{contender(line, 'best')}{peer}"

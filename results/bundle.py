@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sparsebench.errors import ResultError
-from sparsebench.results.record import ROWS_SCHEMA
+from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
 
 MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
@@ -96,12 +96,12 @@ def _manifest(path: Path) -> dict[str, str]:
 
 
 def _require_whole_lines(path: Path) -> None:
-    """Refuse rows of an older schema (the reader would fill in defaults) and a torn last line."""
+    """Refuse a torn last line, which the reader would leave out, and rows of no known schema."""
     first, *_, last = _content(path, ROWS).decode().split("\n")
-    expected = json.dumps({"schema": ROWS_SCHEMA})
-    if first != expected or last:
+    known = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
+    if first not in known or last:
         found = f"a torn last line {last[:40]}" if last else first[:80]
-        raise ResultError(f"{path / ROWS}: expected {expected} and whole lines, found {found}")
+        raise ResultError(f"{path / ROWS}: expected {known[0]} and whole lines, found {found}")
 
 
 def _content(path: Path, name: str) -> bytes:

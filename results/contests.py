@@ -1,4 +1,4 @@
-"""Who wins each contest: the best of ours, the best peer and the best dense contender.
+"""Who wins each contest: the best of ours, the best sparse peer and the best dense contender.
 
     cases ─> raced     cases with a time; each is against the fastest dense one of its contest
           ─> contests  a line a contest, with columns best_*, ours_*, peer_* and dense_*
@@ -30,6 +30,8 @@ DECIDED = (Outcome.FASTER, Outcome.SLOWER)
 
 def raced(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the cases of a summary that have a time, without twins, with more columns.
+
+    Dense contenders are peers too; here `peer` are the sparse ones.
 
     side   ours, peer or dense              gain   over the fastest dense contender, with low, high
     kind   the format, or `activations`     tile   the block that the format stores

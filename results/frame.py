@@ -7,11 +7,13 @@ times of block i of the baseline and of a contender:
 
 Both blocks were taken within moments of each other, so a drifting clock moves both. A slow
 contender has fewer blocks; they are paired with the first ones of the baseline. A row of a
-contest that was throttled or power-limited is marked, never dropped.
+contest that was throttled or power-limited is marked, never dropped. So is one whose error or bias
+is not the usual one (harness/bench/usual.py), or larger than would be right but for its suite.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results.pairing import logs_over, opponents
+from sparsebench.results.pairing import blocks_us, logs_over, opponents
 from sparsebench.results.record import Contender, Row, Status, Value
 
 # Columns: these, then the fields of the problems, then MEASURED.
@@ -29,20 +31,22 @@ CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin
 PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
 RESULT = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by"]
 SIZES = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
-ERRORS = ["error", "error_of_bound"]
-SHARES = ["sparsity_achieved", "bytes_of_dense"]
+ERRORS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias"]
+SHARES = ["sparsity_achieved", "bytes_of_dense", "error_of_usual"]
 SAMPLE_TIMES = ["median_us", "q1_us", "q3_us", "min_us"]
 OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
-TIMES = [*SAMPLE_TIMES, *OTHER_TIMES]
+TIMES = [*SAMPLE_TIMES, *OTHER_TIMES, "default_us"]  # the default's, in the search of `prepare`
 RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
 TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 SENSORS = ["energy_j", *TELEMETRY]
 QUARTILES = ["speedup_q1", "speedup_q3"]
 COUNTS = [*SIZES, "samples"]
 NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log"]
-MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", *COUNTS, *NUMBERS, "baseline_label"]
+MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
+MEASURED += ["blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
+UNUSUAL = 1.5  # times the usual error
 POWER_LIMITED = 0.2  # mark from this share of the contest's time on; less is a short peak
 
 
@@ -72,14 +76,14 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV."""
-    table.to_csv(path, index=False)
+    """Write a table as CSV, without the times of single blocks."""
+    table.drop(columns="blocks_us").to_csv(path, index=False)
 
 
 def to_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as Parquet; ResultError if pyarrow is missing."""
+    """Write a table as Parquet, as `to_csv`; ResultError if pyarrow is missing."""
     try:
-        table.to_parquet(path, index=False, engine="pyarrow")
+        table.drop(columns="blocks_us").to_parquet(path, index=False, engine="pyarrow")
     except ImportError as error:
         found = "expected pyarrow to write Parquet, found none"
         raise ResultError(f"{path}: {found}; pip install 'sparsebench[parquet]'") from error
@@ -125,19 +129,30 @@ def _measured(row: Row) -> dict[str, Any]:
         "status": str(row.status),
         "choice": json.dumps(row.choice),
         "mark": _mark(row.telemetry),
+        "marks": _marks(row),
         "samples": len(row.samples_us),
+        "blocks_us": blocks_us(row) if row.samples_us else None,
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
         "median_us": median,
         "q1_us": q1,
         "q3_us": q3,
         "min_us": samples.min(),
+        "default_us": _default_us(row.candidates),
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
         "of_bound": _ratio(row.bound_us, median),
+        "error_of_usual": _ratio(row.error, row.usual_error),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
     }
+
+
+def _default_us(candidates: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return what a search found of its default, its first candidate; None of no search."""
+    first = candidates[0] if candidates else {}
+    found: float | None = first.get("median_us", first.get("least_us"))
+    return found
 
 
 def _mark(telemetry: Mapping[str, float]) -> str:
@@ -147,6 +162,17 @@ def _mark(telemetry: Mapping[str, float]) -> str:
         "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
         "thermal": telemetry.get("thermal_us", 0) > 0,
         "hardware slowdown": telemetry.get("hardware_us", 0) > 0,
+    }
+    return ", ".join(name for name, found in marks.items() if found)
+
+
+def _marks(row: Row) -> str:
+    """Name what is unusual about a right output; "" if nothing is, or if an old row has no say."""
+    allowed = row.case.contender.error
+    marks = {
+        "unusual error": (row.error or 0.0) > UNUSUAL * (row.usual_error or math.inf),
+        "bias": abs(row.bias or 0.0) > (row.usual_bias or math.inf),
+        "error allowed by the suite": allowed is not None,
     }
     return ", ".join(name for name, found in marks.items() if found)
 

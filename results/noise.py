@@ -2,10 +2,12 @@
 
     A/A pair   one kernel twice in one contest, prepared twice
     d_p        its log-ratio in process p: the median over blocks of log(A_i / a_i)
-    floor      of a class: the larger of 0.5 % and the 95th percentile of |d_p|
+    floor      of a class: the 95th percentile of |d_p|, at least 0.5 %; of fewer than ENOUGH d_p,
+               at least what a run of 203 pairs had on an NVIDIA H200 (FLOORS; harness/NOTES.md)
 
-A class says what a time is made of: `launch` below 20 µs, else `memory` or `compute` by the bound,
-`other` if the bound is unknown, and `op` for times as called from Python.
+A class is the length of a call, by its median time; `op` holds all times as called from Python. The
+floor is of one process: an equal kernel looks further away in 5 % of them. Of a mean of n processes
+it is floor / sqrt(n). Verdicts do not need it: their interval holds what differs between processes.
 
 An almost empty graph takes 4.5 µs between two events on an H200. Every sample holds this time, so
 speed-ups of short ops come out too close to 1: they are also given without it.
@@ -25,8 +27,11 @@ from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
 LAUNCH_US = 20.0
 NOTHING_BYTES = 2**16  # any device reads weights of this size within the cost of a launch
-LEAST = 0.005  # of any floor: a run has few pairs
-PERCENTILE = 0.95  # over single processes, not over means of pairs: the floor is rather too high
+LEAST = 0.005  # of any floor
+ENOUGH = 20  # d_p of a class: below, the 95th percentile is little more than the largest
+FLOORS = {"below 8 µs": 0.021, "8 to 20 µs": 0.038, "20 to 100 µs": 0.013, "above 100 µs": LEAST}
+EDGES_US = 8.0, 20.0, 100.0  # between these classes
+PERCENTILE = 0.95  # over single processes, not over means of pairs
 CHANCE = 0.05  # that a pair differs, or that so many pairs differ, although nothing is wrong
 TOO_MANY = 0.1  # of the pairs
 
@@ -53,7 +58,7 @@ class Noise:
 
     pairs      one line per pair: its class, and d_p of each process (`logs`); from FEWEST
                processes on also the interval of its ratio, and whether it excludes 1 (`different`)
-    floors     a fraction by class (0.005 is 0.5 %); empty if the run has no pair
+    floors     of one process, a fraction by class (0.005 is 0.5 %); empty without a pair
     launch_us  median time of an almost empty op, by scope and cache state
     """
 
@@ -64,18 +69,21 @@ class Noise:
     def floor(self, table: pd.DataFrame) -> pd.Series:
         """Return the floor of each line of a frame or a summary; NaN if the run has none.
 
-        A class without a pair takes the largest floor.
+        A class without a pair takes the largest floor, and at least that of FLOORS.
         """
         largest = max(self.floors.values(), default=np.nan)
-        return classes(table).map(self.floors).astype("float64").fillna(largest)
+        named = classes(table)
+        least = named.map(FLOORS).astype("float64").fillna(LEAST).clip(lower=largest)
+        return named.map(self.floors).astype("float64").fillna(least if self.floors else np.nan)
 
     @property
     def sentence(self) -> str:
         """Return a sentence with the floor of each class."""
         if not self.floors:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
-        named = [f"{name} {100 * floor:.2g} %" for name, floor in sorted(self.floors.items())]
-        return f"Noise floor: {', '.join(named)}; every other class takes the largest."
+        percents = {name: float(f"{100 * floor:.2g}") for name, floor in self.floors.items()}
+        named = [f"{name} {percent:g} %" for name, percent in percents.items()]
+        return f"Noise floor of one process: {', '.join(named)}."
 
     @property
     def reliability(self) -> tuple[Reliability, str]:
@@ -103,9 +111,10 @@ def noise(rows: pd.DataFrame, reference: pd.DataFrame) -> Noise:
 
 
 def classes(table: pd.DataFrame) -> pd.Series:
-    """Return the class of each line of a frame or a summary: what its time is made of."""
-    bound = table.bound_by.fillna("other").mask(table.median_us < LAUNCH_US, "launch")
-    return bound.where(table.scope == "kernel", table.scope)
+    """Return the class of each line of a frame or a summary: how long the call takes."""
+    numbers = np.searchsorted(EDGES_US, table.median_us, side="right")
+    lengths = pd.Series(np.array(list(FLOORS))[numbers], table.index, dtype=object)
+    return lengths.where(table.scope == "kernel", table.scope)
 
 
 def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
@@ -123,10 +132,16 @@ def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def floors(found: pd.DataFrame) -> dict[str, float]:
-    """Return the floor of each class that has a pair: a fraction."""
+    """Return the floor of each class that has a pair: a fraction; short calls come first."""
     sizes = found.set_index("class").logs.explode().astype("float64").abs()
-    highest = sizes.groupby(level=0).quantile(PERCENTILE)
-    return {str(name): max(LEAST, float(np.expm1(log))) for name, log in highest.items()}
+    known = {
+        str(name): max(
+            float(np.expm1(logs.quantile(PERCENTILE))),
+            LEAST if len(logs) >= ENOUGH else FLOORS.get(str(name), LEAST),
+        )
+        for name, logs in sizes.groupby(level=0)
+    }
+    return {name: known[name] for name in dict.fromkeys([*FLOORS, *known]) if name in known}
 
 
 def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,10 +7,15 @@
 Rows are of one contest if they share problem, process, attempt, scope and cache state.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
 
 from sparsebench.results.record import Contender, Row, Status
-from sparsebench.results.statistics import Floats, block_logs, by_block
+from sparsebench.results.statistics import Floats, Ratio, block_logs, by_block, ratio
+
+Blocks = Mapping[tuple[int, int], Floats]
+"""Median times of a case by block, µs, of each (replicate, attempt)."""
 
 
 def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
@@ -42,6 +47,23 @@ def logs_over(row: Row, base: Row) -> Floats:
     """Return log(time of base / time of row) of each block that both have."""
     blocks = (by_block(each.samples_us, each.samples_per_block) for each in (base, row))
     return block_logs(*blocks)
+
+
+def blocks_us(row: Row) -> Floats:
+    """Return the median time of each block, µs."""
+    medians: Floats = np.median(by_block(row.samples_us, row.samples_per_block), axis=-1)
+    return medians
+
+
+def between(ours: Blocks, over: Blocks) -> Ratio | None:
+    """Return how many times as fast `ours` is as `over`, two cases of the same contests.
+
+    It is the definition of a speed-up, with `over` in the place of the baseline. None if they
+    share no contest.
+    """
+    shared = [contest for contest in ours if contest in over]
+    pairs = [(over[contest][:, None], ours[contest][:, None]) for contest in shared]
+    return ratio([block_logs(*pair) for pair in pairs]) if pairs else None
 
 
 def _original(

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@2"
-OLDER_ROWS = ("sparsebench/rows@1",)  # a field that they lack has its default
+ROWS_SCHEMA = "sparsebench/rows@3"
+OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field they lack has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
@@ -104,6 +104,7 @@ class Contender:
     options   of the kernel, such as `tuned`
     baseline  whether speed-ups are against it
     twin      whether it is the second half of an A/A pair: a kernel that is there twice
+    error     the relative error that its suite allows it, `at_most`, and `why`; else None
     """
 
     format: str
@@ -112,6 +113,7 @@ class Contender:
     options: Mapping[str, Value] = field(default_factory=dict)
     baseline: bool = False
     twin: bool = False
+    error: Mapping[str, Any] | None = None
 
     @property
     def label(self) -> str:
@@ -139,9 +141,9 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Hash the canonical JSON, without `baseline`: that is a role and no identity."""
+        """Hash the canonical JSON, without `baseline` and `error`: they say how it is judged."""
         contender = asdict(self.contender)
-        del contender["baseline"]
+        del contender["baseline"], contender["error"]
         return _digest({"problem": self.problem.id, "contender": contender})
 
     @classmethod
@@ -170,9 +172,16 @@ class Row:
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""
     choice: Mapping[str, Any] = field(default_factory=dict)  # what `prepare` chose
+    candidates: tuple[Mapping[str, Any], ...] = ()  # what `prepare` timed, the default first
     code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
+    usual_error: float | None = None  # of torch's own product, or what plain rounding explains
+    bias: float | None = (
+        None  # systematic part of the error, relative, without what chance explains
+    )
+    usual_bias: float | None = None  # up to which rounding and cutting off explain it
+    draws: tuple[int, ...] = ()  # numbers of the activations that outputs were held against
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
     digest: str | None = None  # of the operands
@@ -181,6 +190,7 @@ class Row:
     fewest_bytes: int | None = None
     bound_us: float | None = None  # least time by the measured ceilings of this device
     bound_by: str | None = None  # memory or compute
+    raises: float | None = None  # of a reference row faster than its bound: by which factor
     stored_bytes: int | None = None
     dense_bytes: int | None = None
     held_bytes: int | None = None  # kept between calls on the device: packing, output, workspace
@@ -216,6 +226,8 @@ class Row:
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),
             "samples_us": tuple(data["samples_us"]),
+            "draws": tuple(data.get("draws", ())),
+            "candidates": tuple(data.get("candidates", ())),
         }
         return cls(**{**data, **fixed})
 

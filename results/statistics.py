@@ -5,15 +5,17 @@
     ratio     exp(median of Walsh)                                    Hodges & Lehmann 1963
     95 %      exp(k-th smallest of Walsh) to exp(k-th largest)        Hollander & Wolfe 1999, 3.3
 
-        slower           no difference            faster
-       [======]     |      [====|===]     |      [======]       anything else is inconclusive
-    ----------------+-----------+---------+-----------------> ratio
-               1/(1+floor)      1      1+floor
+    no_difference   1/(1+margin) |   [==|=]   | 1+margin     the whole interval is within the margin
+    faster          it is not, and  1 | [=====]              the whole interval is above 1
+    slower          it is not, and   [=====] | 1             the whole interval is below 1
+    inconclusive    anything else
 
-The process is the unit of replication: samples of one process are not independent (Hoefler & Belli
-2015, doi:10.1145/2807591.2807644). k is exact if d_p is symmetric about its centre; below FEWEST
-processes no such interval exists. No outlier is dropped; one among eight moves the ratio little.
-All functions but `outcome` take natural logs; the last axis is processes.
+`no_difference` is an equivalence test, two one-sided tests at 2.5 % (Schuirmann 1987): a ratio at
+the margin or beyond is called so in at most 2.5 % of runs. The process is the unit of replication:
+samples of one process are not independent (Hoefler & Belli 2015, doi:10.1145/2807591.2807644). k is
+exact if d_p is symmetric about its centre; below FEWEST processes no such interval exists. No
+outlier is dropped; one among eight moves the ratio little. tests/results/simulated.py shows how
+often all this is right. All functions but `outcome` take natural logs; the last axis is processes.
 """
 
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.7
 MOST = 100  # processes that more_processes looks ahead to
 TAIL = 0.025  # probability on each side of a 95 % interval
 FALSE_DISCOVERIES = 0.05
+MARGIN = 0.01  # of no_difference: what 8 processes resolve at an sd of 1 %, as short calls have it
 
 Floats = NDArray[np.float64]
 
@@ -69,6 +72,16 @@ class Interval:
     high: Any
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two times over some processes; `interval_kind` says what its ends are."""
+
+    value: float
+    low: float
+    high: float
+    interval_kind: IntervalKind
+
+
 def by_block(samples: Sequence[float], size: int) -> Floats:
     """Return samples [blocks, size] in the order taken, without an incomplete last block."""
     size = min(size, len(samples))
@@ -102,6 +115,25 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
     return Interval(np.median(walsh, axis=-1), low, high)
 
 
+def ratio(logs: Sequence[Floats]) -> Ratio:
+    """Return what the log-ratios say, those of each process by block: the one definition.
+
+    d_p is the median of a process. From FEWEST processes on the ratio is the Hodges-Lehmann
+    estimate, below the geometric mean. NaN where a process has no block.
+    """
+    medians = np.array([np.median(blocks) if blocks.size else np.nan for blocks in logs])
+    if len(logs) == 1:
+        ends = np.quantile(logs[0], [0.25, 0.75]) if logs[0].size else (np.nan, np.nan)
+        found, kind = (medians[0], *ends), IntervalKind.QUARTILES
+    elif len(logs) < FEWEST or np.isnan(medians).any():
+        found, kind = (medians.mean(), medians.min(), medians.max()), IntervalKind.RANGE
+    else:
+        exact = hodges_lehmann(medians)
+        found, kind = (exact.estimate, exact.low, exact.high), IntervalKind.CONFIDENCE
+    value, low, high = np.exp(found).tolist()
+    return Ratio(value, low, high, kind)
+
+
 def student(logs: ArrayLike) -> Interval:
     """Return the mean and Student's 95 % interval, which is exact if d_p is normal: a check."""
     values = _enough(logs)
@@ -110,16 +142,12 @@ def student(logs: ArrayLike) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def p_value(logs: ArrayLike, floor: float) -> Floats:
-    """Return p for 'the ratio is no further from 1 than the floor', a fraction.
-
-    It is twice the smaller p of two one-sided t-tests, one at each end of the floor. So p <= 0.05
-    if Student's interval lies beyond one end. Without a floor it is the two-sided t-test.
-    """
+def p_value(logs: ArrayLike) -> Floats:
+    """Return p for 'the ratio is 1', by the two-sided t-test."""
     values = _enough(logs)
-    beyond = np.abs(values.mean(axis=-1)) - np.log1p(floor)
     error = np.maximum(stats.sem(values, axis=-1), 1e-12)  # no clock resolves less
-    p: Floats = np.minimum(1, 2 * stats.t.sf(beyond / error, values.shape[-1] - 1))
+    away = np.abs(values.mean(axis=-1)) / error
+    p: Floats = np.minimum(1, 2 * stats.t.sf(away, values.shape[-1] - 1))
     return p
 
 
@@ -132,25 +160,24 @@ def q_values(p: ArrayLike) -> Floats:
     return q
 
 
-def outcome(low: float, high: float, floor: float) -> Outcome:
-    """Return what the interval of a ratio says beside a noise floor (0.005 is 0.5 %)."""
-    if low > 1 + floor:
-        return Outcome.FASTER
-    if high < 1 / (1 + floor):
-        return Outcome.SLOWER
-    if 1 / (1 + floor) <= low and high <= 1 + floor:
+def outcome(low: float, high: float, margin: float = MARGIN) -> Outcome:
+    """Return what the interval of a ratio says; a margin of 0.01 is 1 %."""
+    if 1 / (1 + margin) <= low and high <= 1 + margin:
         return Outcome.NO_DIFFERENCE
-    return Outcome.INCONCLUSIVE
+    if low > 1:
+        return Outcome.FASTER
+    return Outcome.SLOWER if high < 1 else Outcome.INCONCLUSIVE
 
 
-def more_processes(logs: ArrayLike, floor: float) -> int | None:
+def more_processes(logs: ArrayLike, margin: float = MARGIN) -> int | None:
     """Return how many more processes would decide, if they have the same mean and deviation.
 
-    That is the fewest, up to MOST in all, at which half of Student's interval is less than the
-    distance from the mean to the nearer end of the floor; None if there is no such number.
+    That is the fewest, up to MOST in all, at which Student's interval excludes 1 or is within the
+    margin; None if there is no such number.
     """
     values = _enough(logs)
-    distance = abs(abs(values.mean()) - np.log1p(floor))
+    mean = abs(values.mean())
+    distance = max(mean, np.log1p(margin) - mean)
     counts = np.arange(values.size + 1, MOST + 1)
     halves = stats.t.ppf(1 - TAIL, counts - 1) * values.std(ddof=1) / np.sqrt(counts)
     deciding = counts[halves < distance]

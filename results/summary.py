@@ -14,13 +14,14 @@ import pandas as pd
 
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields
 from sparsebench.results.noise import Noise
+from sparsebench.results.pairing import between
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, IntervalKind, hodges_lehmann, student
+from sparsebench.results.statistics import IntervalKind, Ratio, ratio, student
 from sparsebench.results.verdict import with_verdicts
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
-SUMMED = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups"]
+SUMMED = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups", "blocks"]
 
 
 class NoCrossing(StrEnum):
@@ -41,6 +42,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     speedup_low   and speedup_high: the interval, of the kind in `interval_kind`; `interval` is text
     t_low         and t_high: Student's 95 % interval, from FEWEST processes on
     speedups      the speed-up of each process
+    blocks        median times by block, of each (replicate, attempt): for pairing.between
     low_us        and high_us: range of the processes' medians; of one process the quartiles
     ran           the label; of a portfolio also the kernel that it chose
     level         sparsity asked for; of weights from a file the sparsity found
@@ -52,7 +54,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     for line in table.to_dict("records"):
         processes = cases.setdefault((line["case_id"], line["scope"], line["cache"]), {})
         processes[line["replicate"]] = {str(name): value for name, value in line.items()}
-    dropped = "replicate", "attempt", "reference", "aa_log", *QUARTILES
+    dropped = "replicate", "attempt", "reference", "aa_log", "blocks_us", *QUARTILES
     kept = [name for name in table.columns if name not in dropped]
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}
@@ -63,26 +65,34 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest case of each problem, baselines included, and its lead; `ran` names it.
 
-    From FEWEST processes on the fastest case has the largest speed-up. `lead` is its ratio to the
-    runner-up, process by process; `tied` says that the 95 % interval of `lead` is not above 1.
-
-    With fewer processes or no baseline the fastest case has the least median time. `lead` is the
-    time of the runner-up over its own; `tied` says that the ranges of their times overlap.
+    The fastest case has the largest speed-up; without a baseline it has the least median time.
+    `lead` is how many times as fast it is as the runner-up, by block and process as a speed-up is.
+    `tied` says that the lead is not told from 1: its interval is not above 1; or, with fewer than
+    FEWEST processes, equal kernels come out as far apart (the noise floor).
     """
     raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    raced = raced.assign(ratio=raced.speedup.where(raced.t_low.notna()))
-    raced = raced.sort_values(["ratio", "median_us"], ascending=[False, True], kind="stable")
+    raced = raced.sort_values(["speedup", "median_us"], ascending=[False, True], kind="stable")
     ranks = raced.groupby(CONTEST, sort=False).cumcount()
-    best = raced[ranks == 0].sort_index().drop(columns="ratio")
-    second = raced[ranks == 1].set_index(CONTEST)[["ran", "median_us", "low_us", "speedups"]]
+    best = raced[ranks == 0].sort_index()
+    second = raced[ranks == 1].set_index(CONTEST)[["ran", "blocks"]]
     second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
-    lead = (second.median_us / best.median_us).to_numpy(copy=True)
-    tied = (second.low_us <= best.high_us).to_numpy(copy=True)
-    for i, pair in enumerate(zip(best.speedups, second.speedups, strict=True)):
-        if _comparable(*pair):
-            ratio = hodges_lehmann(np.subtract(*np.log(pair)))
-            lead[i], tied[i] = np.exp(ratio.estimate), not ratio.low > 0
-    return best.assign(runner_up=second.ran, lead=lead, tied=tied)
+    leads = [
+        between(*pair) if isinstance(pair[1], dict) else None
+        for pair in zip(best.blocks, second.blocks, strict=True)
+    ]
+    least: pd.Series = best.floor / np.sqrt(best.processes.astype("float64"))
+    return best.drop(columns="blocks").assign(
+        runner_up=second.ran,
+        lead=[lead.value if lead else np.nan for lead in leads],
+        tied=[_tied(lead, far) for lead, far in zip(leads, least, strict=True)],
+    )
+
+
+def _tied(lead: Ratio | None, least: float) -> bool:
+    if lead is None:
+        return False
+    look = lead.interval_kind != IntervalKind.CONFIDENCE
+    return not lead.low > 1 or (look and lead.value <= 1 + least)
 
 
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
@@ -111,15 +121,9 @@ def chose_dense(cases: pd.DataFrame) -> pd.Series:
     return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
 
 
-def _comparable(first: Any, second: Any) -> bool:
-    """Say whether both have a speed-up in each of the same FEWEST or more processes."""
-    known = isinstance(first, tuple) and isinstance(second, tuple)
-    return known and len(first) == len(second) >= FEWEST and not np.isnan([first, second]).any()
-
-
 def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
-    used = bad or _paired(processes) or processes
+    used = bad or _paired(_of_one_clock(processes)) or _of_one_clock(processes)
     case = used[0] | {"processes": len(processes), "level": used[0]["sparsity"]}
     if not case["level"] > 0:
         case["level"] = used[0]["sparsity_achieved"]
@@ -130,8 +134,9 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     measured = [*TIMES, *RATES, *SENSORS]
     case |= {name: _median([process[name] for process in used]) for name in measured}
     case["samples"] = sum(process["samples"] for process in used)
-    marks = {mark for process in used for mark in process["mark"].split(", ")}
-    case["mark"] = ", ".join(sorted(marks - {""}))
+    for name in ("mark", "marks"):
+        found = {mark for process in used for mark in process[name].split(", ")}
+        case[name] = ", ".join(sorted(found - {""}))
     return case | _interval(used)
 
 
@@ -149,24 +154,34 @@ def _paired(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [process for process in paired if process["baseline_label"] == bases[0][0]]
 
 
+def _of_one_clock(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the processes whose times are by the most common clock: a graph has no launch gap."""
+    ((clock, _),) = Counter(process["clock"] for process in processes).most_common(1)
+    return [process for process in processes if process["clock"] == clock]
+
+
 def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the speed-up and the times of a case, with their intervals."""
     count, times = len(used), [process["median_us"] for process in used]
     speedups = tuple(process["speedup"] for process in used)
-    logs = np.log(speedups)
-    low_us, high_us, kind = min(times), max(times), IntervalKind.RANGE
-    ratios = np.exp([logs.mean(), logs.min(), logs.max(), np.nan, np.nan]).tolist()
+    logs, low_us, high_us = np.log(speedups), min(times), max(times)
+    found = ratio([np.array([log]) for log in logs])
+    check = np.nan, np.nan
+    ends = found.low, found.high
     if count == 1:
-        low_us, high_us, kind = used[0]["q1_us"], used[0]["q3_us"], IntervalKind.QUARTILES
-        ratios[1:3] = used[0]["speedup_q1"], used[0]["speedup_q3"]
-    elif count >= FEWEST and not np.isnan(logs).any():
-        exact, check = hodges_lehmann(logs), student(logs)
-        kind = IntervalKind.CONFIDENCE
-        ratios = np.exp([exact.estimate, exact.low, exact.high, check.low, check.high]).tolist()
+        low_us, high_us = used[0]["q1_us"], used[0]["q3_us"]
+        ends = used[0]["speedup_q1"], used[0]["speedup_q3"]
+    elif found.interval_kind == IntervalKind.CONFIDENCE:
+        student_s = student(logs)
+        check = float(np.exp(student_s.low)), float(np.exp(student_s.high))
     names = ["speedup", "speedup_low", "speedup_high", "t_low", "t_high"]
     facts = {"low_us": low_us, "high_us": high_us, "speedups": speedups}
-    facts |= {"interval": kind.over(count), "interval_kind": str(kind)}
-    return facts | dict(zip(names, ratios, strict=True))
+    facts |= {
+        "interval": found.interval_kind.over(count),
+        "interval_kind": str(found.interval_kind),
+    }
+    facts["blocks"] = {(p["replicate"], p["attempt"]): p["blocks_us"] for p in used}
+    return facts | dict(zip(names, (found.value, *ends, *check), strict=True))
 
 
 def _median(values: list[float]) -> float:

@@ -1,14 +1,15 @@
 """Verdicts on a table of cases: each one against its baseline, with a correction for their number.
 
-    outcome              by the interval of the speed-up and the noise floor (statistics.py);
-                         faster and slower also need q <= 5 %, else inconclusive: among many
-                         equal cases some look faster by chance
+    outcome              by the interval of the speed-up (statistics.py); faster and slower also
+                         need q <= 5 %, else inconclusive: among many equal cases some look faster
     more_processes       how many more would decide an inconclusive case
-    speedup_above_floor  (baseline - launch) / (case - launch), of median times; launch is the
-                         time of an almost empty op
+    uncertainty          of a speed-up, in its own unit: half its interval, at least what the A/A
+                         pairs of the run allow, speedup x floor / sqrt(processes)
+    speedup_above_floor  (baseline - launch) / (case - launch), where baseline is speedup x case;
+                         launch is the time of an almost empty op
 
 Below FEWEST processes a case has no verdict; nor has a baseline, nor a twin, whose ratio is noise.
-A run without A/A pairs has no noise floor; the outcome of its cases is NO_FLOOR.
+A run without A/A pairs cannot show that equal things come out equal: its outcomes are NO_FLOOR.
 """
 
 import numpy as np
@@ -35,6 +36,7 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     table = cases.assign(
         floor=floor,
         q=np.nan,
+        uncertainty=_uncertainty(cases, floor),
         speedup_above_floor=_above_floor(cases, noise),
         outcome=pd.Series("", cases.index, dtype="str"),
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
@@ -43,14 +45,11 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     table.loc[fit & floor.isna(), "outcome"] = NO_FLOOR
     lines = table[fit & floor.notna()]
     logs = [np.log(speedups) for speedups in lines.speedups]
-    q = q_values([float(p_value(d, f)) for d, f in zip(logs, lines.floor, strict=True)])
-    found = [
-        _outcome(*line)
-        for line in zip(lines.speedup_low, lines.speedup_high, lines.floor, q, strict=True)
-    ]
+    q = q_values([float(p_value(d)) for d in logs])
+    found = [_outcome(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)]
     more = [
-        more_processes(d, f) if verdict is Outcome.INCONCLUSIVE else None
-        for d, f, verdict in zip(logs, lines.floor, found, strict=True)
+        more_processes(d) if verdict is Outcome.INCONCLUSIVE else None
+        for d, verdict in zip(logs, found, strict=True)
     ]
     table.loc[lines.index, "q"] = q
     table.loc[lines.index, "outcome"] = [str(verdict) for verdict in found]
@@ -64,20 +63,22 @@ def compared(cases: pd.DataFrame) -> pd.Series:
     return named & ~cases.twin.astype(bool)
 
 
-def _outcome(low: float, high: float, floor: float, q: float) -> Outcome:
-    found = outcome(low, high, floor)
+def _outcome(low: float, high: float, q: float) -> Outcome:
+    found = outcome(low, high)
     return Outcome.INCONCLUSIVE if found in DIFFERENT and q > FALSE_DISCOVERIES else found
 
 
+def _uncertainty(cases: pd.DataFrame, floor: pd.Series) -> pd.Series:
+    low, high = cases.speedup - cases.speedup_low, cases.speedup_high - cases.speedup
+    least: pd.Series = cases.speedup * floor / np.sqrt(cases.processes.astype("float64"))
+    return pd.concat([low, high, least], axis=1).max(axis=1)
+
+
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:
-    """Return the ratio of the medians less the launch time; NaN where one is not above it."""
+    """Return the speed-up less the launch time; NaN where one of the times is not above it."""
     measures = pd.MultiIndex.from_frame(cases[["scope", "cache"]])
     launch_us = measures.map(noise.launch_us if noise else {}).to_numpy(dtype=float)
-    place = ["problem_id", "scope", "cache"]
-    medians = cases.set_index([*place, "label"]).median_us
-    bases = pd.MultiIndex.from_frame(cases[[*place, "baseline_label"]])
-    case_us = cases.median_us.to_numpy(dtype=float) - launch_us
-    base_us = medians.reindex(bases).to_numpy(dtype=float) - launch_us
-    known = (case_us > 0) & (base_us > 0)
-    ratio = np.divide(base_us, case_us, out=np.full(len(cases), np.nan), where=known)
-    return pd.Series(ratio, cases.index)
+    case_us = cases.median_us - launch_us
+    base_us = cases.speedup * cases.median_us - launch_us
+    ratio: pd.Series = (base_us / case_us).where((case_us > 0) & (base_us > 0))
+    return ratio

@@ -57,10 +57,11 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "ops": {"inputs"},
     "catalog": {"ops"},
     "bench": {"inputs", "machine", "patterns", "ops", "catalog"},
-    "plan": {"inputs", "patterns", "ops", "catalog", "bench"},
-    "sim": {"machine", "patterns", "catalog", "bench", "plan"},
-    "run": {"machine", "patterns", "catalog", "bench", "plan", "sim"},
+    "plan": {"inputs", "machine", "patterns", "ops", "catalog", "bench"},
     "doctor": {"machine", "bench", "plan"},
+    "sim": {"machine", "patterns", "catalog", "bench", "plan"},
+    "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }
@@ -68,6 +69,8 @@ WAYS_IN = {
     "cli",
     "_cli",
     "_cli_make",
+    "_cli_compare",
+    "_cli_survey",
     "pytest_plugin",
     "_pytest_nodes",
 }  # these may import every group

@@ -24,7 +24,13 @@ SKIPPED = {
 }  # folders that hold no document of ours
 FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn"]
 FOLDERS += ["reports", "results", "suites", "tests"]
-PLAIN = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"{f}/README.md" for f in FOLDERS)]
+PLAIN = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "harness/TRUST.md",
+    *(f"{f}/README.md" for f in FOLDERS),
+]
 TOP = "formats|harness|kernels|reports|results|suites|tests"
 
 

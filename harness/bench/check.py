@@ -31,6 +31,10 @@ A packed output (a weight's gradient) must have the pattern's own indices. R and
 where it stores elements; the padding of a block that leaves the matrix must be zero. An output of
 several results, one below the other, answers the first question for each of them.
 
+Within that bound an error may still be unusual (usual.py): above 1.5 times the usual one it is
+marked, above 3 times wrong. A suite may allow a contender a larger error, and says why. That error
+then takes the place of both.
+
 8: the largest of 10^8 normal deviates is 5.7 sd, and split-k partial sums are rounded once each.
 """
 
@@ -40,6 +44,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
+from sparsebench.harness.bench.usual import WRONG, bias, usual_bias, usual_error
 
 ELEMENT = 8.0
 TF32 = 2.0**-10
@@ -53,7 +58,8 @@ class Expected:
     """The right answer [rows, columns] in fp64, and how far from it is still right.
 
     `products` is the relative error that each product may have, `sums` the eps of accumulators:
-    see `roundings`. `parts` are the rows of each result, where there are several in one.
+    see `roundings`. `parts` are the rows of each result, where there are several in one. `plain` is
+    torch's own answer in the problem's dtype. `allowed` is the relative error that a suite allows.
     """
 
     reference: Tensor
@@ -63,6 +69,8 @@ class Expected:
     products: float = 0.0
     sums: float = FP32
     parts: tuple[int, ...] = ()
+    plain: Tensor | None = None
+    allowed: float | None = None
 
     @property
     def eps(self) -> float:
@@ -78,6 +86,9 @@ class Verdict:
     reason: str | None
     error: float | None = None
     error_of_bound: float | None = None
+    usual_error: float | None = None
+    bias: float | None = None
+    usual_bias: float | None = None
 
 
 def roundings(dtype: str, rounded: bool) -> tuple[float, float]:
@@ -92,6 +103,19 @@ def check(out: object, expected: Expected, pattern: Format | None = None) -> Ver
     return _dense(out, expected) if pattern is None else _packed(out, expected, pattern)
 
 
+def where_stored(expected: Expected, pattern: Format | None) -> Expected:
+    """Return what is expected of the elements that a pattern stores; all of them without one."""
+    if pattern is None:
+        return expected
+
+    def stored(full: Tensor) -> Tensor:
+        return pattern.sample(full).arrays()["values"]
+
+    reference, spread = stored(expected.reference), stored(expected.spread)
+    plain = None if expected.plain is None else stored(expected.plain)
+    return replace(expected, reference=reference, spread=spread, plain=plain)
+
+
 def _packed(out: object, expected: Expected, pattern: Format) -> Verdict:
     if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
         wanted = f"{type(pattern).__name__} {list(pattern.shape)}"
@@ -99,15 +123,12 @@ def _packed(out: object, expected: Expected, pattern: Format) -> Verdict:
     for name, array in pattern.arrays().items():
         if name != "values" and not _same(out.arrays()[name], array):
             return Verdict(f"expected the {name} of the weight's own pattern, found others")
-    reference = pattern.sample(expected.reference).arrays()["values"]
-    spread = pattern.sample(expected.spread).arrays()["values"]
-    stored = replace(expected, reference=reference, spread=spread)
-    return _dense(out.arrays()["values"], stored)
+    return _dense(out.arrays()["values"], where_stored(expected, pattern))
 
 
 def _dense(out: object, expected: Expected) -> Verdict:
     reference = expected.reference
-    if not isinstance(out, Tensor):
+    if type(out) is not Tensor:  # a subclass may compute when it is read
         return Verdict(f"expected a tensor, found {_name(out)}")
     if out.shape != reference.shape:
         return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
@@ -126,16 +147,21 @@ def _worst(out: Tensor, expected: Expected) -> Verdict:
     """Judge each part; the first wrong one, or the largest errors of all."""
     if not expected.parts:
         return _judge(out, expected)
-    both = out, expected.reference, expected.spread
-    row, errors, excesses = 0, [0.0], [0.0]
-    for part, reference, spread in zip(*(t.split(expected.parts) for t in both), strict=True):
-        verdict = _judge(part, replace(expected, reference=reference, spread=spread))
+    each = [t.split(expected.parts) for t in (out, expected.reference, expected.spread)]
+    plain = expected.plain.split(expected.parts) if expected.plain is not None else None
+    row, verdicts = 0, []
+    for number, (part, reference, spread) in enumerate(zip(*each, strict=True)):
+        own = {"reference": reference, "spread": spread, "plain": plain and plain[number]}
+        verdict = _judge(part, replace(expected, **own))
         if verdict.reason:
             return replace(verdict, reason=f"from row {row}: {verdict.reason}")
         row += len(part)
-        errors.append(verdict.error or 0.0)
-        excesses.append(verdict.error_of_bound or 0.0)
-    return Verdict(None, max(errors), max(excesses))
+        verdicts.append(verdict)
+    worst = max(verdicts, key=lambda v: (v.error or 0.0) / (v.usual_error or 1.0))
+    biased = max(verdicts, key=lambda v: abs(v.bias or 0.0) / (v.usual_bias or 1.0))
+    excess = max(v.error_of_bound or 0.0 for v in verdicts)
+    tilt = biased.bias, biased.usual_bias
+    return replace(worst, error_of_bound=excess, bias=tilt[0], usual_bias=tilt[1])
 
 
 def _name(out: object) -> str:
@@ -149,22 +175,45 @@ def _same(array: Tensor, other: Tensor) -> bool:
 
 def _judge(out: Tensor, expected: Expected) -> Verdict:
     reference, spread, eps = expected.reference, expected.spread, expected.eps
-    distance = (out.double() - reference).abs()
-    scale, whole = float(reference.norm()), float(distance.norm())
+    errors = out.double() - reference
+    distance = errors.abs()
+    scale, whole, spreads = float(reference.norm()), float(distance.norm()), float(spread.norm())
     error = whole / scale if scale else whole
+    most = eps * spreads if expected.allowed is None else expected.allowed * scale
+    eps = max(eps, most / spreads) if spreads else eps
     limits = torch.finfo(expected.dtype)
     smallest = limits.smallest_normal * limits.eps / 2
     bound = eps * reference.abs() + ELEMENT * eps * spread + smallest * (spread > 0)
     excess = float(
         (distance / bound).nan_to_num(nan=0.0, posinf=torch.finfo(torch.float64).max).max()
     )
-    if whole > eps * float(spread.norm()):
+    verdict = _usual(Verdict(None, error, excess), errors, expected)
+    if whole > most:
         empty = " (all zero)" if not bool(out.any()) else ""
-        limit = eps * float(spread.norm()) / scale if scale else 0.0
-        return Verdict(f"relative error {error:.2e} above {limit:.2e}{empty}", error, excess)
+        limit = most / scale if scale else 0.0
+        return replace(verdict, reason=f"relative error {error:.2e} above {limit:.2e}{empty}")
     if excess > 1:
         worst = (distance / bound).nan_to_num(nan=0.0).argmax()
         at = [int(i) for i in torch.unravel_index(worst, out.shape)]
         found = f"{float(out[*at]):.6g} where {float(reference[*at]):.6g} is right"
-        return Verdict(f"element {at} is {found}, {excess:.1f} times its bound", error, excess)
-    return Verdict(None, error, excess)
+        return replace(verdict, reason=f"element {at} is {found}, {excess:.1f} times its bound")
+    usual = verdict.usual_error or 0.0
+    if expected.allowed is None and error > WRONG * usual > 0:
+        found = f"relative error {error:.2e}, {error / usual:.1f} times the usual {usual:.2e}"
+        return replace(verdict, reason=f"{found}; a suite can allow it (error: at_most, why)")
+    return verdict
+
+
+def _usual(verdict: Verdict, errors: Tensor, expected: Expected) -> Verdict:
+    """Add the error and the bias that are usual, and the bias that was found."""
+    own = float(torch.finfo(expected.dtype).eps)
+    sums = float(expected.sums * expected.depth**0.5)
+    usual = usual_error(
+        expected.reference, expected.spread, expected.plain, own, sums, expected.products
+    )
+    return replace(
+        verdict,
+        usual_error=usual,
+        bias=bias(errors, expected.reference),
+        usual_bias=usual_bias(usual, sums, expected.products),
+    )

@@ -9,7 +9,7 @@ After a CUDA error nothing more can be trusted: Fatal.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -19,12 +19,15 @@ from torch import Tensor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.ceilings import Ceilings
+from sparsebench.harness.bench.guard import Guard, Meddled
 from sparsebench.harness.bench.operands import DenseOperands
+from sparsebench.harness.bench.seal import Seal
+from sparsebench.harness.bench.spots import Spots
 from sparsebench.harness.bench.timing import Measure, Timed
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Problem, Row, Status
 
 Announce = Callable[[str, str], None]
@@ -49,7 +52,7 @@ class ContestOptions:
     attempt    number of this try; above 0, an earlier one lost its worker
     reference  whether the contest is one of references.py
     measures   what is timed, each giving a row
-    pinned     by case id, what an earlier process's kernel chose: no second search
+    pinned     by case id, what a kernel chose before: no search; empty where each process searches
     ceilings   of the device, where they are known
     energy     also measure the energy of a call, which takes 2 to 3 s
     """
@@ -113,9 +116,19 @@ class RunningContest:
     dense: DenseOperands
     entries: list[Entry]
     announce: Announce
+    guard: Guard
+    seal: Seal
+    spots: Spots
+    draw: int = 0  # of the activations, now
+    timed_last: str = ""  # the case of the last sample, where each is announced
     output_bytes: int = 0
     spent_s: dict[str, float] = field(default_factory=dict)
     packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
+
+    def inspect(self) -> None:
+        """Raise Meddled where an operand or the harness itself is not what it was."""
+        self.seal.check()
+        self.guard.check()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -136,18 +149,28 @@ class RunningContest:
             with self.stage(stage):
                 yield
                 synchronize(self.device)
+        except Meddled as found:
+            entry.end(Status.WRONG, f"{stage}: {found}")
         except (FormatError, Unsupported) as refusal:
             entry.end(Status.UNSUPPORTED, str(refusal))
+            self._mend()
         except (torch.OutOfMemoryError, MemoryError) as error:
             entry.end(Status.OUT_OF_MEMORY, one_line(error))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+            self._mend()
         except Exception as error:
             try:
                 synchronize(self.device)
             except Exception as dead:
                 raise Fatal(case, f"{stage}: {one_line(dead)}") from error
             entry.end(Status.FAILED, f"{stage}: {one_line(error)}")
+            self._mend()
+
+    def _mend(self) -> None:
+        """Put back what a contender changed before it ended in another way."""
+        with suppress(Meddled):
+            self.inspect()
 
 
 def synchronize(device: torch.device) -> None:
@@ -162,6 +185,9 @@ def bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., Te
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error's type and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
+    """Return the error's type and the first line of its message, where it has one."""
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # its text is code of a contender
+        lines = [""]
     return f"{type(error).__name__}: {lines[0][:400]}"

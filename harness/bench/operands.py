@@ -43,7 +43,7 @@ class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
     recorded  activations out of a file, from which each draw takes its rows; else none
-    nnz       elements of each weight whose bits are not all zero
+    nnz       elements of each weight that are not zero; -0.0 is
     sparsity  the part of all weights' elements that is zero
     digest    of weights and first activations; the same on every machine
     """
@@ -91,6 +91,18 @@ def redraw(
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
+
+
+def rewrite(
+    problem: Problem, op: Op, device: torch.device, data: Path | None, own: DenseOperands, draw: int
+) -> None:
+    """Write all operands again, in place: the activations of draw number `draw`."""
+    fresh = operands(problem, op, device, data)
+    for name, weight in own.weights.items():
+        weight.copy_(fresh.weights[name])
+    for name, recording in own.recorded.items():
+        recording.copy_(fresh.recorded[name])
+    redraw(problem, op, own.activations, draw, own.recorded)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:

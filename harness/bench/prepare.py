@@ -6,9 +6,13 @@ Contenders of a contest with equal formats share one conversion; each row has it
 counted by torch's allocator.
 """
 
+import gc
+import json
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.entry import Entry, RunningContest, bound, synchronize
+from sparsebench.harness.bench.guard import arrays_of
 from sparsebench.harness.catalog import load_format, load_kernel
 from sparsebench.kernels._kernel import Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem
@@ -31,25 +36,44 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        weights, entry.pattern = _split(contest, contender, weights)
+        own = {name: copy(weight) for name, weight in weights.items()}  # the arrays are shared
+        weights, entry.pattern = _split(contest, contender, own)
     if not entry.running:
         return
     with contest.at(entry, "prepare"), _memory(contest.device) as memory:
         began = time.perf_counter()
         definition = bound(contest.op.definition, contest.problem)
         pinned = _pinned(contest, entry)
-        activations, pattern = contest.dense.activations, entry.pattern
+        activations = {name: x.detach() for name, x in contest.dense.activations.items()}
+        pattern = entry.pattern
         given = Operands(contest.problem, weights, activations, definition, pinned, pattern)
         entry.launch = kernel.prepare(given, **contender.options)
         entry.launch()
         synchronize(contest.device)
         spent = time.perf_counter() - began
-        choice, code = dict(entry.launch.choice), entry.launch.code
+        choice, code = plain(entry.launch.choice), entry.launch.code
+        if code is not None and type(code) is not str:
+            raise TypeError(f"code: expected text or None, found {type(code).__name__}")
         if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
             raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
-        entry.row = replace(entry.row, prepare_s=spent, choice=choice, code=code)
+        timed = tuple(entry.launch.candidates)
+        entry.row = replace(entry.row, prepare_s=spent, choice=choice, candidates=timed, code=code)
     held, peak = memory.held_bytes, memory.peak_bytes
     entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
+    if entry.running:
+        with contest.at(entry, "prepare"):  # apart: checksums are no memory of the kernel's
+            contest.inspect()
+
+
+def plain(choice: object) -> dict[str, Any]:
+    """Return a choice as JSON gives it back; TypeError where JSON cannot hold it."""
+    try:
+        found = json.loads(json.dumps(choice, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"choice: expected text, numbers and lists: {error}") from error
+    if not isinstance(found, dict):
+        raise TypeError(f"choice: expected a mapping, found {type(choice).__name__}")
+    return found
 
 
 def _split(
@@ -80,14 +104,20 @@ class Memory:
 
 @contextmanager
 def _memory(device: torch.device) -> Iterator[Memory]:
-    """Measure by torch's allocator; what a library allocates past it is not seen."""
+    """Measure by torch's allocator; what a library allocates past it is not seen.
+
+    Garbage in reference cycles is freed first. Python would free it at any later moment, and what
+    others had held would be taken off: rows were published with peaks of 0 and of -5.1 GB.
+    """
     found = Memory()
     if device.type != "cuda":
         yield found
         return
+    gc.collect()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     yield found
+    gc.collect()
     found.held_bytes = torch.cuda.memory_allocated(device) - before
     found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
 
@@ -113,16 +143,38 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
     """Return the weights in the contender's format and the µs it took; shared by equal formats."""
     key = f"{contender.format} {sorted(contender.params.items())}"
     if key not in contest.packed:
-        store = load_format(contender.format).from_dense
         weights: dict[str, Format] = {}
         took_us = []
         for _ in range(2):  # the first call also pays for memory and for loading kernels
             weights.clear()
             synchronize(contest.device)
             start = time.perf_counter()
-            for name, dense in contest.dense.weights.items():
-                weights[name] = store(dense, **contender.params_of(name))
+            weights.update(_stored(contest, contender))
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
+        contest.inspect()
         contest.packed[key] = weights, min(took_us)
+        _watch(contest, contender, weights)
     return contest.packed[key]
+
+
+def _stored(contest: RunningContest, contender: Contender) -> Iterator[tuple[str, Format]]:
+    """Yield each weight in the contender's format."""
+    store = load_format(contender.format).from_dense
+    for name, dense in contest.dense.weights.items():
+        yield name, store(dense.detach(), **contender.params_of(name))
+
+
+def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, Format]) -> None:
+    """Watch the arrays of a conversion while anybody holds them: contenders share them."""
+    arrays = arrays_of(weights, contender.format)
+    own = {name: weakref.ref(array) for name, array in arrays.items()}
+
+    def rewrite() -> None:
+        again = arrays_of(dict(_stored(contest, contender)), contender.format)
+        for name, find in own.items():
+            array = find()
+            if array is not None and array.shape == again[name].shape:
+                array.copy_(again[name])
+
+    contest.guard.watch(arrays, rewrite, held=False)

@@ -15,6 +15,9 @@
 
 CPU: the host clock around one call, for which scope and cache make no difference.
 
+Spots (spots.py) are calls among these, made in the same way and seen to be right. No sample is
+theirs.
+
 A slow contender gets fewer samples: BUDGET_MS of its own time, at least MIN_SAMPLES.
 """
 
@@ -25,6 +28,8 @@ from time import perf_counter
 
 import torch
 
+from sparsebench.harness.bench.spots import Spots
+from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
@@ -32,6 +37,7 @@ BLOCKS = 48
 SAMPLES_PER_BLOCK = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
+SPOT_FLUSHES = 12  # 27 µs each on an H200: time to enqueue a spot, where a block is queued up
 
 
 Measure = tuple[str, str]
@@ -40,10 +46,11 @@ Measure = tuple[str, str]
 
 @dataclass(frozen=True)
 class Timed:
-    """A launch made ready: `call` does the work once, `output` is where its product is."""
+    """A launch made ready: `call` does the work once; `why` it is not captured on a GPU."""
 
     call: Callable[[], Output]
     clock: str  # host, events or graph
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,11 @@ def ready(launch: Launch, device: torch.device) -> Timed:
         return Timed(launch, "host")
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with capturing(graph):
             output = launch()
-    except RuntimeError:
+    except RuntimeError as error:
         torch.cuda.synchronize(device)
-        return Timed(launch, "events")
+        return Timed(launch, "events", f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
 
     def replay(_owner: Launch = launch) -> Output:  # the graph reads memory that the launch owns
         graph.replay()
@@ -81,21 +88,26 @@ def time_together(
     *,
     scope: str = "kernel",
     cache: str = "cold",
+    spots: Spots | None = None,
 ) -> list[Samples]:
     """Return each contender's samples. With `announce`, each sample is named and waited for."""
     if device.type == "cuda":
-        take = _gpu_clock(device, announce, idle=scope == "op", cold=cache == "cold")
+        take = _gpu_clock(device, announce, spots, idle=scope == "op", cold=cache == "cold")
     else:
-        take = _host_clock(announce)
-    numbered = list(enumerate(contenders))
+        take = _host_clock(announce, spots)
+    numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # a first call may still warm something up
     plans = [_plan(min(t for _, t in own)) for own in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
+    turns = [
+        spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
+        for i, plan in enumerate(plans)
+    ]
     samples: list[list[float]] = [[] for _ in contenders]
     for block in range(BLOCKS):
         turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
         draw.shuffle(turn)
-        order = [(i, contenders[i]) for i in turn for _ in range(plans[i][1])]
+        order = [(i, contenders[i], spot) for i in turn for spot in turns[i][block]]
         for i, time_us in take(order):
             samples[i].append(round(time_us, 3))
     return [Samples(tuple(s), plan[1]) for s, plan in zip(samples, plans, strict=True)]
@@ -113,26 +125,41 @@ def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
     return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 
 
-Order = list[tuple[int, Timed]]
+Order = list[tuple[int, Timed, str]]
+"""Who is called, by number, and of a spot on which activations."""
+
 Clock = Callable[[Order], list[tuple[int, float]]]
 
 
-def _host_clock(announce: Callable[[int], None] | None) -> Clock:
+def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> Clock:
     def take(order: Order) -> list[tuple[int, float]]:
         times = []
-        for i, contender in order:
+        for i, contender, spot in order:
             if announce:
                 announce(i)
+            found: list[Output] = []
+            if spot and spots:
+                spots.write(spot)
+            keep = found.append if spot else id  # a call into C either way
             start = perf_counter()
-            contender.call()
-            times.append((i, 1e6 * (perf_counter() - start)))
+            keep(contender.call())
+            time_us = 1e6 * (perf_counter() - start)
+            if spot and spots:
+                spots.see(i, spot, found.pop())
+            else:
+                times.append((i, time_us))
         return times
 
     return take
 
 
 def _gpu_clock(
-    device: torch.device, announce: Callable[[int], None] | None, *, idle: bool, cold: bool
+    device: torch.device,
+    announce: Callable[[int], None] | None,
+    spots: Spots | None,
+    *,
+    idle: bool,
+    cold: bool,
 ) -> Clock:
     """Enqueue a whole block, then read its events: the GPU never waits for the host inside it.
 
@@ -144,22 +171,30 @@ def _gpu_clock(
     def take(order: Order) -> list[tuple[int, float]]:
         marks = []
         if not cold:
-            for _ in order:
-                flush()
-        for i, contender in order:
+            for _, _, spot in order:
+                for _ in range(1 + SPOT_FLUSHES * bool(spot)):
+                    flush()
+        for i, contender, spot in order:
             if announce:
                 announce(i)
+            found: list[Output] = []
+            keep = found.append if spot else id
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if not cold:
+                contender.call()
+            if spot and spots:
+                spots.write(spot)
             if cold:
                 flush()
-            else:
-                contender.call()
             if idle:
                 torch.cuda.synchronize(device)
             begin.record()
-            contender.call()
+            keep(contender.call())
             end.record()
-            marks.append((i, begin, end))
+            if spot and spots:
+                spots.see(i, spot, found.pop())
+            else:
+                marks.append((i, begin, end))
             if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)

@@ -40,7 +40,7 @@ CALLS = 50
 
 def read_pairs(device: torch.device) -> dict[str, list[float]]:
     """Return, for each kind of op, the log-ratio of each of PAIRS A/A pairs."""
-    sizes, _ = references.CPU if device.type == "cpu" else references.GPU
+    sizes = references.sizes(device.type)
     return {
         kind: [_pair(_call(*size, device), device, f"{kind} {i}") for i in range(PAIRS)]
         for kind, size in zip(KINDS, sizes, strict=True)

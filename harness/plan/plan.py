@@ -7,19 +7,21 @@ import torch
 
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.results.choices import Choices
+from sparsebench.results.choices import planned as planned_choices
+from sparsebench.results.record import Contender, Problem
 
 # Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a
-# case in each process, and a case in the first one, where kernels are compiled and searched.
-START_S = {"cuda": 3.0, "cpu": 3.0}
-CASE_S = {"cuda": 0.06, "cpu": 0.4}
-SEARCH_S = {"cuda": 0.3, "cpu": 0.0}
+# case in each process, and a case in each one that searches, compilation included.
+START_S = {"cuda": 3.0, "cpu": 3.0, "sim": 3.0}
+CASE_S = {"cuda": 0.06, "cpu": 0.4, "sim": 0.02}
+SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
 
 
-def plan(
-    suite: Suite, device: torch.device, condition: str = "", replicates: int = 3
-) -> dict[str, Any]:
+def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
     """Return counts, an estimate in seconds, and who is unsupported here and why.
 
     Counted are the suite's own cases; the estimate has the A/A pairs in it too.
@@ -28,14 +30,14 @@ def plan(
     reasons: Counter[tuple[str, str]] = Counter()
     for contest in contests:
         for contender in contest.contenders:
-            reason = unsupported(contest.problem, contender, device)
+            reason = _unsupported(contest.problem, contender, device)
             if reason:
                 reasons[contender.label, reason] += 1
     cases = sum(len(contest.contenders) for contest in contests)
     return {
         "suite": suite.name,
         "title": suite.title,
-        "device": str(device),
+        "device": device,
         "problems": len(contests),
         "cases": cases,
         "supported": cases - reasons.total(),
@@ -48,14 +50,20 @@ def plan(
     }
 
 
-def _estimate_s(suite: Suite, device: torch.device, condition: str, replicates: int) -> int:
+def _unsupported(problem: Problem, contender: Contender, device: str) -> str | None:
+    """Say why a contender cannot run on a device; nothing is unsupported on a simulated one."""
+    return None if simulated(device) else unsupported(problem, contender, torch.device(device))
+
+
+def _estimate_s(suite: Suite, device: str, condition: str, replicates: int) -> int:
     running = [
         contender
-        for contest in planned(suite, str(device), condition)
+        for contest in planned(suite, device, condition)
         for contender in contest.contenders
-        if not unsupported(contest.problem, contender, device)
+        if not _unsupported(contest.problem, contender, device)
     ]
-    measured = len(running) * len(possible(suite.measures, device.type))
-    kind = device.type
+    kind = device.partition(":")[0]
+    measured = len(running) * len(possible(suite.measures, device))
     each_s = START_S[kind] + measured * CASE_S[kind]
-    return round(replicates * each_s + len(running) * SEARCH_S[kind])
+    searching = replicates if planned_choices(replicates, False) is Choices.EACH else 1
+    return round(replicates * each_s + searching * len(running) * SEARCH_S[kind])

@@ -14,7 +14,9 @@
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
                                      # $dense_fraction, $split: as a spense pattern has them
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
+      - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only where a field is so
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
+      - {format: dense, kernel: acme.int8, error: {at_most: 0.01, why: its weights have 8 bits}}
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
     scopes: [kernel, op]             # device time; as called from Python. Default: [kernel]
@@ -57,14 +59,23 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class AllowedError(_Model):
+    """The relative error ||Y - R|| / ||R|| that a contender may have, and the reason."""
+
+    at_most: float = Field(gt=0.0, lt=1.0)
+    why: str = Field(min_length=1, max_length=200, pattern=r"\S")
+
+
 class ContenderEntry(_Model):
     """A contender as written: lists in `params` and `options` are sweeps."""
 
     format: str
     kernel: str
     op: str | None = None
+    at: dict[str, Any] = {}
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    error: AllowedError | None = None
 
 
 class SuiteFile(_Model):
@@ -113,7 +124,7 @@ def expand(where: str, text: str, data: Path | None = None) -> Suite:
     written = parse(where, text, SuiteFile)
     try:
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
-        _every_op_is_there(written, {problem.op for problem in problems})
+        _every_entry_competes(written, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -319,14 +330,32 @@ def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
     return matches
 
 
-def _every_op_is_there(written: SuiteFile, ops: set[str]) -> None:
-    """Refuse an entry for an op that no problem has: it would compete nowhere, in silence."""
+def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
+    """Refuse an entry for an op or a value that no problem has: it would compete nowhere."""
+    ops = {problem.op for problem in problems}
     for group in ("contenders", "baselines"):
         for number, entry in enumerate(getattr(written, group)):
+            for name, value in entry.at.items():
+                known = {str(p.fields[name]) for p in problems if name in p.fields}
+                if not known & set(map(str, _sweep(value))):
+                    values = f"{name} of a problem, one of {', '.join(sorted(known)) or 'none'}"
+                    where = f"{group}[{number}].at.{name}"
+                    raise SuiteError(f"{where}: expected a {values}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
                 expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
                 raise SuiteError(f"{group}[{number}].op: {expected}; found {found}")
+            if not any(_competes(entry, problem) for problem in problems):
+                found = f"expected a problem with all of these, found none: {entry.at}"
+                raise SuiteError(f"{group}[{number}].at: {found}")
+
+
+def _competes(entry: ContenderEntry, problem: Problem) -> bool:
+    """Say whether an entry is for a problem: of its op, and with a value that `at` names."""
+    if entry.op not in (None, problem.op):
+        return False
+    fields = problem.fields
+    return all(name in fields and fields[name] in _sweep(v) for name, v in entry.at.items())
 
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
@@ -342,6 +371,9 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
     ]
     by_case = {Case(problem, c).id: c for c in [*others, *baselines]}  # a baseline counts once
     unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
+    if not unique:
+        named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
+        raise SuiteError(f"contenders: expected one at {problem.op} with {named}, found none")
     return Contest(problem, tuple(unique))
 
 
@@ -349,7 +381,7 @@ def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
     """Expand one entry of `contenders` or `baselines` for one problem."""
-    if entry.op not in (None, problem.op):
+    if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)
     if kernel.consumes not in ("any", entry.format):
@@ -359,9 +391,10 @@ def _contenders(
     of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
     _known(f"{where}.params", entry.params, own, of_one)
     _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+    error = entry.error.model_dump() if entry.error else None
     for params in _bound(f"{where}.params", entry.params, problem):
         for options in _bound(f"{where}.options", entry.options, problem):
-            yield Contender(entry.format, entry.kernel, params, options, baseline)
+            yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 
 def _known(

@@ -4,7 +4,8 @@
     processes ─> the headline, with the interval of the new run
 
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
-screening only chooses: none of its numbers is in the headline.
+screening only chooses: none of its numbers is in the headline. On a device of the same kind its
+configurations are taken without a search, so a headline is about them (results/choices.py).
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 
     RUN ─> whole? ─> plan as it was? ─> choices pinned on the same kind ─> measured ─> a new run
 
+On a device of the same kind process p takes the configurations that process p of the bundle settled
+on. So a reproduction is about those configurations, and says so (results/choices.py).
 results/agreement.py then says of each cell whether the two agree.
 """
 
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.harness.run.measure import Flags, Progress, measure
-from sparsebench.harness.run.runner import Log, Worker, pinned_in
+from sparsebench.harness.run.runner import Log, Worker, pinned_by_process
 from sparsebench.harness.run.validate import data_of, own_suite, require_planned
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
@@ -60,7 +62,7 @@ def again(
     recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
     flags = Flags(**{**recorded, "device": device, "data": data, **changed})
     same_kind = device_name(_environment(device, data)) == device_name(run.environment)
-    pinned = pinned_in([*run.reference, *run.rows]) if same_kind else None
+    pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
     stopped = out if out and _is_of(out, origin) else None
     return measure(suite, flags, out, stopped, progress, pinned, origin)
 

@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
 # -P: the repository's own folders must not shadow installed packages of the same name.
@@ -45,6 +46,13 @@ Pinned = Mapping[str, Mapping[str, Any]]
 def pinned_in(rows: Iterable[Row]) -> Pinned:
     """Return what kernels chose in these rows, the ok ones."""
     return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
+
+
+def pinned_by_process(rows: Sequence[Row]) -> list[Pinned]:
+    """Return what kernels chose in each process; where one has no ok row, what another chose."""
+    numbers = sorted({row.replicate for row in rows})
+    every = pinned_in(rows)
+    return [{**every, **pinned_in(r for r in rows if r.replicate == n)} for n in numbers]
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,11 @@ class Worker:
             else:
                 return Measured([Row.from_json(r) for r in answer["rows"]], answer["spent_s"])
 
+    @property
+    def pid(self) -> int:
+        """Return the child's process id."""
+        return self._child.pid
+
     def close(self) -> int:
         """End the child, whatever it is doing, and return its exit code."""
         if self._child.stdin and not self._child.stdin.closed:
@@ -208,11 +221,20 @@ class Wanted:
     ceilings: Mapping[str, Any] | None = None
     energy: bool = False
 
+    def after(self, rows: Iterable[Row]) -> Self:
+        """Return what is asked after these rows: a reference among them may raise the ceilings."""
+        if self.ceilings is None:
+            return self
+        ceilings, _ = Ceilings.from_json(self.ceilings).after(rows)
+        return replace(self, ceilings=asdict(ceilings))
+
 
 class Runner:
     """Runs contests one after the other, in one worker after the other.
 
-    What a kernel chose in an `ok` row is handed to every later process: `pinned`, by case id.
+    `pinned` has the choices of another run: process p takes those of its process p, and begins
+    again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
+    is handed to every later process. Without either, each process searches for itself.
     """
 
     def __init__(
@@ -220,15 +242,22 @@ class Runner:
         device: str,
         data: Path | None,
         timeout_s: float,
-        pinned: Pinned | None = None,
+        pinned: Sequence[Pinned] = (),
+        share: bool = True,
     ) -> None:
         """Start the first worker: `about` tells the device."""
         self.log = Log()
-        self.pinned = dict(pinned or {})
+        self._pinned, self._share = pinned, share
+        self._shared: dict[str, Mapping[str, Any]] = {}
         self._start: Callable[[], Worker] = partial(Worker, device, data, self.log)
         self._timeout_s = timeout_s
         self._worker: Worker | None = self._start()
         self.about = self._worker.about
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the worker that waits; 0 where none does."""
+        return self._worker.pid if self._worker else 0
 
     def ceilings(self) -> dict[str, Any]:
         """Return what the device can do at most, measured now."""
@@ -236,17 +265,20 @@ class Runner:
         return self._worker.ceilings()
 
     def run(
-        self, contests: Sequence[Contest], replicate: int = 0, wanted: Wanted | None = None
+        self, contests: Iterable[Contest], replicate: int = 0, wanted: Wanted | None = None
     ) -> Iterator[Measured]:
         """Yield every contest's rows, complete, in order."""
+        wanted = wanted or Wanted()
         for contest in contests:
-            measured = self._complete(contest, replicate, wanted or Wanted())
+            measured = self._complete(contest, replicate, wanted)
             self.pin(measured.rows)
+            wanted = wanted.after(measured.rows)
             yield measured
 
     def pin(self, rows: Iterable[Row]) -> None:
-        """Remember what kernels chose."""
-        self.pinned |= pinned_in(rows)
+        """Remember what kernels chose, for the processes that share it."""
+        if self._share:
+            self._shared |= pinned_in(rows)
 
     def fresh(self) -> None:
         """Start a worker for the next contests: the process is the unit of replication."""
@@ -272,7 +304,7 @@ class Runner:
                 "replicate": replicate,
                 "attempt": attempt,
                 "reference": contest.reference,
-                "pinned": self._pinned(part),
+                "pinned": self._known(part, replicate),
             }
             answer = self._worker.measure(part, options, self._timeout_s)
             if isinstance(answer, Measured):
@@ -289,13 +321,15 @@ class Runner:
                 left.remove(offender)
         return Measured(_in_order(contest, lost_rows), {})
 
-    def _pinned(self, contest: Contest) -> Pinned:
+    def _known(self, contest: Contest, replicate: int) -> Pinned:
         """Return what is known of these contenders; a twin takes what its original took."""
+        given = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
+        chosen = {**self._shared, **given}
         known = {}
         for contender in contest.contenders:
             original = Case(contest.problem, replace(contender, twin=False)).id
-            if original in self.pinned:
-                known[Case(contest.problem, contender).id] = self.pinned[original]
+            if original in chosen:
+                known[Case(contest.problem, contender).id] = chosen[original]
         return known
 
     def _lost(

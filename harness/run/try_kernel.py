@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import yaml
 from rich.console import Group
@@ -202,7 +203,16 @@ def report(tried: Tried) -> Group:
     problem = rows[0].case.problem
     fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
     shown = Table(title=f"{problem.op} {fields}", title_justify="left", box=None, pad_edge=False)
-    for heading in ("", "time, µs", "quartiles", "speed-up", "of bound", "error", "of allowed"):
+    for heading in (
+        "",
+        "time, µs",
+        "quartiles",
+        "speed-up",
+        "of bound",
+        "error",
+        "of usual",
+        "of allowed",
+    ):
         shown.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
     for row, (_, line) in zip(rows, table.iterrows(), strict=True):
         label = escape(row.case.contender.label)
@@ -214,15 +224,20 @@ def report(tried: Tried) -> Group:
         quartiles = f"{line.q1_us:.2f} to {line.q3_us:.2f}"
         shown.add_row(
             *(label, f"{line.median_us:.2f}", quartiles, faster, of_bound),
-            *(f"{row.error or 0:.1e}", f"{row.error_of_bound or 0:.2f}"),
+            *(
+                f"{row.error or 0:.1e}",
+                f"{line.error_of_usual:.2f}",
+                f"{row.error_of_bound or 0:.2f}",
+            ),
         )
-    return Group(shown, *_notes(rows[0], tried.device))
+    return Group(shown, *_notes(rows[0], table.iloc[0], tried.device))
 
 
-def _notes(row: Row, device: str) -> list[str]:
+def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
     """Return what else is known of the kernel's own row, a line each."""
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
     told = {
+        "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
         "weights": _bytes(row),

@@ -6,7 +6,7 @@ The plan is checked where the suite can be expanded: its sources are at hand and
 installed. A GPU is not needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +14,21 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.timing import possible
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, peers, store
 from sparsebench.results.inspection import inspect
 from sparsebench.results.record import Case
 from sparsebench.results.store import Run
 
 
-def validate(path: Path, data: Path | None = None) -> Iterator[str]:
-    """Check a bundle: a line for each thing checked; a ResultError at the first that is wrong."""
+def validate(path: Path, data: Path | None = None, beside: Iterable[Path] = ()) -> Iterator[str]:
+    """Check a bundle: a line for each thing checked; a ResultError at the first that is wrong.
+
+    A warning is no error: who may not have been at their best, here or in the runs in `beside`.
+    """
     yield f"files: {', '.join(bundle.verify(path))}: as they were sealed"
     run = store.read(path)
     yield from inspect(run)
+    yield from peers.told(run, beside)
     try:
         suite = own_suite(run, data)
     except SuiteError as error:

@@ -1,8 +1,9 @@
 """A GPU that is not there: what a call takes by a formula, and noise as measured on a real one.
 
     time    = max(launch, bytes / bandwidth, FLOPs / rate) / efficiency(contender)
-    sample  = time x exp(process + drift + step + noise)
+    sample  = time x exp(regret + process + drift + step + noise)
 
+    regret    of what a search settled on, over the best: half-normal; pinned with the choice
     process   of one contender in one process: normal
     drift     of the process's time line, so that it moves all contenders of a block alike: AR(1)
     step      likewise: the clock changes at a random moment of a contest, in some of them
@@ -36,6 +37,7 @@ from sparsebench.harness.plan.suite import parse
 from sparsebench.results.record import Contender
 
 IQR_OF_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
+SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 EFFICIENCY = 0.3, 0.9  # between these, by a hash of its label, is a contender that no one named
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -78,6 +80,7 @@ class Spec(_Model):
     drift       standard deviation of the drift, which is forgotten over `drift_samples`
     step        size of a clock step; step_odds: the part of contests that have one
     process     standard deviation, over processes, of the log ratio of two contenders
+    regret      standard deviation, over searches, of the log time of what a search settles on
     efficiency  by a contender's label; a twin has its original's
     """
 
@@ -97,6 +100,7 @@ class Spec(_Model):
     step: Share = 0.02
     step_odds: Share = 0.3
     process: Share = 0.004
+    regret: Share = 0.0
     efficiency: dict[str, PositiveFloat] = {}
     faults: list[Fault] = []
 
@@ -132,6 +136,11 @@ def call_us(
     rate: float = getattr(spec.matrix_tflops, dtype)
     compute_us = flops / rate / 1e6
     return max(least_us, memory_us, compute_us) / _efficiency(spec, contender)
+
+
+def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
+    """Return by how much the log time of what searches settled on is above the best."""
+    return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
 
 
 def samples(

@@ -5,6 +5,8 @@
     time         by clock.py; hot, what the L2 cache holds is not read
     faults       as planned; every other case runs and is right, and none is unsupported
 
+    search       what a contender settled on is its choice: pinned, it is taken again
+
 Draws depend on the seed, the problem and the process alone. So a resumed run has the same rows as
 one that was never stopped.
 """
@@ -14,19 +16,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import exp, prod
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from sparsebench.harness.bench.ceilings import LIGHT
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import meets
-from sparsebench.harness.sim.clock import Array, Spec, call_us, samples
+from sparsebench.harness.sim.clock import Array, Spec, call_us, regrets, samples
 from sparsebench.kernels._kernel import DTYPES
+from sparsebench.results.ceilings import judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 ENDS = {
@@ -121,7 +124,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         options.reference,
         device=spec.identity,
         clock="sim",
-        choice=options.pinned.get(case.id, {"simulated": True}),
+        choice=options.pinned.get(case.id) or _search(spec, case, options.replicate),
         error=0.0,
         error_of_bound=0.0,
         digest=f"simulated {case.problem.id}",
@@ -132,6 +135,17 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         prepare_s=0.0,
         **known,
     )
+
+
+def _search(spec: Spec, case: Case, replicate: int) -> dict[str, Any]:
+    """Return what a contender settles on in a process; a twin what its original does."""
+    contender = replace(case.contender, twin=False)
+    draw = _draw(f"search {spec.seed} {replicate} {Case(case.problem, contender).id}")
+    return {"simulated": True, "regret": round(float(regrets(spec, draw)), 6)}
+
+
+def _draw(seed: str) -> np.random.Generator:
+    return np.random.default_rng(list(hashlib.sha256(seed.encode()).digest()))
 
 
 def _stored(case: Case, work: Work) -> int:
@@ -155,9 +169,8 @@ def _time(
     if not running:
         return rows
     seed = f"{spec.seed} {options.replicate} {rows[0].case.problem.id} {scope} {cache}"
-    draw = np.random.default_rng(list(hashlib.sha256(seed.encode()).digest()))
-    times = [_call_us(spec, row, work) for row in running]
-    (taken,) = samples(spec, times, draw)
+    times = [_call_us(spec, row, work) * exp(row.choice.get("regret", 0)) for row in running]
+    (taken,) = samples(spec, times, _draw(seed))
     throttled = any("throttle" in _faults(spec, row) for row in rows)
     if throttled:
         taken[:, BLOCKS // 2 :] /= THROTTLED
@@ -190,11 +203,10 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
         dtype = row.case.problem["dtype"]
         bound_us, by = options.ceilings.bound(
             dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache
-        )
-        row = replace(row, bound_us=bound_us, bound_by=by)
-        if typical_us < LIGHT * bound_us:
-            detail = f"{typical_us:.2f} µs where {by} allows {bound_us:.2f} µs"
-            return replace(row, status=Status.FASTER_THAN_LIGHT, detail=detail)
+        ) or (None, None)
+        row = judged(replace(row, bound_us=bound_us, bound_by=by), typical_us)
+        if row.status is not Status.OK:
+            return row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from sparsebench.harness.bench.ceilings import Ceilings
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.machine.device import environment
 from sparsebench.harness.sim import contest as sim_contest
 from sparsebench.harness.sim.clock import Spec, read
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem
 
 

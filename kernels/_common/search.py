@@ -6,22 +6,29 @@
     further rounds   drop a candidate whose least sample is 1.25 times the best; sample the others
     result           the lowest median
 
+What was found of each candidate goes into the row (Launch.candidates), the default first: its
+median, or its least sample if it was dropped, or why it does not run. So a reader sees what a
+choice was made from, and how close it was.
+
 Each round starts with flushes that keep the GPU busy while the host launches. So the events enclose
 the work alone, not the time of the launch. A call of cuSPARSELt takes the host 300 us, longer than
 the flushes: without capture, 17 ways to call it looked alike, and the choice was up to 1.7 times as
 slow as the best.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
@@ -33,6 +40,8 @@ SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 %, and cos
 # From round TRIALS on, a candidate is dropped whose least sample is DROP times the best. Dropping
 # after one sample cost torch's BSR a third in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
+REASON = 160  # characters of why a candidate does not run
+MOST_TOLD = 40  # candidates of a search that a row keeps: 4 kB of JSON, less than its samples
 
 
 class Candidate(Protocol):
@@ -42,6 +51,65 @@ class Candidate(Protocol):
     def code(self) -> str | None: ...
 
     def __call__(self) -> Output: ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a search found of one candidate; times in µs.
+
+    median_us  of one that was timed to the end
+    least_us   of one that was dropped after a few rounds
+    failed     why it does not run
+    """
+
+    median_us: float | None = None
+    least_us: float | None = None
+    failed: str | None = None
+
+    @property
+    def time_us(self) -> float:
+        """Return its time; infinite if it does not run."""
+        return self.median_us or self.least_us or inf
+
+
+@dataclass(frozen=True)
+class Search:
+    """The index of the fastest candidate, and what was found of each, if any was timed."""
+
+    best: int
+    trials: tuple[Trial, ...] = ()
+
+    def told(self, choices: Sequence[Mapping[str, Any]], **stage: Any) -> list[dict[str, Any]]:
+        """Return a line for each candidate, for Launch.candidates.
+
+        choices  what each candidate is; what is the same in all of them is left out
+        stage    what every line says, where `prepare` makes several searches: of="down"
+
+        Of more than MOST_TOLD the default and the fastest are told, and how many are left out.
+        """
+        ranked = sorted(range(len(self.trials)), key=lambda i: self.trials[i].time_us)
+        first = dict.fromkeys([0, self.best, *ranked] if ranked else ())
+        told = sorted(list(first)[:MOST_TOLD])
+        choices = differing(choices)
+        lines = []
+        for i in told:
+            found = {name: us for name, us in asdict(self.trials[i]).items() if us is not None}
+            kept = {"kept": True} if i == self.best else {}
+            lines.append({**stage, "choice": choices[i], **found, **kept})
+        left_out = len(self.trials) - len(told)
+        return [*lines, {**stage, "left_out": left_out}] if left_out else lines
+
+
+def told_of(part: str, launch: Launch) -> list[dict[str, Any]]:
+    """Return what was timed for a part of a larger launch, each line with `of`: the part's name."""
+    return [{**line, "of": part} for line in launch.candidates]
+
+
+def differing(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each choice without the values that all of them have."""
+    first = choices[0] if choices else {}
+    same = {name for name in first if all(c.get(name, ...) == first[name] for c in choices)}
+    return [{name: value for name, value in c.items() if name not in same} for c in choices]
 
 
 def fastest_launch(
@@ -56,24 +124,35 @@ def fastest_launch(
     candidates  one for each configuration, in the same order
     by          how the configurations were found (tuned_table.choose); Launch.choice is the fields
                 of the fastest configuration and these
-    threads     as for `fastest`, which raises Unsupported
+    threads     as for `search`, which raises Unsupported
     """
-    best = fastest(candidates, device, threads)
-    choice = asdict(configs[best]) | dict(by)
-    return Launch(candidates[best], choice, candidates[best].code)
+    found = search(candidates, device, threads)
+    best, choices = candidates[found.best], [asdict(config) for config in configs]
+    return Launch(best, choices[found.best] | dict(by), best.code, found.told(choices))
 
 
 def fastest(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
 ) -> int:
-    """Return the index of the fastest candidate; 0 for a single one, and on a CPU.
+    """Return the index of the fastest candidate, as `search` finds it."""
+    return search(candidates, device, threads).best
+
+
+def search(
+    candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
+) -> Search:
+    """Time the candidates; of a single one, and on a CPU, the first is taken untimed.
 
     With `threads` > 1 the first calls, which compile, run in parallel. Raises Unsupported, with
     each reason, if every candidate raises.
     """
     if len(candidates) == 1 or device.type != "cuda":
-        return 0
-    running = _warm(candidates, device, threads)
+        return Search(0)
+    with warnings.catch_warnings():
+        # torch warns once in a process that a candidate's choice of a library is experimental.
+        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
+        reasons = _warm(candidates, device, threads)
+    running = [i for i, reason in enumerate(reasons) if reason is None]
     pool = torch.cuda.graph_pool_handle()
     calls = {i: _captured(candidates[i], device, pool) for i in running}
     flush = flusher(device)
@@ -88,13 +167,21 @@ def fastest(
         best = min(least.values())
         if number + 1 >= TRIALS:
             running = [i for i in running if least[i] <= DROP * best]
-    return min(running, key=lambda i: median(samples[i]))
+    trials = [Trial(failed=reason) for reason in reasons]
+    for i, own in samples.items():
+        dropped = i not in running
+        trials[i] = Trial(least_us=_short(min(own))) if dropped else Trial(_short(median(own)))
+    return Search(min(running, key=lambda i: median(samples[i])), tuple(trials))
+
+
+def _short(time_us: float) -> float:
+    return round(time_us, 2)  # an event's clock ticks every 32 ns
 
 
 def _warm(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int
-) -> list[int]:
-    """Call every candidate once and return those that did not raise."""
+) -> list[str | None]:
+    """Call every candidate once; return why each cannot run, None for one that can."""
     attempt = partial(_reason, device=device)
     if threads == 1:
         reasons = [attempt(candidate) for candidate in candidates]
@@ -107,10 +194,9 @@ def _warm(
         pairs = zip(reasons, candidates, strict=True)
         reasons = [reason and attempt(candidate) for reason, candidate in pairs]
     torch.cuda.synchronize(device)  # an illegal access raises here: no candidate's reason
-    running = [i for i, reason in enumerate(reasons) if reason is None]
-    if not running:
+    if None not in reasons:
         raise Unsupported("no candidate runs: " + "; ".join(sorted({str(r) for r in reasons})))
-    return running
+    return reasons
 
 
 def _reason(candidate: Callable[[], object], device: torch.device) -> str | None:
@@ -121,7 +207,7 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:REASON]
     return None
 
 
@@ -134,10 +220,7 @@ def _captured(
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
+        with torch.cuda.device(device), capturing(graph, pool):
             candidate()
     except RuntimeError:
         torch.cuda.synchronize(device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import hidden
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import search, told_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -43,7 +43,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
         between()
         return _dense(down)
 
-    return Launch(run, {"gate_up": gate_up.choice, "down": down.choice}, gate_up.code)
+    choice = {"gate_up": gate_up.choice, "down": down.choice}
+    return Launch(run, choice, gate_up.code, [*gate_up.candidates, *down.candidates])
 
 
 def stacked(gate: Bsr, up: Bsr) -> Bsr:
@@ -73,7 +74,11 @@ def _product(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> 
             launches.append(replace(launch, choice={"kernel": kernel, **launch.choice}))
     if not launches:
         raise Unsupported(f"{name}: {'; '.join(reasons)}")
-    return launches[fastest(launches, x.device)]
+    found = search(launches, x.device)
+    best = launches[found.best]
+    kernels = found.told([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
+    configurations = told_of(f"{name}, {best.choice['kernel']}", best)
+    return replace(best, candidates=[*kernels, *configurations])
 
 
 def _dense(launch: Launch) -> Tensor:

@@ -1,103 +1,79 @@
-"""Gated feed-forward layer, dense, as two GEMMs: the fastest dense layer that libraries allow.
+"""Gated feed-forward layer, dense, by two or three GEMMs: the fastest that libraries allow.
 
     fp8 only        X in e4m3                    Triton (_common/elementwise.py)
-    G | U = X @ [Wg, Wu].T                       cuBLAS or cuBLASLt, one GEMM of 2 n features
+    G | U = X @ [Wg, Wu].T                       one product of 2 n features; or two, side by side
     H = act(G) * U, in e4m3 in fp8               Triton
-    Y = H @ Wd.T                                 cuBLAS or cuBLASLt
+    Y = H @ Wd.T                                 one product
 
+Each product takes the fastest way there is (cublas.py). So does the pair: one product, or two.
 cublas.py computes the definition step by step. Here X is read by one GEMM, G and U are read once,
 and act(G) is never written. Inference servers run such a layer this way.
-
-`prepare` times all ways of each GEMM: both libraries and both layouts of the weights (W, or a copy
-of W.T); in fp8 both accumulations. Only cuBLASLt has fp8, and on Hopper only the layout of W.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
+from sparsebench.kernels._common.search import told_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense._cublaslt import ALIGNMENT
+from sparsebench.kernels.dense._layers import in_turn
+from sparsebench.kernels.dense.cublas import Product
 from sparsebench.results.record import Problem
 
-Layout = Literal["rows", "columns"]
-LAYOUTS: tuple[Layout, ...] = "rows", "columns"
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to multiply: a library, the layout of the weights, and in fp8 the accumulation."""
-
-    library: str
-    weights: Layout
-    use_fast_accum: bool | None = None
-
-
-def ways(dtype: torch.dtype) -> list[Way]:
-    """Return the ways to time."""
-    if dtype == DTYPES["fp8"]:
-        return [Way("cublaslt", "rows", fast) for fast in (True, False)]
-    return [Way(library, weights) for weights in LAYOUTS for library in cublas.LIBRARIES]
-
-
-def laid_out(w: Tensor, weights: Layout) -> Tensor:
-    """Return W.T [k, n] of W [n, k], a view of it or a copy."""
-    return w.t() if weights == "rows" else w.t().contiguous()
-
-
-def multiply(w_t: Tensor, x: Tensor, way: Way, scale: float) -> Callable[[], Tensor]:
-    """Return a call that computes X @ W.T [m, n], times `scale` in fp8, into its own output."""
-    fast = way.use_fast_accum
-    y = x.new_empty(len(x), w_t.shape[1], dtype=x.dtype if fast is None else OUTPUTS["fp8"])
-    if fast is not None:
-        scales = cublas.scales_on(x.device, scale)
-        return partial(cublas.scaled_product, w_t.t(), x, fast, y, scales)
-
-    def run() -> Tensor:
-        with cublas.preferred(way.library):
-            return torch.mm(x, w_t, out=y)
-
-    return run
+PAIRS = ("gate_up",), ("gate", "up")  # the products that give G | U: one, or two
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the fastest way of each GEMM."""
+    """Choose the fastest way of each product, and whether gate and up are one."""
     wg, wu, wd = (_values(operands, name) for name in ("wg", "wu", "wd"))
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
     x = first[0]() if first else x
-    pinned = operands.pinned or {}
-    gate_up, by_one = _fastest(torch.cat((wg, wu)), x, 1.0, pinned.get("gate_up"))
-    how = problem["activation"], x.dtype, scale_of(problem, k)
-    between = hidden(gate_up(), *how)
-    down, by_other = _fastest(wd, between(), scale_of(problem, n), pinned.get("down"))
+    pinned, output = operands.pinned or {}, OUTPUTS[problem["dtype"]]
+    both, y = (x.new_empty(len(x), columns, dtype=output) for columns in (2 * n, k))
 
-    before: list[Callable[[], object]] = [*first, gate_up, between]
+    products = {
+        "gate_up": lambda: Product(x, torch.cat((wg, wu)).t(), both),
+        "gate": lambda: Product(x, wg.t(), both[:, :n]),
+        "up": lambda: Product(x, wu.t(), both[:, n:]),
+    }
+    gate_up = _fastest_pair(products, pinned, x.device)
+    gate_up()
+    between = hidden(both, problem["activation"], x.dtype, scale_of(problem, k))
+    by = Product(between(), wd.t(), y, scale=scale_of(problem, n))
+    down = cublas.fastest_way(by, pinned.get("down"))
+    return Launch(
+        in_turn(*first, gate_up, between, down),
+        {**gate_up.choice, "down": down.choice},
+        between.code,
+        [*gate_up.candidates, *told_of("down", down)],
+    )
 
-    def run() -> Tensor:
-        for step in before:
-            step()
-        return down()
 
-    return Launch(run, {"gate_up": by_one, "down": by_other}, between.code)
-
-
-def _fastest(
-    w: Tensor, x: Tensor, scale: float, pinned: Mapping[str, Any] | None
-) -> tuple[Callable[[], Tensor], dict[str, Any]]:
-    """Return the fastest call, and its way."""
-    every = [Way(**pinned)] if pinned else ways(x.dtype)
-    laid = {weights: laid_out(w, weights) for weights in {way.weights for way in every}}
-    calls = [multiply(laid[way.weights], x, way, scale) for way in every]
-    best = cublas.fastest_product(calls, x.device)
-    return calls[best], asdict(every[best])
+def _fastest_pair(
+    products: Mapping[str, Callable[[], Product]], pinned: Mapping[str, Any], device: torch.device
+) -> Launch:
+    """Return the launch of the faster of PAIRS, or of the pinned one; its choice names each."""
+    pairs = []
+    for names in PAIRS:
+        if not pinned or names[0] in pinned:
+            launches: dict[str, Launch] = {}
+            for name in names:
+                product, known = products[name](), pinned.get(name)
+                if not pinned and launches and not product.out.data_ptr() % ALIGNMENT:
+                    known = launches["gate"].choice  # up is such a product, too: no second search
+                launches[name] = cublas.fastest_way(product, known)
+            choice = {name: launch.choice for name, launch in launches.items()}
+            told = [line for name, each in launches.items() for line in told_of(name, each)]
+            pairs.append(Launch(in_turn(*launches.values()), choice, candidates=told))
+    return pairs[cublas.fastest_product(pairs, device)]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

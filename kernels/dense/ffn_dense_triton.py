@@ -2,14 +2,14 @@
 
     H = act(X @ Wg.T) * (X @ Wu.T)      one Triton kernel: a tile of G and one of U share X's tiles,
                                         and only H is written
-    Y = H @ Wd.T                        cuBLAS or cuBLASLt, whichever is faster
+    Y = H @ Wd.T                        the fastest way of cublas.py
 
 Three GEMMs by cuBLAS write and read G and U, m n elements each; this kernel does not. A kernel that
 uses the sparsity of H gains from sparsity only what it gains beyond this.
 Programs run in bands of BAND tiles of tokens, as in dense_triton.py.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def constants_of(config: Config, activation: str) -> dict[str, Any]:
 
 
 def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Time a few configurations and both libraries; `path` forces TMA or pointers."""
+    """Time a few configurations and all ways of the last product; `path` forces TMA or pointers."""
     x = operands.activations["x"]
     wg, wu = (_values(operands, name) for name in ("wg", "wu"))
     reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
@@ -122,18 +122,9 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     candidates = [launch(x, wg, wu, config, activation) for config in configs]
     best = fastest(candidates, x.device, COMPILE_THREADS)
     hidden, y = candidates[best], torch.empty_like(x)
-
-    def product(wd: Tensor, h: Tensor) -> Tensor:
-        return torch.mm(h, wd.t(), out=y)
-
-    down = cublas.prepare(
-        replace(
-            operands,
-            weights={"wd": operands.weights["wd"]},
-            activations={"h": hidden.out},
-            definition=product,
-            pinned=pinned and {"library": pinned["library"]},
-        )
+    wd = _values(operands, "wd").t()
+    down = cublas.fastest_way(
+        cublas.Product(hidden.out, wd, y), pinned and pinned.get("down", pinned)
     )
 
     def run() -> Tensor:
@@ -141,7 +132,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
         down()
         return y
 
-    return Launch(run, {**asdict(configs[best]), **down.choice}, hidden.code)
+    return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
 
 
 def _values(operands: Operands, name: str) -> Tensor:

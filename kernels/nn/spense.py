@@ -114,7 +114,7 @@ class SpenseLinear(nn.Module):
         dtype: torch.dtype | None = None,
         scale: Tensor | None = None,
     ) -> Self:
-        """Pack a weight [n, k] that is 2:4 outside of its dense part; -0.0 counts as +0.0.
+        """Pack a weight [n, k] that is 2:4 outside of its dense part; -0.0 is zero.
 
         dtype  float8_e4m3fn rounds a weight of 16 or 32 bits, each row's largest element to 448
         scale  of a weight that is e4m3 already: [n] or [n, 1] for rows, or one; by default 1
@@ -251,7 +251,7 @@ class SpenseGatedMLP(nn.Module):
         scales: tuple[Tensor, Tensor, Tensor] | None = None,
         largest: float | None = None,
     ) -> Self:
-        """Pack pruned weights: gate and up [h, k] and down [k, h]; -0.0 counts as +0.0.
+        """Pack pruned weights: gate and up [h, k] and down [k, h]; -0.0 is zero.
 
         dtype, scales  as in SpenseLinear.from_dense, for the three
         largest        fp8 only: the largest |act(G) * U| in calibration; larger ones are clamped
@@ -309,11 +309,10 @@ def _packed(
     dtype: torch.dtype,
     scale: Tensor | None,
 ) -> tuple[Spense, Tensor | None]:
-    """Return a packed weight, -0.0 as +0.0, and its scales; FormatError names the weight."""
+    """Return a packed weight and its scales; FormatError names the weight."""
     rounded, of_rows = _rounded(name, weight.detach(), dtype, scale)
-    positive = (rounded.float() + 0.0).to(dtype).contiguous()  # torch adds no fp8
     pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
-    return _named(name, pack, positive), of_rows
+    return _named(name, pack, rounded.contiguous()), of_rows
 
 
 def _rounded(

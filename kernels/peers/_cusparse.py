@@ -10,17 +10,16 @@ every layout is timed with every algorithm of the format. A launch includes its 
     Y.T  columns     Y in its final layout: column-major, leading dimension n
          rows        Y.T row-major, transposed back by the launch
 
-A first round on few tokens drops what is much slower; the rest is timed at full size. Accumulation
+A first search on few tokens drops what is much slower; the rest is timed at full size. Accumulation
 is in fp32.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; through nvmath-python's bindings.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Launch, Operands, Output
 from sparsebench.results.record import Problem
 
@@ -70,18 +69,28 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 def prepare(w: Weight, operands: Operands) -> Launch:
     """Keep the fastest accepted layouts and algorithm. Raises Unsupported if none is accepted."""
-    from nvmath.bindings import cusparse
 
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
     pinned = operands.pinned
+    lines: list[dict[str, Any]] = []
     if pinned:
         settings = [tuple(pinned[name] for name in SETTING)]
     else:
         every = product(w.algorithms, X_LAYOUTS, Y_LAYOUTS)
-        settings = screened(every, partial(plan, w, x[:FEW_TOKENS], n))
+        settings, lines = screened(every, partial(plan, w, x[:FEW_TOKENS], n), x.device)
     plans = [plan(w, x, n, *setting) for setting in settings]
-    choice, call = plans[fastest([call for _, call in plans], x.device)]
-    return Launch(call, {**choice, "cusparse": cusparse.get_version(library_handle())})
+    return kept(plans, lines, x.device)
+
+
+def kept(plans: Sequence[Plan], screening: list[dict[str, Any]], device: torch.device) -> Launch:
+    """Return the launch of the fastest plan, with what was timed before and now."""
+    from nvmath.bindings import cusparse
+
+    found = search([call for _, call in plans], device)
+    choice, call = plans[found.best]
+    timed = found.told([choice for choice, _ in plans], of="all tokens")
+    version = cusparse.get_version(library_handle())
+    return Launch(call, {**choice, "cusparse": version}, candidates=screening + timed)
 
 
 def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
@@ -146,36 +155,29 @@ def describe_dense(matrix: Tensor) -> int:
 
 
 def screened(
-    settings: Iterable[tuple[str, ...]], few_tokens: Callable[..., Plan]
-) -> list[tuple[str, ...]]:
+    settings: Iterable[tuple[str, ...]], few_tokens: Callable[..., Plan], device: torch.device
+) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
     """Return the settings that the library accepts and that are not HOPELESS on a few tokens.
 
-    Raises Unsupported if it accepts none.
+    Also what was timed. Raises Unsupported if it accepts none.
     """
     from nvmath.bindings import cusparse
 
-    timed, reason = [], None
+    plans, reason = {}, None
     for setting in settings:
         try:
-            _, call = few_tokens(*setting)
-            timed.append((_least_s(call), setting))
+            plans[setting] = few_tokens(*setting)
         except cusparse.cuSPARSEError as error:
             reason = error
-    if not timed:
+    if not plans:
         raise Unsupported(f"cuSPARSE accepts no layout and algorithm: {reason}")
-    bound = HOPELESS * min(timed)[0]
-    return [setting for seconds, setting in timed if seconds <= bound]
-
-
-def _least_s(call: Callable[[], Output]) -> float:
-    """Return the least of three times in seconds, launch included: enough to find HOPELESS."""
-    times = []
-    for _ in range(1 + 3):
-        start = perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(perf_counter() - start)
-    return min(times[1:])
+    found = search([call for _, call in plans.values()], device)
+    some = list(plans)
+    if found.trials:
+        bound = HOPELESS * found.trials[found.best].time_us
+        timed = zip(plans, found.trials, strict=True)
+        some = [setting for setting, trial in timed if trial.time_us <= bound]
+    return some, found.told([choice for choice, _ in plans.values()], of="few tokens")
 
 
 @cache

@@ -10,7 +10,7 @@ timed. A launch includes its transpositions:
           transposed  X in place: op(B) = transpose of column-major X.T
           columns     X column-major, copied by the launch
 
-A first round on few tokens drops what is much slower; the rest is timed at full size. Accumulation
+A first search on few tokens drops what is much slower; the rest is timed at full size. Accumulation
 is in fp32.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM; through nvmath-python's bindings.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.peers import _cusparse
 from sparsebench.kernels.peers._cusparse import ONE, ZERO, Plan, describe_dense, stage_for
@@ -53,19 +53,16 @@ class Pattern:
 
 def prepare(pattern: Pattern, operands: Operands) -> Launch:
     """Keep the fastest of the layouts that the library accepts."""
-    from nvmath.bindings import cusparse
-
     dy, x, pinned = operands.activations["dy"], operands.activations["x"], operands.pinned
+    lines: list[dict[str, Any]] = []
     if pinned:
         settings = [tuple(pinned[name] for name in SETTING)]
     else:
         few = dy[: _cusparse.FEW_TOKENS], x[: _cusparse.FEW_TOKENS]
         every = product(DY_LAYOUTS, X_LAYOUTS)
-        settings = _cusparse.screened(every, partial(plan, pattern, *few))
+        settings, lines = _cusparse.screened(every, partial(plan, pattern, *few), x.device)
     plans = [plan(pattern, dy, x, *setting) for setting in settings]
-    choice, call = plans[fastest([call for _, call in plans], x.device)]
-    version = cusparse.get_version(_cusparse.library_handle())
-    return Launch(call, {**choice, "cusparse": version})
+    return _cusparse.kept(plans, lines, x.device)
 
 
 def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:

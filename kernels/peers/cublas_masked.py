@@ -1,7 +1,7 @@
 """Weight gradient in BSR by a dense GEMM on an NVIDIA GPU: dW = dY.T @ X, then gather its blocks.
 
-Masked dense training does the same. The faster of cuBLAS and cuBLASLt (dense/cublas.py) computes
-and writes all of dW; a second kernel reads the blocks of the pattern.
+Masked dense training does the same. The fastest way of dense/cublas.py computes and writes all of
+dW; a second kernel reads the blocks of the pattern.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from sparsebench.kernels.dense import cublas
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the library, and compute the indices of the gather once."""
+    """Choose the way, and compute the indices of the gather once."""
     w = operands.pattern
     assert isinstance(w, Bsr)
     (n, k), (r, c) = w.shape, w.block
@@ -31,7 +31,7 @@ def prepare(operands: Operands) -> Launch:
         blocks = padded.view(-1, r, padded.shape[1] // c, c)
         return replace(w, values=blocks[rows, :, columns].contiguous())
 
-    return Launch(run, product.choice)
+    return Launch(run, product.choice, candidates=product.candidates)
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cublas.unsupported)

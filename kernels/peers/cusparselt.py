@@ -1,66 +1,132 @@
-"""2:4 sparse weights by NVIDIA's cuSPARSELt, through torch: Y.T[n, m] = W[n, k] @ X.T[k, m].
+"""2:4 sparse weights by NVIDIA's cuSPARSELt: Y.T[n, m] = W[n, k] @ X.T[k, m].
 
-The library compresses W to values and metadata, in an order of its own. X and Y have two layouts
-each, and each pair of layouts has algorithms of its own:
+The library compresses W to values and metadata, in an order of its own. Each operand has two
+layouts, and each combination that the library accepts has algorithms of its own:
 
-    X.T  columns  X in place                Y.T  columns  Y in its final layout
-         rows     X.T, copied by the launch      rows     Y.T, transposed back by the launch
+    W    rows     as given                        compressed once, in `prepare`
+         columns  W.T
+    X.T  columns  X in place                      Y.T  columns  Y in its final layout
+         rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
 
-The library searches for each pair. Its results and its default are timed, and the fastest is kept.
-On Hopper the search of 0.8.0 fails in fp16 with an internal error. There the algorithms that run
-are timed by their numbers. With `search: false` it is the default algorithm with X and Y in place,
-as torch.sparse.to_sparse_semi_structured calls it.
+Few tokens may be computed as more, with rows of zeros: the launch copies X to the first rows of a
+buffer, and Y is the first rows of what is written. In bf16 256 tokens take 34 us where 16 take 48
+(0.8.0, n = 14336, k = 4096).
+
+`prepare` makes three searches, each over captured launches:
+
+    layouts     every combination, by the library's default and by what its own search finds
+    algorithms  every number that the library has, for every layout; in fp16, where a plan takes
+                the host 0.15 s, for the fastest few; for few tokens also with padding
+    splits      the fastest few of these with k split into parts
+
+In 8 bits the library multiplies only along the contiguous k of W and X. It refuses some of the
+other layouts, and W by columns ends the process (0.8.0 and 0.10.0): they are not tried.
+
+With `search: false` it is the default algorithm with all operands in place, as
+torch.sparse.to_sparse_semi_structured calls it. Plans are made in `prepare` (_cusparselt.py).
 
 The library does not check that a matrix is 2:4; it would return wrong products. So it is given only
-matrices that formats/spense.py has checked. Each call makes a new plan, which takes the host 0.4 to
-2 ms, and in fp16 up to 0.35 s (0.8.0, suite spense-calls): use it in CUDA graphs.
-Source: docs.nvidia.com/cuda/cusparselt; torch's ATen/native/sparse/cuda/cuSPARSELtOps.cpp.
+matrices that formats/spense.py has checked.
+Source: docs.nvidia.com/cuda/cusparselt.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import Search, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense.cublas import unsupported_fp8
+from sparsebench.kernels.peers import _cusparselt
+from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Order, Plan
 from sparsebench.results.record import Problem
 
-Layout = Literal["columns", "rows"]
-LAYOUTS: tuple[Layout, ...] = "columns", "rows"
+LAYOUTS: tuple[Order, ...] = "rows", "columns"
 MULTIPLES = {"fp16": (8, 16), "bf16": (8, 16), "fp8": (16, 32)}  # of m, and of n and k
-FP16_ALGORITHMS = 12, 16, 19, 20  # of 0.8.0: run on Hopper from 16 tokens to 2048
+BEST = 3  # algorithms whose splits are timed
+PADDED = 128, 256  # tokens that fewer may be computed as
+PADDED_LAYOUTS = 2  # the fastest
+FEW_LAYOUTS = {torch.float16: 2}  # layouts of which every algorithm is timed; else all
+SPLITS = tuple(product((2, 3, 4, 6, 8), (1, 2)))  # parts of k, and one kernel or two
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to call the library; the defaults are the library's."""
+    """One way to call the library; the defaults are the library's. `tokens`: padded to so many."""
 
-    x_layout: Layout = "columns"
-    y_layout: Layout = "columns"
-    algorithm: int = 0
-    split_k: int = 1
-    split_k_mode: int = -1
+    w_layout: Order = "rows"
+    x_layout: Order = "columns"
+    y_layout: Order = "columns"
+    algorithm: int | None = None
+    split_k: int | None = None
+    split_k_mode: int | None = None
+    tokens: int | None = None
+
+    @property
+    def asked(self) -> Algorithm:
+        """Return the part that says which algorithm."""
+        return Algorithm(self.algorithm, self.split_k, self.split_k_mode)
+
+    def settled(self, found: Algorithm) -> "Way":
+        """Return this way with the algorithm that a plan has."""
+        return replace(
+            self,
+            algorithm=found.number,
+            split_k=found.split_k,
+            split_k_mode=found.split_k_mode,
+        )
+
+
+@dataclass(frozen=True)
+class Product:
+    """One way made ready: `call` writes into its argument, whose first m of `rows` rows are Y."""
+
+    way: Way
+    rows: int
+    call: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is made ready: W by layout, X [m, k], how many elements Y's rows are apart, and beta.
+
+    `buffers` are those that few tokens are copied to, by their numbers of rows.
+    """
+
+    w: Callable[[Order], _cusparselt.Weight]
+    x: Tensor
+    y_stride: int
+    beta: float = 0.0
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def output(self) -> torch.dtype:
+        """Return the dtype of Y: bf16 for fp8."""
+        return OUTPUTS["fp8"] if self.x.dtype == DTYPES["fp8"] else self.x.dtype
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why cuSPARSELt cannot run the problem here, or None."""
-    dtype, m, n, k = (problem[field] for field in ("dtype", "m", "n", "k"))
+    dtype, m, n, k = (problem[name] for name in ("dtype", "m", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
     tokens, side = MULTIPLES[dtype]
     if m % tokens or n % side or k % side:
         expected = f"m in multiples of {tokens}, n and k of {side} in {dtype}"
         return f"cuSPARSELt expected {expected}, found m {m}, n {n} and k {k}"
-    if not torch.backends.cusparselt.is_available():
-        return "torch was built without cuSPARSELt"
+    if device.type != "cuda":
+        return f"cuSPARSELt expected an NVIDIA GPU, found device {device}"
+    try:
+        _cusparselt.library()
+    except Unsupported as error:
+        return str(error)
     return unsupported_fp8(device) if dtype == "fp8" else None
 
 
@@ -69,66 +135,190 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
 
     Raises Unsupported unless all of W is 2:4.
     """
-    w = operands.weights["w"]
+    w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
         found = f"{list(w.sparse_shape)} of {list(w.shape)}: the rest is for cusparselt_hybrid"
         raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
-    return product_of(w.to_dense(), operands.activations["x"], search, operands.pinned)
+    n = w.shape[0]
+    wanted = Call(compressed(w.to_dense()), x, n)
+    kept, choice, candidates = chosen(wanted, n, search, operands.pinned)
+
+    def run() -> Tensor:
+        y = x.new_empty(kept.rows, n, dtype=wanted.output)
+        kept.call(y)
+        return y[: len(x)]
+
+    return Launch(run, choice, candidates=candidates)
 
 
-def product_of(w: Tensor, x: Tensor, search: bool, pinned: Mapping[str, Any] | None) -> Launch:
-    """Return the launch of Y [m, n]; W [n, k] is 2:4 and contiguous, X [m, k] of any row stride."""
-    compressed = torch._cslt_compress(w)
+def compressed(w: Tensor) -> Callable[[Order], _cusparselt.Weight]:
+    """Return a function that compresses W [n, k], contiguous and 2:4, once in each layout."""
+
+    @cache
+    def of(layout: Order) -> _cusparselt.Weight:
+        return _cusparselt.compress(w if layout == "rows" else w.t().contiguous().t())
+
+    return of
+
+
+def chosen(
+    wanted: Call, n: int, searching: bool, pinned: Mapping[str, Any] | None
+) -> tuple[Product, dict[str, Any], list[dict[str, Any]]]:
+    """Return the fastest way, or the pinned one, its choice, and what was timed.
+
+    Raises Unsupported if the library accepts no way.
+    """
+    version = {"cusparselt": _cusparselt.library().version}
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
-        return Launch(partial(multiply, compressed, x, way), pinned)
-    ways = [Way()]
-    if search and w.dtype == torch.float16:
-        ways += [Way(*at) for at in product(LAYOUTS, LAYOUTS, FP16_ALGORITHMS)]
-    elif search:
-        ways += _searched(compressed, x)
-    calls = [partial(multiply, compressed, x, way) for way in ways]
-    best = fastest(calls, x.device)
-    version = {"candidates": len(ways), "cusparselt": torch.backends.cusparselt.version()}
-    return Launch(calls[best], asdict(ways[best]) | version)
+        return planned(wanted, way), dict(pinned), []
+    every = layouts(wanted.x.dtype) if searching else [Way()]
+    products, reasons = accepted(wanted, every)
+    if not products:
+        raise Unsupported(f"cuSPARSELt accepts no layout: {'; '.join(sorted(reasons))}")
+    if not searching:
+        return products[0], asdict(products[0].way) | version, []
+    products += searched_by_the_library(wanted, products)
+    best, first = timed(wanted, n, products)
+    lines = told("layouts", products, first)
+    few = fastest_few(products, first, FEW_LAYOUTS.get(wanted.x.dtype, len(every)), numbers=False)
+    ways = numbers(wanted, few)
+    numbered = [best, *accepted(wanted, [*ways, *padded(wanted, ways, few)])[0]]
+    best, second = timed(wanted, n, numbered)
+    lines += told("algorithms", numbered, second)
+    few = fastest_few(numbered, second, BEST, numbers=True)
+    split = [replace(way, split_k=k, split_k_mode=mode) for way in few for k, mode in SPLITS]
+    products = [best, *accepted(wanted, split)[0]]
+    best, third = timed(wanted, n, products)
+    lines += told("splits", products, third)
+    return best, asdict(best.way) | version, lines
 
 
-def multiply(compressed: Tensor, x: Tensor, way: Way) -> Tensor:
-    """Return Y [m, n], contiguous."""
-    y = torch._cslt_sparse_mm(
-        compressed,
-        _laid_out(x, way.x_layout),
-        out_dtype=_output(x),
-        transpose_result=way.y_layout == "columns",
-        alg_id=way.algorithm,
-        split_k=way.split_k,
-        split_k_mode=way.split_k_mode,
-    )
-    return y if way.y_layout == "columns" else y.t().contiguous()
+def layouts(dtype: torch.dtype) -> list[Way]:
+    """Return every combination of layouts, those of the default first."""
+    if dtype == DTYPES["fp8"]:
+        return [Way(), Way(y_layout="rows")]
+    every = [Way(*at) for at in product(LAYOUTS, LAYOUTS, LAYOUTS)]
+    return [Way(), *(way for way in every if way != Way())]
 
 
-def _searched(compressed: Tensor, x: Tensor) -> Iterator[Way]:
-    """Yield what the library finds for each pair of layouts; nothing where its search fails."""
-    for x_layout, y_layout in product(LAYOUTS, LAYOUTS):
-        turned = _laid_out(x, x_layout)
+def accepted(wanted: Call, ways: Iterable[Way]) -> tuple[list[Product], set[str]]:
+    """Return the ways that the library plans, and why it refuses the others."""
+    products, reasons = [], set()
+    for way in ways:
         try:
-            found = torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
-                compressed, turned, None, None, _output(x), y_layout == "columns"
-            )
-        except RuntimeError:
+            products.append(planned(wanted, way))
+        except CusparseLtError as error:
+            reasons.add(str(error))
+    return products, reasons
+
+
+def planned(wanted: Call, way: Way) -> Product:
+    """Plan one way. Raises CusparseLtError if the library refuses it."""
+    plan = plan_of(wanted, way)
+    rows = way.tokens or len(wanted.x)
+    return Product(way.settled(plan.settled), rows, call_of(wanted, way, plan))
+
+
+def plan_of(wanted: Call, way: Way) -> Plan:
+    """Return the library's plan."""
+    weight, x, k = wanted.w(way.w_layout), wanted.x, wanted.x.shape[1]
+    m, stride = (way.tokens, k) if way.tokens else (len(x), x.stride(0))
+    b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
+    y_stride = wanted.y_stride if way.y_layout == "columns" else m
+    d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, wanted.output)
+    return Plan(weight, b, d, way.asked, wanted.beta)
+
+
+def call_of(wanted: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
+    """Return the launch of a plan, with the copies that its layouts need."""
+    x, n = wanted.x, plan.weight.dense.rows
+    tokens = x
+    if way.tokens:
+        tokens = wanted.buffers.setdefault(way.tokens, x.new_zeros(way.tokens, x.shape[1]))
+
+    def run(y: Tensor) -> None:
+        if tokens is not x:
+            tokens[: len(x)].copy_(x)
+        b = tokens if way.x_layout == "columns" else tokens.t().contiguous()
+        if way.y_layout == "columns":
+            plan(b, y)
+        else:
+            turned = y.new_empty(n, len(tokens))
+            plan(b, turned)
+            y.copy_(turned.t())
+
+    return run
+
+
+def searched_by_the_library(wanted: Call, products: Sequence[Product]) -> list[Product]:
+    """Return what the library's own search finds for each of these layouts, where that works."""
+    found: list[Way] = []
+    for one in products:
+        plan = plan_of(wanted, plain(one.way))
+        b = wanted.x if one.way.x_layout == "columns" else wanted.x.t().contiguous()
+        y = torch.empty(len(wanted.x) * wanted.y_stride, dtype=wanted.output, device=b.device)
+        try:
+            plan(b, y, search=True)
+        except CusparseLtError:
             continue
-        yield Way(x_layout, y_layout, *found[:3])
+        found.append(one.way.settled(plan.settled))
+    known = {one.way for one in products}
+    return accepted(wanted, [way for way in dict.fromkeys(found) if way not in known])[0]
 
 
-def _laid_out(x: Tensor, layout: Layout) -> Tensor:
-    """Return X.T [k, m], contiguous in this layout: the library takes no stride."""
-    return x.contiguous().t() if layout == "columns" else x.t().contiguous()
+def numbers(wanted: Call, ways: Iterable[Way]) -> list[Way]:
+    """Return every algorithm of these layouts; the library numbers them from 0."""
+    counts = {way: plan_of(wanted, way).algorithms for way in ways}
+    return [replace(way, algorithm=i) for way, count in counts.items() for i in range(count)]
 
 
-def _output(x: Tensor) -> torch.dtype | None:
-    """Return the output's dtype for fp8; None for 16 bits, where the library has no choice."""
-    return OUTPUTS["fp8"] if x.dtype == DTYPES["fp8"] else None
+def padded(wanted: Call, ways: Sequence[Way], few: Sequence[Way]) -> list[Way]:
+    """Return the ways of the fastest layouts, `few`, with more tokens than there are."""
+    more = [tokens for tokens in PADDED if tokens > len(wanted.x)]
+    chosen = {layout_of(way) for way in few[:PADDED_LAYOUTS]}
+    if wanted.x.dtype in FEW_LAYOUTS:
+        return [replace(way, tokens=tokens) for way in few for tokens in more]
+    return [replace(w, tokens=tokens) for w in ways if layout_of(w) in chosen for tokens in more]
+
+
+def layout_of(way: Way) -> tuple[Order, Order, Order]:
+    """Return the layouts of a way."""
+    return way.w_layout, way.x_layout, way.y_layout
+
+
+def plain(way: Way, algorithm: int | None = None) -> Way:
+    """Return the layouts of a way, with this algorithm or the default one, not split."""
+    return replace(way, algorithm=algorithm, split_k=None, split_k_mode=None)
+
+
+def fastest_few(
+    products: Sequence[Product], found: Search, count: int, *, numbers: bool
+) -> list[Way]:
+    """Return the layouts, or the layouts and algorithms, of the fastest few products."""
+    ranked = sorted(zip((t.time_us for t in found.trials), range(len(products)), strict=False))
+    ways = (products[i].way for _, i in ranked)
+    return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
+
+
+def timed(wanted: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
+    """Return the fastest, and the search."""
+
+    def calling(one: Product) -> Callable[[], object]:
+        def call() -> None:
+            rows = wanted.x.new_empty(one.rows, wanted.y_stride, dtype=wanted.output)
+            one.call(rows[:, :n])
+
+        return call
+
+    found = search([calling(one) for one in products], wanted.x.device)
+    return products[found.best], found
+
+
+def told(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
+    """Return a search's lines for the row."""
+    return found.told([asdict(one.way) for one in products], of=of)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

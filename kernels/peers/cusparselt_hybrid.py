@@ -3,37 +3,35 @@
     split rows       Y[:, :s] = X @ Ws.T             Y[:, s:]  = X @ Wd.T
     split columns    Y        = X[:, :s] @ Ws.T      Y        += X[:, s:] @ Wd.T
 
-torch's cuSPARSELt writes a new tensor, cannot add to one, and takes no stride. Copies are therefore
-needed, and timed:
+Both libraries read X in place, and write into Y in place.
 
-    rows       copy the 2:4 part into Y, where cuBLAS writes its part in place; or copy both parts
-    columns    copy X[:, :s]. cuBLAS adds to Y in place; in fp8 torch cannot, and a kernel adds
-
-An H200 copies half of Y in 0.2 ms (8192 tokens, n = 51200, by its bytes). In fp8 the two products
-take 2.85 ms there, with k = 5120.
+    rows       each library writes its columns of Y
+    columns    the second one adds: cuBLAS to the 2:4 part, or cuSPARSELt to the dense part. In fp8
+               torch's cuBLASLt cannot add: there a kernel of torch does
 
 `prepare` chooses the way of the 2:4 part first, alone (cusparselt.py), and then that of the dense
-part, with the whole of Y.
+part and of the addition, with the whole of Y.
 Source: arXiv:2606.10445, section 3.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.search import search as timed
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
-from sparsebench.kernels.dense.cublas import LIBRARIES, fastest_product, preferred, scaled_product
+from sparsebench.kernels.dense.cublas import LIBRARIES, preferred, scaled_product
 from sparsebench.kernels.peers import cusparselt
+from sparsebench.kernels.peers._cusparselt import CusparseLtError
 
-Join = Literal["in place", "copied"]
+Join = Literal["in place", "copied", "dense adds", "sparse adds"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,22 @@ class Way:
     use_fast_accum: bool | None = None
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The two products: of Y [m, width], the 2:4 part writes `columns`, the dense part the rest.
+
+    By columns of W both have all columns of Y; `adding` is the 2:4 product that adds to them, or
+    None where the library refuses it.
+    """
+
+    sparse: cusparselt.Product
+    adding: cusparselt.Product | None
+    w: Tensor
+    x: Tensor
+    width: int
+    columns: int
+
+
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
     """Choose the way of both parts; `search: false` takes cuSPARSELt's default.
 
@@ -54,47 +68,73 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     assert isinstance(w, Spense)
     rows, columns = w.sparse_shape
     if w.sparse_shape == w.shape or not rows * columns:
-        found = f"{list(w.sparse_shape)} of {list(w.shape)} sparse"
-        raise Unsupported(f"the hybrid expected a sparse and a dense part of W, found {found}")
+        split = f"{list(w.sparse_shape)} of {list(w.shape)} sparse"
+        raise Unsupported(f"the hybrid expected a sparse and a dense part of W, found {split}")
     matrix, by_rows = w.to_dense(), w.split == "rows"
     front = matrix[:rows, :columns].contiguous()
     back = matrix[rows:] if by_rows else matrix[:, columns:]
     back = back.clone(memory_format=torch.contiguous_format)  # frees the rest of W
-    known = pinned and pinned["sparse"]
-    sparse = cusparselt.product_of(front, x[:, :columns], search, known)
+    wanted = cusparselt.Call(cusparselt.compressed(front), x[:, :columns], w.shape[0])
+    chosen = cusparselt.chosen(wanted, rows, search, pinned and pinned["sparse"])
+    sparse, choice, candidates = chosen
+    adding = None if by_rows else _adding(wanted, sparse)
     x_back = x if by_rows else x[:, columns:]
-    every = ways(x.dtype, by_rows) if not pinned else [Way(**pinned["dense"])]
-    calls = [partial(multiply, sparse, back, x_back, by_rows, way) for way in every]
-    best = fastest_product(calls, x.device)
-    return Launch(calls[best], {"sparse": sparse.choice, "dense": asdict(every[best])})
+    parts = Parts(sparse, adding, back, x_back, w.shape[0], rows)
+    every = [Way(**pinned["dense"])] if pinned else ways(parts)
+    calls = [partial(multiply, parts, way) for way in every]
+    found = timed(calls, x.device)
+    dense = found.told([asdict(way) for way in every], of="dense part")
+    kept = {"sparse": choice, "dense": asdict(every[found.best])}
+    return Launch(calls[found.best], kept, candidates=[*candidates, *dense])
 
 
-def ways(dtype: torch.dtype, by_rows: bool) -> list[Way]:
+def ways(parts: Parts) -> list[Way]:
     """Return the ways to time: both libraries; in fp8 both accumulations of cuBLASLt."""
-    if dtype != DTYPES["fp8"]:
-        return [Way(library, "in place") for library in LIBRARIES]
-    joins: tuple[Join, ...] = ("copied", "in place") if by_rows else ("copied",)
-    return [Way("cublaslt", join, fast) for join, fast in product(joins, (True, False))]
+    fp8 = parts.x.dtype == DTYPES["fp8"]
+    joins: tuple[Join, ...] = ("in place", "copied") if fp8 else ("in place",)
+    if parts.columns == parts.width:
+        joins = ("dense adds", "sparse adds") if parts.adding else ("dense adds",)
+    if fp8:
+        return [Way("cublaslt", join, fast) for join, fast in product(joins, (True, False))]
+    return [Way(library, join) for library, join in product(LIBRARIES, joins)]
 
 
-def multiply(sparse: Callable[[], Any], w: Tensor, x: Tensor, by_rows: bool, way: Way) -> Tensor:
-    """Return Y [m, n]: `sparse` computes the 2:4 part; w and x are operands of the dense part."""
-    y: Tensor = sparse()
+def multiply(parts: Parts, way: Way) -> Tensor:
+    """Return Y [m, width]."""
+    dtype = torch.bfloat16 if parts.x.dtype == DTYPES["fp8"] else parts.x.dtype
+    whole = parts.x.new_empty(parts.sparse.rows, parts.width, dtype=dtype)
+    y = whole[: len(parts.x)]
     with preferred(way.library) if way.use_fast_accum is None else nullcontext():
-        if not by_rows:
-            return y.addmm_(x, w.t()) if way.join == "in place" else y.add_(_dense(w, x, way))
-        if way.join == "copied":
-            return torch.cat((y, _dense(w, x, way)), dim=1)
-        whole = y.new_empty(len(y), y.shape[1] + len(w))
-        whole[:, : y.shape[1]] = y
-        _dense(w, x, way, out=whole[:, y.shape[1] :])
-        return whole
+        if way.join == "sparse adds":
+            assert parts.adding
+            _dense(parts, way, out=y)
+            parts.adding.call(whole)
+            return y
+        parts.sparse.call(whole[:, : parts.columns])
+        if way.join == "in place":
+            _dense(parts, way, out=y[:, parts.columns :])
+        elif way.join == "copied":
+            y[:, parts.columns :] = _dense(parts, way)
+        elif way.use_fast_accum is None:
+            y.addmm_(parts.x, parts.w.t())
+        else:
+            y.add_(_dense(parts, way))
+    return y
 
 
-def _dense(w: Tensor, x: Tensor, way: Way, out: Tensor | None = None) -> Tensor:
+def _adding(wanted: cusparselt.Call, sparse: cusparselt.Product) -> cusparselt.Product | None:
+    """Return the product that adds to Y, which must lie there in its final layout."""
+    try:
+        in_place = replace(sparse.way, y_layout="columns")
+        return cusparselt.planned(replace(wanted, beta=1.0), in_place)
+    except CusparseLtError:
+        return None
+
+
+def _dense(parts: Parts, way: Way, out: Tensor | None = None) -> Tensor:
     if way.use_fast_accum is None:
-        return torch.mm(x, w.t(), out=out)
-    return scaled_product(w, x, way.use_fast_accum, out)
+        return torch.mm(parts.x, parts.w.t(), out=out)
+    return scaled_product(parts.w, parts.x, way.use_fast_accum, out)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, cusparselt.unsupported)

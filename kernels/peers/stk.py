@@ -1,7 +1,8 @@
-"""STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128, the faster of its two layouts.
+"""STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128, the fastest of its layouts.
 
-    dds   Y = X @ W.T        a tile of Y from a block row of W; X and Y in place
-    dsd   Y.T = W @ X.T      X.T is a view of X; the launch transposes Y.T by a copy
+    dds          Y = X @ W.T        a tile of Y from a block row of W; X and Y in place
+    dsd          Y.T = W @ X.T      X.T is a view of X; the launch transposes Y.T by a copy
+    dsd, copied  Y.T = W @ X.T      the launch copies X.T too, to rows
 
 STK (Gale et al. 2022, MegaBlocks) has nothing else to choose: tiles of 128 x 128 x 32, four warps,
 four stages. It uses the blocks as they are stored.
@@ -14,7 +15,7 @@ four stages. It uses the blocks as they are stored.
 Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 from sparsebench.results.record import Problem
 
 SIDE = 128
@@ -55,7 +56,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Give STK the format's arrays and time its two layouts. Raises Unsupported."""
+    """Give STK the format's arrays and time its layouts. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     return multiplied(operands, operands.activations["x"], matrix(w), transposed=True)
@@ -73,17 +74,24 @@ def matrix(w: Bsr) -> Any:
 
 
 def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> Launch:
-    """Return the launch of the faster layout: of X @ W.T if transposed, else of X @ W."""
+    """Return the launch of the fastest layout: of X @ W.T if transposed, else of X @ W."""
     from stk import ops
 
     right, left = (w.t(), w) if transposed else (w, w.t())
     layouts: dict[str, Callable[[], Tensor]] = {
         "dds": lambda: ops.dds(x, right),
         "dsd": lambda: ops.dsd(left, x.t()).t().contiguous(),
+        "dsd, copied": lambda: ops.dsd(left, x.t().contiguous()).t().contiguous(),
     }
+    return fastest_of(layouts, operands)
+
+
+def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) -> Launch:
+    """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
-    best = names[fastest([layouts[name] for name in names], operands.device)]
-    return Launch(layouts[best], {"layout": best})
+    found = search([layouts[name] for name in names], operands.device)
+    best, told = names[found.best], found.told([{"layout": name} for name in names])
+    return Launch(layouts[best], {"layout": best}, candidates=told)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

@@ -1,4 +1,4 @@
-"""Gradient of a layer's input by STK: dX = dY @ W, the faster of its two layouts.
+"""Gradient of a layer's input by STK: dX = dY @ W, the fastest of its layouts.
 
 STK reads the blocks as they are stored, through the transposed index of its matrix. So no value is
 copied, and new values need no work. Sizes and dtypes: stk.py.
@@ -10,7 +10,7 @@ from sparsebench.kernels.peers.stk import matrix, multiplied, unsupported
 
 
 def prepare(operands: Operands) -> Launch:
-    """Give STK the format's arrays and time its two layouts. Raises Unsupported."""
+    """Give STK the format's arrays and time its layouts. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)

@@ -2,7 +2,11 @@
 
     as shipped   torch.nn.functional.linear(x, bsr): tile parameters from torch's table, which has
                  the A100 only; on other GPUs one stage, four warps and r tokens a tile
-    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters found here
+    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters found here, or
+                 as shipped where that is faster
+
+The search times torch's call as shipped, what torch's table has for the A100 at this size, and
+then tiles, stages and warps together. Around the fastest it tries groups and the copy of X.T.
 
 Both write Y.T as a view of the token-major Y, and read X.T as a view of X. If `tuned`, the launch
 copies X.T first where that is faster in total.
@@ -14,7 +18,7 @@ Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
@@ -23,19 +27,19 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
 TOKEN_TILES = 16, 32, 64, 128, 256
 WIDEST = 3  # token tiles tried: the widest that divide m, and torch's own
-STAGES_AND_WARPS = (1, 4), (2, 4), (3, 4), (4, 4), (3, 8)
+STAGES_AND_WARPS = (1, 4), (2, 4), (3, 4), (4, 4), (5, 4), (2, 2), (4, 2), (1, 8), (2, 8), (3, 8)
 UNROLLED = 2**20  # fp32 multiply-adds of a tile: all are unrolled; more take minutes to compile
 GROUPS = 1, 4, 8  # block rows that programs visit together, for the L2 cache
-TORCH_GROUP = 4  # torch's default
+DEFAULT = {"GROUP_SIZE_ROW": 4, "num_stages": 1, "num_warps": 4}  # torch's; SPLIT_N = m / r
+TABLE = "NVIDIA A100-SXM4-80GB"  # the only GPU of torch's table
+AS_SHIPPED = {"as_shipped": True}
 COMPILERS = 8  # threads that compile
-
-Plan = tuple[dict[str, Any], Callable[[], Tensor]]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -59,12 +63,12 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
         bsr = torch.sparse_bsr_tensor(
             w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
         )
+        if tuned and operands.pinned:
+            choice = dict(operands.pinned)
+            return Launch(_call(bsr, x, choice), choice)
         if tuned:
-            pinned = dict(operands.pinned or {})
-            copied = pinned.pop("x_copied", False)
-            choice, run = _plan(bsr, x, pinned, copied) if pinned else _tuned(bsr, x, w.block)
-            return Launch(run, choice)
-        launch = Launch(lambda: torch.nn.functional.linear(x, bsr).contiguous())
+            return _tuned(bsr, x, w.block)
+        launch = Launch(_call(bsr, x, AS_SHIPPED))
         launch()
         return launch
 
@@ -98,27 +102,51 @@ def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]
     return sorted({*fitting[-WIDEST:], *([r] if m % r == 0 else [])})
 
 
-def _tuned(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> Plan:
+def _tuned(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> Launch:
     """Search tiles, stages and warps together; then, for the best, the group and the copy."""
-    m = len(x)
+    m, (r, c) = len(x), block
     metas = [
-        {"SPLIT_N": m // tile, "GROUP_SIZE_ROW": TORCH_GROUP, "num_stages": s, "num_warps": w}
+        {**DEFAULT, "SPLIT_N": m // tile, "num_stages": s, "num_warps": w}
         for tile, (s, w) in product(token_tiles(m, block, x.dtype), STAGES_AND_WARPS)
     ]
-    meta = metas[_fastest([_plan(bsr, x, meta) for meta in metas], x.device)]
-    plans = [
-        _plan(bsr, x, {**meta, "GROUP_SIZE_ROW": group}, copied)
+    shipped = [AS_SHIPPED] if r == c and m % r == 0 else []
+    choices: list[dict[str, Any]] = [*shipped, *_in_table(bsr, x, block), *metas]
+    best, timed = _fastest(bsr, x, choices, "tile")
+    meta = {"SPLIT_N": m // r, **DEFAULT} if best == AS_SHIPPED else best
+    near = [
+        {**meta, "GROUP_SIZE_ROW": group, "x_copied": copied}
         for group, copied in product(GROUPS, (False, True))
     ]
-    return plans[_fastest(plans, x.device)]
+    best, more = _fastest(bsr, x, [best, *near], "group and copy")
+    return Launch(_call(bsr, x, best), best, candidates=timed + more)
 
 
-def _fastest(plans: list[Plan], device: torch.device) -> int:
-    return fastest([run for _, run in plans], device, COMPILERS)
+def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return what torch's table has for these sizes on its GPU: nothing, or one entry."""
+    from torch.sparse._triton_ops_meta import get_meta
+
+    sizes = *bsr.shape, len(x), *block
+    key, version = (*sizes, True, False, True), (0, x.dtype, 0.5)  # beta 0, alpha 1
+    found = get_meta("bsr_dense_addmm", key, TABLE, version=version, exact=True)
+    return [dict(found)] if found else []
 
 
-def _plan(bsr: Tensor, x: Tensor, meta: dict[str, int], copied: bool = False) -> Plan:
+def _fastest(
+    bsr: Tensor, x: Tensor, choices: list[dict[str, Any]], of: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the fastest choice, and what was timed."""
+    found = search([_call(bsr, x, choice) for choice in choices], x.device, COMPILERS)
+    return choices[found.best], found.told(choices, of=of)
+
+
+def _call(bsr: Tensor, x: Tensor, choice: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """Return the launch of a choice."""
     from torch.sparse._triton_ops import bsr_dense_addmm
+
+    if choice == AS_SHIPPED:
+        return lambda: torch.nn.functional.linear(x, bsr).contiguous()
+    meta = {name: value for name, value in choice.items() if name != "x_copied"}
+    copied = choice.get("x_copied", False)
 
     def run() -> Tensor:
         y = x.new_empty(len(x), bsr.shape[0])
@@ -127,7 +155,7 @@ def _plan(bsr: Tensor, x: Tensor, meta: dict[str, int], copied: bool = False) ->
         bsr_dense_addmm(y.t(), bsr, x_transposed, beta=0, alpha=1, out=y.t(), meta=meta)
         return y
 
-    return {**meta, "x_copied": copied}, run
+    return run
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

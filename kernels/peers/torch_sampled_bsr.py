@@ -1,18 +1,21 @@
 """Weight gradient in BSR by torch's own Triton kernel, torch.sparse._triton_ops.sampled_addmm.
 
 One program computes a block row, block after block, with one stage and four warps. torch has no
-table and no parameters to tune. Block sides are powers of two of at least 16 that divide n and k.
-fp32 runs without tensor cores. dY.T and X are read in place.
+table and no parameters to tune. dY.T is a view of dY, or is copied to rows by the launch, whichever
+is faster. Block sides are powers of two of at least 16 that divide n and k.
+fp32 runs without tensor cores.
 Source: torch/sparse/_triton_ops.py, _sampled_addmm_kernel.
 """
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import torch_bsr
 
@@ -31,9 +34,10 @@ def prepare(operands: Operands) -> Launch:
     gradient = replace(w, values=torch.zeros_like(w.values))
     arrays = gradient.offsets, gradient.columns, gradient.values
 
-    def run() -> Bsr:
+    def run(copied: bool) -> Bsr:
+        left = dy.t().contiguous() if copied else dy.t()
         # out is the input: torch would first copy the input to any other `out`.
-        sampled_addmm(bsr, dy.t(), x, beta=0.0, alpha=1.0, out=bsr, skip_checks=True)
+        sampled_addmm(bsr, left, x, beta=0.0, alpha=1.0, out=bsr, skip_checks=True)
         return gradient
 
     with warnings.catch_warnings():
@@ -41,8 +45,12 @@ def prepare(operands: Operands) -> Launch:
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly")
         bsr = torch.sparse_bsr_tensor(*arrays, size=w.shape, check_invariants=False)
-        run()
-    return Launch(run)
+        run(copied=False)
+    ways = [operands.pinned["dy_copied"]] if operands.pinned else [False, True]
+    calls = [partial(run, copied) for copied in ways]
+    choices = [{"dy_copied": copied} for copied in ways]
+    found = search(calls, dy.device)
+    return Launch(calls[found.best], choices[found.best], candidates=found.told(choices))
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.unsupported)

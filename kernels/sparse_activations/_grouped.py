@@ -1,6 +1,6 @@
 """Feed-forward layer in groups of eight tokens: of each group, the units that are on for any token.
 
-    G = X @ Wg.T                         cuBLAS or cuBLASLt; or _packed_gate.py
+    G = X @ Wg.T                         the fastest way of cublas.py; or _packed_gate.py
     Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: units that are on, and no others
     the same, dense                      _remainder.py: groups with too many units on
 
@@ -19,7 +19,6 @@ Where X is not finite, a unit that is off counts as zero; dense products make it
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -129,7 +128,8 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
     device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
-        gates: Launch | _packed_gate.Gate = _gates_into(g, operands, layer, pinned)
+        product = cublas.Product(layer.x, layer.gate.t(), g)
+        gates: Launch | _packed_gate.Gate = cublas.fastest_way(product, pinned)
     elif layer.up is None:
         raise Unsupported("option way: a packed product needs a layer with a gate")
     else:
@@ -149,17 +149,5 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
             step()
         return y
 
-    return Launch(run, {"gate": gates.choice, "split": split, "limit": limit}, sparse.code)
-
-
-def _gates_into(
-    g: Tensor, operands: Operands, layer: Layer, pinned: dict[str, str] | None
-) -> Launch:
-    """Return the product of x and the gate's weight into g [m, n], by the faster library."""
-    name = "wg" if layer.up is not None else "wu"
-
-    def product(x: Tensor, **weight: Tensor) -> Tensor:
-        return torch.mm(x, weight[name].t(), out=g)
-
-    weights = {name: operands.weights[name]}
-    return cublas.prepare(replace(operands, weights=weights, definition=product, pinned=pinned))
+    choice = {"gate": gates.choice, "split": split, "limit": limit}
+    return Launch(run, choice, sparse.code, gates.candidates)

@@ -16,7 +16,7 @@ ffn_sparse.cu reads the bits of eight tokens at a time; _remainder.py reads a va
 
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.cuda import BoundKernel
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
 
@@ -40,6 +40,7 @@ class Gate:
     bits: Tensor
     program: BoundKernel
     config: Config
+    candidates: tuple[Mapping[str, Any], ...] = ()  # as of a Launch
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -75,4 +76,6 @@ def prepare(x: Tensor, w: Tensor, pinned: Mapping[str, Any] | None) -> Gate:
     tiles = packed(w)
     configs = [Config(**pinned)] if pinned else spense_wgmma.configurations(len(x))
     gates = [launch(x, tiles, config) for config in configs]
-    return gates[fastest(gates, x.device)]
+    found = search(gates, x.device)
+    told = found.told([asdict(config) for config in configs])
+    return replace(gates[found.best], candidates=tuple(told))

@@ -19,8 +19,9 @@ from types import ModuleType
 from typing import Literal, get_args
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import search, told_of
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
-from sparsebench.kernels.dense import cublas, cublas_ffn, ffn_dense_triton
+from sparsebench.kernels.dense import cublas_ffn, ffn_dense_triton
 from sparsebench.kernels.sparse_activations import _grouped, ffn_few
 from sparsebench.kernels.sparse_activations._layer import Layer, layer_of, unsupported
 
@@ -45,7 +46,11 @@ def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) ->
     layer = layer_of(operands)
     names = [operands.pinned["way"]] if operands.pinned else _names(way, layer)
     launches = [launch for name in names for launch in _launches(name, operands, layer, dense)]
-    return launches[cublas.fastest_product(launches, operands.device)]
+    found = search(launches, operands.device)
+    best = launches[found.best]
+    layers = [{"chosen": launch.choice["chosen"]} for launch in launches]
+    own = told_of(best.choice["chosen"], best)
+    return replace(best, candidates=[*found.told(layers, of="layers"), *own])
 
 
 def _names(way: Way, layer: Layer) -> list[Name]:

@@ -28,6 +28,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import quantised, scale_of
+from sparsebench.kernels._common.search import told_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
@@ -85,7 +86,9 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
         assert isinstance(y, Tensor)
         return y
 
-    return Launch(run, {"gate_up": gate_up.choice, "down": down.choice}, gate_up.code)
+    choice = {"gate_up": gate_up.choice, "down": down.choice}
+    candidates = [*told_of("gate and up", gate_up), *told_of("down", down)]
+    return Launch(run, choice, gate_up.code, candidates)
 
 
 def _product(

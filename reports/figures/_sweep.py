@@ -114,7 +114,7 @@ def legend(names: Mapping[str, int], solid: str, empty: str = "", roles: bool = 
     if not roles:
         items = Markup("").join(item.format(*entry) for entry in own + entries)
         return Markup('<ul class="legend">{}</ul>').format(items)
-    entries = [(role("ours"), "best of ours"), (role("peer"), "best peer"), *entries]
+    entries = [(role("ours"), "best of ours"), (role("peer"), "best sparse peer"), *entries]
     first = Markup("").join(item.format(*entry) for entry in entries)
     every = Markup("").join(Markup('<li class="others">{}{}</li>').format(*each) for each in own)
     box = '<li><label><input type="checkbox" data-every> every contender near them</label></li>'
@@ -130,8 +130,8 @@ def draw_panels(
 ) -> Markup:
     """Draw the panels that have two points or more; `dress` adds to one, returns its caption.
 
-    Where the quantity has a `best`, the best of ours and the best peer are drawn, and every other
-    contender on demand.
+    Where the quantity has a `best`, the best of ours and the best sparse peer are drawn, and every
+    other contender on demand.
     """
     drawn = []
     with style():
@@ -162,7 +162,7 @@ def left_out(groups: list[tuple[str, pd.DataFrame]], x: str) -> str:
 def _roles(
     axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity
 ) -> dict[str, list[str]]:
-    """Draw the best of ours and the best peer at each x."""
+    """Draw the best of ours and the best sparse peer at each x."""
     said = {}
     for side in ("peer", "ours"):
         own = cases[cases.side == side].sort_values(quantity.column, kind="stable")

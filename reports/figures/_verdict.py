@@ -12,7 +12,13 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.noise import LAUNCH_US
-from sparsebench.results.statistics import FALSE_DISCOVERIES, MOST, IntervalKind, Outcome
+from sparsebench.results.statistics import (
+    FALSE_DISCOVERIES,
+    MARGIN,
+    MOST,
+    IntervalKind,
+    Outcome,
+)
 from sparsebench.results.words import times
 
 UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
@@ -40,8 +46,9 @@ def meaning(cases: pd.DataFrame) -> tuple[str, str]:
     """Say what `clear` and `undecided` mean among these cases."""
     if not any_verdict(cases):
         return "the whole interval is above 1", "the interval contains 1"
-    faster = f"the whole interval is beyond the noise floor, and q ≤ {100 * FALSE_DISCOVERIES:g} %"
-    return faster, "no difference, or inconclusive"
+    faster = f"the whole interval is above 1 and does not end before {1 + MARGIN:g}"
+    rate = f"{100 * FALSE_DISCOVERIES:g} %"
+    return f"{faster}, and q ≤ {rate}", f"no difference of {100 * MARGIN:g} %, or inconclusive"
 
 
 def outcome(line: "pd.Series[Any]") -> str:

@@ -3,7 +3,7 @@
     m ▾   n × k ▾   dtype ▾   block ▾        a view for each choice; the script shows one
     BSR beats dense: blocks of 16 from 64 %
     ┌──────┬──────┐   ×│    ●──●  ours
-    │ 1.2× │ 3.2× │    │ ▲──▲     best peer
+    │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense
 
 Sentences and cells are those of results/answer.py and results/views.py: here they are drawn.
@@ -29,7 +29,7 @@ ORDER = 10
 
 SIZE = (400, 235)
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
-LINES = {"ours": "best of ours", "peer": "best peer", "dense": "dense"}
+LINES = {"ours": "best of ours", "peer": "best sparse peer", "dense": "dense"}
 DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_settled"]
 DATA += ["best_median_us", "ours_label", "ours_gain", "ours_low", "ours_high", "peer_label"]
 DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us", "best_case_id"]

@@ -114,8 +114,9 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how it
     (">power, W", "power_w", significant),
     (">SM clock, MHz", "sm_mhz", significant),
     ("mark", "mark", _text),
-    ("marks", "marks", _text),
+    ("accuracy", "marks", _text),
     (">error, of bound", "error_of_bound", _error),
+    (">error, of usual", "error_of_usual", _error),
     (">processes", "processes", _text),
     ("case", "case_id", _code),
 ]

@@ -3,10 +3,10 @@
     bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
     share of the bound = bound / median time
 
-Bandwidth and matrix rates are measured in the run (harness/bench/ceilings.py).
+Bandwidth and matrix rates are measured in the run (harness/bench/ceilings.py). A reference that was
+faster than a ceiling raised it for the contests after it (results/ceilings.py).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -15,7 +15,9 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import note, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
-from sparsebench.results.noise import LAUNCH_US, classes
+from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.noise import LAUNCH_US
+from sparsebench.results.store import Run
 from sparsebench.results.words import significant
 
 TITLE = "How close to the bound"
@@ -34,12 +36,12 @@ READ = (
 
 def draw(frames: Frames) -> Markup:
     """Write the ceilings, draw one point per case, and list medians by kind of bound."""
-    line = _ceilings(frames.run.environment.get("ceilings") or {})
+    line = _ceilings(frames.run)
     bounded = frames.raced[frames.raced.of_bound.notna()]
     if bounded.empty:
         return note(line) if line else NOTHING
     first = measures(bounded)[0]
-    first = first.assign(bounded=classes(first))
+    first = first.assign(bounded=_bounded(first))
     labels = list(first.groupby("label").of_bound.median().sort_values().index)
     heads = ["contender"]
     for name in CLASSES:
@@ -49,19 +51,30 @@ def draw(frames: Frames) -> Markup:
     return words + _drawn(frames, first, labels) + table(*without_dashes(heads, lines))
 
 
-def _ceilings(found: Mapping[str, Any]) -> str:
-    """Write the ceilings of the device as a sentence, or "" if the run has none."""
-    if not found:
+def _bounded(cases: pd.DataFrame) -> pd.Series:
+    """Say of each case what bounds it: `launch` below LAUNCH_US, else memory or compute."""
+    bound = cases.bound_by.mask(cases.median_us < LAUNCH_US, "launch")
+    return bound.where(cases.scope == "kernel", cases.scope)
+
+
+def _ceilings(run: Run) -> str:
+    """Write the ceilings of the device in sentences, or "" if the run has none."""
+    if not run.environment.get("ceilings"):
         return ""
-    rates = [f"{name} {significant(rate)}" for name, rate in found["matrix_tflops"].items()]
+    found = Ceilings.from_json(run.environment["ceilings"])
+    rates = [f"{name} {significant(rate)}" for name, rate in found.matrix_tflops.items()]
     said = [
-        f"reading {significant(found['read_gb_per_s'])} GB/s",
-        f"copying {significant(found['copy_gb_per_s'])} GB/s",
+        f"reading {significant(found.read_gb_per_s)} GB/s",
+        f"copying {significant(found.copy_gb_per_s)} GB/s",
         f"matrix products {', '.join(rates)} TFLOP/s",
-        f"a launch {significant(found['launch_us'])} µs",
-        f"L2 cache {significant(found['l2_bytes'] / 2**20)} MiB",
+        f"a launch {significant(found.launch_us)} µs",
+        f"L2 cache {significant(found.l2_bytes / 2**20)} MiB",
     ]
-    return f"Ceilings, measured on this device: {'; '.join(said)}."
+    if found.write_gb_per_s is not None:
+        said.insert(2, f"writing {significant(found.write_gb_per_s)} GB/s")
+    _, raises = found.after(run.reference)
+    raised = "".join(f" {line[0].upper()}{line[1:]}." for line in raises)
+    return f"Ceilings, measured on this device: {'; '.join(said)}.{raised}"
 
 
 def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:

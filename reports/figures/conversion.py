@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
 from sparsebench.reports.figures._html import folded, note, table, without_dashes
+from sparsebench.results.choices import Choices, choices
 from sparsebench.results.record import Status
 from sparsebench.results.words import significant
 
@@ -26,7 +27,7 @@ READ = (
     "Medians over sparsities and m. Calls to pay back: conversion time over the time that a call "
     "saves, least to most, in cases that are clearly faster than the baseline; never: the other "
     "cases. With preparing: also the kernel's own work before its first call (packing, loading "
-    "compiled code), in processes after the first, which do not search for a configuration."
+    "compiled code), in processes after the first, where these do not search for a configuration."
 )
 
 
@@ -49,13 +50,14 @@ def draw(frames: Frames) -> Markup:
 
 
 def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
-    """Add the time to prepare in the first process, and in later ones, which do not search.
+    """Add the time to prepare in the first process, and in later ones, where these do not search.
 
     Runs without reference contests are older: in them every process searched.
     """
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
-    later = rows[~first] if frames.run.reference else rows[:0]
+    searched = choices(frames.run.state) is Choices.EACH or not frames.run.reference
+    later = rows[:0] if searched else rows[~first]
     times = {"first_s": rows[first], "later_s": later}
     medians = {name: found.groupby("case_id").prepare_s.median() for name, found in times.items()}
     return cases.assign(**{name: cases.case_id.map(found) for name, found in medians.items()})

@@ -26,7 +26,7 @@ from sparsebench.reports.published._table import (
     markdown,
     matched,
 )
-from sparsebench.reports.terminal import answer
+from sparsebench.reports.terminal import Answer
 from sparsebench.results import pruning
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
@@ -76,7 +76,7 @@ def _of_run(run: Published) -> list[str]:
 
 
 def headline(questions: list[Question], runs: Mapping[str, Published]) -> str:
-    """Return a line a question: our fastest contender, and the fastest peer that is not dense."""
+    """Return a line a question: our fastest contender, and the fastest peer, dense ones too."""
     header = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or units on"]
     header += ["our kernel", "speed-up", "baseline", "best peer", "GPU", "run"]
     return markdown(header, [_answer(question, runs) for question in questions])
@@ -89,9 +89,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     run = runs[question.run]
     cases = run.cases[(run.cases.status == "ok") & run.cases.speedup.notna()]
     here = np.logical_and.reduce([cases[name] == line[name] for name in PROBLEM])
-    rivals = cases[here & ~cases.ours & ~cases.twin.astype(bool)]
-    rivals = rivals[rivals.label != line["baseline_label"]]
-    peers = fastest(rivals[rivals.kernel != "torch_dense"])
+    peers = fastest(cases[here & ~cases.ours & ~cases.twin.astype(bool)])
     peer = "none" if peers.empty else f"`{peers.kernel.iloc[0]}` {digits(peers.speedup.iloc[0])}"
     active = line.get("active")
     level = line["asked"] if pd.isna(active) else f"{active:g} of {line['n']} on"
@@ -138,13 +136,13 @@ def figure(runs: Mapping[str, Published]) -> str:
 
 
 def terminal(runs: Mapping[str, Published]) -> str:
-    """Return what `sparsebench run` prints at its end, of one block of the pictured run."""
+    """Return how the answer of `sparsebench run` begins, of one block of the pictured run."""
     run = runs[PICTURED]
     cases = run.cases[run.cases.block == BLOCK]
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(answer(Analysis(pd.DataFrame(), run.noise, cases)))
-    lines = text.getvalue().splitlines()
+    console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
+    lines = text.getvalue().partition("\nBreak-even")[0].rstrip().splitlines()
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 

@@ -4,9 +4,9 @@
     50 %                1.61      1.53 [1.50, 1.55]        over the fastest of `over`
     90 %                3.43      4.85 [4.79, 4.90]
 
-With d_p the log of the speed-up over the run's baseline in process p (results/frame.py), a ratio of
-two contenders is that of d_p(ours) - d_p(over), process by process: its Hodges-Lehmann estimate and
-95 % interval from FEWEST processes on, its mean and range below, the value alone of one process.
+A ratio of two contenders is defined as a speed-up is, with `over` in the place of the baseline:
+block by block, process by process (results/pairing.py). It has the 95 % interval from FEWEST
+processes on, the range below, and in one process the value alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,8 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.published._runs import Published
-from sparsebench.results.statistics import FEWEST, hodges_lehmann
+from sparsebench.results.pairing import Blocks, between
+from sparsebench.results.statistics import IntervalKind
 
 CONTENDER = ("format", "kernel", "label", "options")
 PROBLEM = ["run", "problem_id", "scope", "cache"]
@@ -105,9 +106,9 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     if not table.over:
         figures = _figures(ours, "speedup", "speedup_low", "speedup_high")
         return ours.assign(figure=figures, opponent=ours.baseline_label)
-    theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "speedups"]]
+    theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "blocks"]]
     both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="many_to_one")
-    pairs = zip(both.speedups, both.speedups_over, strict=True)
+    pairs = zip(both.blocks, both.blocks_over, strict=True)
     figures = pd.Series([_ratio(*pair) for pair in pairs], both.index, dtype=object)
     return both.assign(figure=figures, opponent=both.label_over)
 
@@ -132,13 +133,12 @@ def _figures(cases: pd.DataFrame, value: str, low: str, high: str) -> pd.Series:
     return pd.Series(figures, cases.index, dtype=object)
 
 
-def _ratio(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Figure:
-    logs = np.subtract(*np.log([ours, theirs]))
-    if len(logs) >= FEWEST:
-        found = hodges_lehmann(logs)
-        return Figure(*np.exp([found.estimate, found.low, found.high]).tolist())
-    ends = (logs.min(), logs.max()) if len(logs) > 1 else (np.nan, np.nan)
-    return Figure(*np.exp([logs.mean(), *ends]).tolist())
+def _ratio(ours: Blocks, theirs: Blocks) -> Figure:
+    found = between(ours, theirs)
+    if found is None:
+        return Figure(np.nan, np.nan, np.nan)
+    one = found.interval_kind == IntervalKind.QUARTILES
+    return Figure(found.value, *((np.nan, np.nan) if one else (found.low, found.high)))
 
 
 def _grid(table: Table, found: pd.DataFrame) -> str:

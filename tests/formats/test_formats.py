@@ -1,13 +1,18 @@
-"""The contract of every format in the folder: what goes in comes out, bit for bit."""
+"""The contract of every format in the folder: what goes in comes out, and -0.0 is zero."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils import prune
 
 from sparsebench.errors import FormatError
-from sparsebench.formats._format import BITS, Format
+from sparsebench.formats._format import BITS, Format, has_value, is_stored
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.formats.spense import Spense
+from sparsebench.formats.twell import Twell
 from sparsebench.harness.catalog import load_format, names
 
 FORMATS = names("formats")
@@ -16,7 +21,9 @@ SHAPES = [(1, 1), (3, 5), (16, 16), (33, 64), (64, 128), (70, 31)]
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(BITS[tensor.element_size()])
+    """Return the bits of each element; those of +0.0 for -0.0."""
+    whole = tensor.view(BITS[tensor.element_size()])
+    return whole.where(has_value(whole), 0)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, density: float = 0.5) -> Tensor:
@@ -53,9 +60,7 @@ def test_every_format_round_trips(name: str, dtype: torch.dtype, shape: tuple[in
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("special", [-0.0, float("nan"), float("inf"), -float("inf"), 6e-8])
-def test_every_format_keeps_every_bit_pattern(
-    name: str, dtype: torch.dtype, special: float
-) -> None:
+def test_every_format_keeps_every_value(name: str, dtype: torch.dtype, special: float) -> None:
     dense = torch.zeros(64, 128, dtype=dtype)
     dense[5, 9] = dense[63, 127] = special
     assert torch.equal(bits(stored(name, dense).to_dense()), bits(dense))
@@ -150,3 +155,68 @@ def test_a_sample_of_a_matrix_of_another_size_is_refused(name: str) -> None:
 def test_a_format_says_when_it_cannot_take_other_values() -> None:
     with pytest.raises(FormatError, match="dense has no room for the values of another matrix"):
         stored("dense", torch.ones(4, 6)).sample(torch.ones(4, 6))
+
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+
+
+def masked(dtype: torch.dtype, mask: Tensor) -> Tensor:
+    """Return weight * mask, as torch.nn.utils.prune writes it; torch multiplies no fp8."""
+    torch.manual_seed(0)
+    weight = torch.randn(mask.shape).clamp(-4, 4)
+    weight = weight.sign() * weight.abs().clamp(min=0.125)
+    found = (weight * mask).to(dtype)
+    assert bool((found.float().signbit() & (found.float() == 0)).any())  # -0.0 is there
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_mask_multiplied_onto_weights_stores_the_blocks_of_the_mask(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    blocks = torch.rand(6, 8) < 0.2
+    mask = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    dense = masked(dtype, mask)
+    packed = Bsr.from_dense(dense, block=16)
+    assert packed.offsets.diff().tolist() == blocks.sum(1).tolist()
+    assert packed.columns.tolist() == blocks.nonzero()[:, 1].tolist()
+    assert torch.equal(bits(packed.to_dense()), bits(dense))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("store", [Csr, Twell])
+def test_a_mask_multiplied_onto_weights_stores_its_elements_alone(
+    store: type[Format], dtype: torch.dtype
+) -> None:
+    mask = torch.rand(40, 300, generator=torch.Generator().manual_seed(1)) < 0.05
+    dense = masked(dtype, mask)
+    packed = store.from_dense(dense)
+    count = len(packed.values) if isinstance(packed, Csr) else int(packed.arrays()["counts"].sum())
+    assert count == int(mask.sum())
+    assert torch.equal(bits(packed.to_dense()), bits(dense))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_mask_of_two_of_four_multiplied_onto_weights_is_two_of_four(dtype: torch.dtype) -> None:
+    mask = torch.rand(128, 64, 4).argsort(-1).flatten(1) < 2
+    dense = masked(dtype, mask)
+    assert torch.equal(bits(Spense.from_dense(dense).to_dense()), bits(dense))
+
+
+def test_weights_pruned_by_torch_store_what_is_left() -> None:
+    layer = torch.nn.Linear(96, 64)
+    mask = (torch.rand(4, 6) < 0.3).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    prune.custom_from_mask(layer, "weight", mask)
+    prune.remove(layer, "weight")
+    packed = Bsr.from_dense(layer.weight.detach(), block=16)
+    assert len(packed.columns) == int(mask.sum()) // 256
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e5m2, torch.float64])
+def test_zero_of_either_sign_is_zero_and_everything_else_is_stored(dtype: torch.dtype) -> None:
+    ends = torch.finfo(dtype)
+    values = [0.0, -0.0, ends.smallest_normal, -ends.smallest_normal, ends.max, ends.min]
+    dense = torch.tensor([*values, float("nan")], dtype=torch.float64).to(dtype)
+    least = dense.view(BITS[dense.element_size()]).clone()
+    least[:2] = torch.tensor([1, torch.iinfo(least.dtype).min + 1])  # smallest subnormals
+    assert is_stored(dense).tolist() == [False, False, True, True, True, True, True]
+    assert is_stored(least.view(dtype)).all()

@@ -1,15 +1,34 @@
 """harness/bench/ceilings.py: what a device can do at most, and what is faster than that."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
+from interpreter import assert_passes, has_interpreter
 
-from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.ceilings import Ceilings, measure
+from sparsebench.harness.bench import ceilings, contest
+from sparsebench.harness.bench.ceilings import measure
 from sparsebench.harness.bench.entry import ContestOptions
-from sparsebench.results.record import Contender, Problem, Status
+from sparsebench.harness.plan.references import references
+from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run.measure import Flags
+from sparsebench.harness.run.measure import measure as run_suite
+from sparsebench.results import store
+from sparsebench.results.ceilings import Ceilings, judged
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
+SUITE = """
+schema: sparsebench/suite@1
+title: Light
+problems:
+  - {op: linear, shape: [{n: 4096, k: 4096}], m: 16, dtype: bf16, pattern: blocks, block: 64,
+     sparsity: 0.5}
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
 CEILINGS = Ceilings(
     read_gb_per_s=1000.0,
     copy_gb_per_s=900.0,
@@ -37,10 +56,90 @@ def test_products_of_fp32_are_bound_by_tf32() -> None:
 
 def test_ceilings_are_measured_and_go_to_json_and_back() -> None:
     found = measure(torch.device("cpu"))
-    assert found.read_gb_per_s > 0
+    assert min(found.read_gb_per_s, found.copy_gb_per_s, found.write_gb_per_s or 0) > 0
     assert found.launch_us > 0
     assert found.matrix_tflops.keys() == CEILINGS.matrix_tflops.keys()
+    assert min(found.matrix_tflops.values()) > 0
+    assert found.by.keys() == {"read", "copy", "write", *found.matrix_tflops}
     assert Ceilings.from_json(asdict(found)) == found
+
+
+def test_a_slow_rate_is_not_rounded_to_zero() -> None:
+    assert ceilings._digits(2 * 512**3 / 150e3 / 1e6) == 0.00178957
+
+
+def test_an_unknown_ceiling_gives_no_bound() -> None:
+    without = replace(CEILINGS, matrix_tflops={})
+    assert without.bound("bf16", 1e9, 5_000_000, 0, "cold") is None
+    assert without.bound("bf16", 0, 5_000_000, 0, "cold") == (5.0, "memory")
+    zero = replace(CEILINGS, matrix_tflops={"bf16": 0.0, "fp16": 100.0})
+    assert zero.bound("bf16", 1e9, 0, 0, "cold") == (
+        10.0,
+        "compute",
+    )  # by the highest that is known
+    blind = replace(CEILINGS, read_gb_per_s=0.0, copy_gb_per_s=0.0)
+    assert blind.bound("bf16", 1e9, 5_000_000, 0, "cold") is None
+    assert blind.bound("bf16", 1e9, 0, 0, "cold") == (10.0, "compute")
+
+
+def test_ceilings_of_older_runs_are_read_and_the_highest_bandwidth_bounds() -> None:
+    older = {k: v for k, v in asdict(CEILINGS).items() if k not in ("write_gb_per_s", "by")}
+    assert Ceilings.from_json(older) == CEILINGS
+    assert replace(CEILINGS, write_gb_per_s=2000.0).bandwidth == 2000.0
+
+
+@has_interpreter
+def test_streams_read_write_and_copy_every_element() -> None:
+    assert_passes(Path(__file__).parents[1] / "kernels" / "streams_interpreted.py")
+
+
+def reference(bound_by: str, replicate: int, cache: str = "cold") -> Row:
+    first = references("cuda")[{"memory": 1, "compute": 2}[bound_by]]
+    case = Case(first.problem, first.contenders[0])
+    named = {"bound_us": 100.0, "bound_by": bound_by, "cache": cache}
+    return Row(case, Status.OK, replicate, reference=True, samples_us=(1.0,), **named)  # type: ignore[arg-type]
+
+
+def test_a_reference_below_its_bound_is_ok_and_says_that_it_raises_the_ceiling() -> None:
+    row = judged(reference("memory", 0), 80.0)
+    assert (row.status, row.raises) == (Status.OK, 1.25)
+    assert row.detail == "80.00 µs where memory allows 100.00 µs: it raises the ceiling"
+    assert judged(reference("memory", 0), 100.0).raises is None
+    other = replace(reference("memory", 0), reference=False)
+    assert judged(other, 96.0) == other
+    assert judged(other, 80.0).status is Status.FASTER_THAN_LIGHT
+
+
+def test_raises_are_told_once_a_contest_and_hold_from_then_on() -> None:
+    contest_of_two = [judged(reference("memory", 0, c), t) for c, t in [("cold", 80), ("hot", 90)]]
+    later = judged(reference("memory", 1), 50.0), judged(reference("compute", 1), 80.0)
+    found, lines = CEILINGS.after([*contest_of_two, *later])
+    assert found.bandwidth == found.read_gb_per_s == 2500.0
+    assert found.matrix_tflops == {**CEILINGS.matrix_tflops, "bf16": 125.0}
+    assert [line.partition(" by ")[0] for line in lines] == [
+        "read raised from 1000 to 1250 GB/s",
+        "read raised from 1250 to 2500 GB/s",
+        "bf16 raised from 100 to 125 TFLOP/s",
+    ]
+    assert lines[0].endswith("by cublas (m 1, n 16384, k 16384, bf16, cold, replicate 0)")
+    assert CEILINGS.after([replace(row, reference=False) for row in later]) == (CEILINGS, [])
+
+
+def test_a_run_raises_its_ceilings_and_keeps_what_it_began_with(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text(SUITE)
+    (tmp_path / "spec.yaml").write_text("efficiency: {dense/cublas: 1.2}\nprocess: 0.0\n")
+    flags = Flags(f"sim:{tmp_path / 'spec.yaml'}", replicates=3)
+    run = store.read(
+        run_suite(read_suite(str(tmp_path / "suite.yaml")), flags, tmp_path / "run", None)
+    )
+    assert {row.status for row in run.reference} == {Status.OK}
+    first = Ceilings.from_json(run.environment["ceilings"])
+    last, lines = first.after(run.reference)
+    assert last.bandwidth > 1.1 * first.bandwidth
+    assert 1 <= len([line for line in lines if line.startswith("read")]) <= 3
+    last_bounds = {row.bound_us for row in run.rows if row.replicate == 2}
+    assert len(last_bounds) == 1
+    assert not any(row.raises for row in run.rows)
 
 
 def test_a_row_has_its_bound_and_a_cpu_is_not_judged_by_it() -> None:
@@ -54,6 +153,11 @@ def test_a_row_has_its_bound_and_a_cpu_is_not_judged_by_it() -> None:
     assert row.bound_by == "memory"
     assert row.bound_us is not None
     assert row.bound_us > 1e6  # a second and more
+    options = replace(options, reference=True)
+    (row,), _ = contest.run(problem, [dense], torch.device("cpu"), None, options)
+    assert row.status is Status.OK
+    assert row.raises is not None
+    assert row.samples_us
 
 
 @pytest.mark.gpu
@@ -66,3 +170,19 @@ def test_a_time_below_the_bound_is_no_record() -> None:
     assert row.status is Status.FASTER_THAN_LIGHT
     assert "memory allows" in row.detail
     assert not row.samples_us
+
+
+@pytest.mark.gpu
+def test_nothing_that_torch_has_beats_the_ceilings() -> None:
+    device = torch.device("cuda:0")
+    found = measure(device)
+    assert found.by.keys() >= {"read", "copy", "write", "bf16"}
+    memory = ceilings._memory(device)
+    assert max(memory["read"].values()) >= memory["read"]["torch.sum"]
+    assert max(memory["copy"].values()) >= memory["copy"]["torch.copy_"]
+    for planned in references("cuda")[1:]:
+        options = ContestOptions(reference=True, ceilings=found)
+        rows, _ = contest.run(planned.problem, [*planned.contenders], device, None, options)
+        for row in rows:
+            assert row.status is Status.OK
+            assert row.raises is None or row.raises < 1.01, row.detail

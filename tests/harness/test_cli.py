@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import sparsebench
+from places import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -40,8 +41,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small.yaml").write_text(SUITE)
     done = sparsebench("run", folder / "small.yaml", "--device", "cpu", "--out", folder / "run")
     assert done.returncode == 0, done.stderr
-    assert "Fastest, by problem" in done.stdout
+    assert "scipy_bsr" in done.stdout.splitlines()[1]  # the answer is a sentence
     assert "Break-even" in done.stdout
+    assert "runs on cuda, not on cpu: cuBLAS, cusparse_bsr" in " ".join(done.stdout.split())
+    assert "15/15 after " in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
     return folder / "run"
@@ -85,16 +88,60 @@ def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
     assert len(found["winners"]) == 1
 
 
-def test_compare_sets_two_runs_side_by_side(run: Path) -> None:
-    found = json.loads(sparsebench("compare", run, run, "--json").stdout)
-    assert len(found) == 8
-    assert {case["time_b_over_a"] for case in found} == {1.0, None}
-    assert "dense/torch_dense" in sparsebench("compare", run, run).stdout
+def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
+    found = json.loads(sparsebench("compare", run, run, "--json").stdout)["changes"]["B"]
+    assert len(found["cases"]) == 8
+    assert {case["time_b_over_a"] for case in found["cases"]} == {1.0, None}
+    page = tmp_path / "page.html"
+    gate = sparsebench("compare", run, run, run, "--html", page, "--fail-on", "slower:3%")
+    assert gate.returncode == 0, gate.stderr
+    assert "C: 0 cases are slower than in A by more than 3 %" in gate.stderr
+    assert "scipy_bsr" in gate.stdout
+    assert "scipy_bsr" in page.read_text()
+    assert "| B / A |" in sparsebench("compare", run, run, "--markdown").stdout
+
+
+def test_a_run_with_slower_cases_fails_the_gate(run: Path, tmp_path: Path) -> None:
+    slower = tmp_path / "slower"
+    slower.mkdir()
+    for file in run.iterdir():
+        if file.is_file():
+            (slower / file.name).write_bytes(file.read_bytes())
+    lines = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
+    for row in lines[1:]:
+        if row["case"]["contender"]["kernel"] == "scipy_bsr":
+            row["samples_us"] = [1000 * us for us in row["samples_us"]]
+    (slower / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = sparsebench("compare", run, slower, "--fail-on", "slower:50%")
+    assert done.returncode == 1, done.stderr
+    assert "B: 2 cases are slower" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--version", "-h", "--help"])
+def test_the_version_and_help_are_asked_by_their_usual_flags(flag: str) -> None:
+    done = sparsebench(flag)
+    assert done.returncode == 0
+    assert "sparsebench 0." in done.stdout or "Usage: sparsebench" in done.stdout
+    assert "..." not in done.stdout.replace("[ARGS]...", "")
+
+
+def test_check_plans_for_a_gpu_that_is_not_here_and_for_a_simulated_one() -> None:
+    home = PUBLISHED / "nvidia-h200"
+    there = json.loads(sparsebench("check", "quick", "--gpu", home / "quick", "--json").stdout)
+    assert there["device"] == "NVIDIA H200"
+    assert "spense_wgmma" in there["unknown"]  # of that run alone
+    assert 10 < there["estimate_s"] < 300
+    simulated = json.loads(sparsebench("check", "quick", "--device", "sim", "--json").stdout)
+    assert simulated["supported"] == simulated["cases"]
+    wrong = sparsebench("check", "quick", "--gpu", home.parent)
+    assert wrong.returncode == 2
+    assert "expected a run, or a folder of runs" in wrong.stderr
 
 
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     done = sparsebench("report", run, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
     assert done.returncode == 0, done.stderr
+    assert "Each format at its best" in done.stdout  # the answer again
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
     assert len(lines) == 3 * (8 + 4)  # three processes, and twins in one problem

@@ -1,4 +1,6 @@
+import gc
 import pkgutil
+from contextlib import nullcontext
 
 import faulty
 import pytest
@@ -6,13 +8,17 @@ import torch
 import wrong
 
 from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.prepare import _memory
 from sparsebench.harness.bench.timing import (
     BLOCKS,
     MIN_SAMPLES,
     SAMPLES_PER_BLOCK,
     Timed,
+    ready,
     time_together,
 )
+from sparsebench.kernels._common.capture import capturing
+from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -125,6 +131,58 @@ def test_faulty_kernels_are_all_used_somewhere() -> None:
     assert names == {
         "chatters", "crashes", "crashes_later", "exhausts", "hangs", "illegal_address", "raises",
     }  # fmt: skip
+
+
+class Held:
+    """Something of 100 bytes on a made-up device, which only the garbage collector frees."""
+
+    allocated = 0
+
+    def __init__(self) -> None:
+        Held.allocated += 100
+        self.cycle = self
+
+    def __del__(self) -> None:
+        Held.allocated -= 100
+
+
+def test_what_was_garbage_before_is_not_taken_off_a_kernels_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peak = []
+
+    def reset(device: torch.device) -> None:
+        gc.collect()  # Python may do it at any moment
+        peak[:] = [Held.allocated]
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: Held.allocated)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: max(*peak, Held.allocated))
+    Held()
+    with _memory(torch.device("cuda")) as memory:
+        kept = Held()
+    assert (memory.held_bytes, memory.peak_bytes) == (100, 100)
+    assert kept.cycle is kept
+
+
+def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    with capturing(None):  # type: ignore[arg-type]
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="not permitted"), capturing(None):  # type: ignore[arg-type]
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_a_launch_that_cannot_be_captured_says_why() -> None:
+    device = torch.device("cuda:0")
+    x = torch.ones(8, device=device)
+    found = ready(Launch(lambda: x * x.sum().item()), device)
+    assert found.clock == "events"
+    assert found.why.startswith("no CUDA graph: ")
+    assert ready(Launch(lambda: x + x), device).why == ""
 
 
 @pytest.mark.gpu

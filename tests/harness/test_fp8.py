@@ -11,7 +11,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.ceilings import Ceilings
 from sparsebench.harness.bench.check import FP8, Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
@@ -20,6 +19,7 @@ from sparsebench.harness.inputs.bits import UNIT, fill
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -155,7 +155,7 @@ def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tupl
 
 def test_cublas_multiplies_fp8_with_scales_of_one() -> None:
     launch, error = by_cublas(CPU)  # oneDNN's, by the same name in torch
-    assert launch.choice == {"library": "cublaslt", "use_fast_accum": True}
+    assert launch.choice == {"library": "cublaslt", "weights": "rows", "use_fast_accum": True}
     assert error < 0.3
 
 

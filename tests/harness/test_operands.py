@@ -167,6 +167,16 @@ def test_real_weights_keep_what_is_largest(weights: Source, tmp_path: Path) -> N
     assert sources.sha256(tmp_path / weights.path) == before
 
 
+def test_minus_zero_in_a_file_is_no_element(tmp_path: Path) -> None:
+    path = tmp_path / "masked.safetensors"
+    mask = (torch.rand(4, 8) < 0.5).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    save_file({"layer": drawn(64, 128, dtype=torch.bfloat16, name="real") * mask}, path)
+    source = Source(path.name, sources.sha256(path), "layer")
+    found = built(problem(source, pattern="dense", sparsity=0.0), tmp_path)
+    assert found.nnz == {"w": int(mask.sum())}
+    assert found.sparsity == 1 - int(mask.sum()) / mask.numel()
+
+
 def test_a_changed_file_is_refused(weights: Source, tmp_path: Path) -> None:
     with pytest.raises(SuiteError, match=r"model.safetensors: expected SHA-256 0.*it has changed"):
         built(problem(replace(weights, sha256="0")), tmp_path)

@@ -13,7 +13,6 @@ from command import sparsebench
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.ceilings import Ceilings
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
@@ -21,6 +20,7 @@ from sparsebench.harness.sim.clock import Spec, call_us, read, samples
 from sparsebench.harness.sim.contest import _work
 from sparsebench.harness.sim.contest import run as run_contest
 from sparsebench.results import store
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 SUITE = """
@@ -112,7 +112,24 @@ def test_a_row_holds_what_a_measured_one_does(whole: Path) -> None:
         assert row.bound_us is not None
         assert 0 < row.bound_us < float(np.median(row.samples_us))
         missing = {name for name, value in vars(row).items() if value is None}
-        assert missing == {"code", "energy_j", "energy_window_s"}
+        assert missing == {"code", "energy_j", "energy_window_s", "raises"}
+
+
+def test_a_killed_run_has_told_the_time_of_every_contest(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, append = [], store.append
+
+    def append_and_look(path: Path, rows: list[Row]) -> None:
+        append(path, rows)
+        told.append(store.read(path).state)
+
+    monkeypatch.setattr(store, "append", append_and_look)
+    measure(read_suite(str(suite)), Flags("sim", replicates=1), tmp_path / "run", None)
+    assert [state["contests"]["done"] for state in told[1:]] == [*range(1, len(told))]
+    seconds = [state["seconds"] for state in told]
+    assert seconds == sorted(seconds)
+    assert all(state["status"] == "running" for state in told)
 
 
 def test_the_same_seed_gives_the_same_samples_and_another_seed_others(

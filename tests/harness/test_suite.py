@@ -60,6 +60,13 @@ def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> 
     assert kernels == [["scipy_csr"], ["scipy_csr", "scipy_csr_dgrad"]]
 
 
+def test_a_contender_may_be_for_some_values_of_a_field_alone(tmp_path: Path) -> None:
+    problem = PROBLEM.replace("m: 8", "m: [8, 16, 32]")
+    entry = "{at: {m: [8, 32], pattern: blocks}, format: csr, kernel: scipy_csr}"
+    contests = suite(tmp_path, problem, entry).contests
+    assert [len(contest.contenders) for contest in contests] == [1, 0, 1]
+
+
 def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:
     problem = PROBLEM.replace("linear", "ffn")
     entry = "{format: bsr, kernel: reference, params: {block: 8, wd.block: [$block, 4]}}"
@@ -97,6 +104,25 @@ def test_the_sweep_of_2017_keeps_the_number_of_weights() -> None:
         fields = contest.problem.fields
         weights = fields["n"] ** 2 * (1 - level(fields))
         assert weights == pytest.approx(6.55e6, rel=0.11)
+
+
+def test_a_contender_competes_where_it_is_asked_to(tmp_path: Path) -> None:
+    both = PROBLEM.replace("fp32", "[fp32, bf16]")
+    found = suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}\n"
+                  "  - {format: dense, kernel: reference}")  # fmt: skip
+    kernels = {c.problem["dtype"]: [k.kernel for k in c.contenders] for c in found.contests}
+    assert kernels == {"fp32": ["scipy_csr", "reference"], "bf16": ["reference"]}
+    with pytest.raises(SuiteError, match=r"expected one at linear with .*dtype=bf16"):
+        suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}")
+    with pytest.raises(
+        SuiteError, match=r"contenders\[0\].at.dtype: expected a dtype of a problem"
+    ):
+        suite(tmp_path, PROBLEM, "{format: csr, kernel: scipy_csr, at: {dtype: fp8}}")
+
+
+def test_quick_has_each_of_the_four_formats_by_our_best_kernels() -> None:
+    kernels = {c.kernel for contest in read("quick").contests for c in contest.contenders}
+    assert {"cublas", "bsr_wgmma", "bsr_small", "spense_wgmma", "ffn_sparse"} <= kernels
 
 
 def test_a_contender_that_is_also_the_baseline_competes_once(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.published import __main__ as command
 from sparsebench.reports.published._pages import pages
 from sparsebench.reports.published._runs import Published, _ours, published
+from sparsebench.reports.published._summary import headline
 from sparsebench.reports.published._table import Figure, Table, matched, rendered
-from sparsebench.reports.published.tables import SECTIONS
+from sparsebench.reports.published.tables import PEERS, QUESTIONS, SECTIONS
 
 EVERY = [table for part in SECTIONS.values() for table in part]
 
@@ -70,6 +71,38 @@ def test_kernels_are_ours_by_their_folder() -> None:
     ours = names("bsr") | names("spense") | names("sparse_activations")
     assert set(_ours()) == ours
     assert not set(_ours()) & (names("dense") | names("peers"))
+
+
+def test_the_best_peer_of_a_cell_is_the_fastest_of_all_that_are_not_ours(
+    runs: dict[str, Published],
+) -> None:
+    """By medians alone: the tables rank by speed-ups, which differ by the noise of a contest."""
+    leads = [table for table in EVERY if table.over == PEERS]
+    assert len(leads) == 6
+    for lead in leads:
+        (run,) = lead.runs
+        known = runs[run].cases
+        rivals = known[(known.status == "ok") & ~known.ours & ~known.twin.astype(bool)]
+        least = rivals.groupby(["problem_id", "scope", "cache"]).median_us.min()
+        times = rivals.set_index(["problem_id", "scope", "cache", "label"]).median_us
+        for line in matched(lead, runs).itertuples():
+            cell = line.problem_id, line.scope, line.cache
+            assert times[*cell, line.opponent] <= 1.03 * least[cell], (run, line.opponent)
+
+
+def test_cublas_masked_counts_as_a_peer_in_the_run_training(runs: dict[str, Published]) -> None:
+    leads = {table.name: matched(table, runs) for table in EVERY if table.runs == ("training",)}
+    for name in ("training-peers", "training-sparse"):
+        ahead = sum(figure.value > 1 for figure in leads[name].figure)
+        assert (ahead, len(leads[name])) == (34, 36)
+    assert leads["training-sparse"].opponent.str.contains("cublas_masked").any()
+
+
+def test_the_headline_names_no_peer_slower_than_the_baseline(runs: dict[str, Published]) -> None:
+    lines = headline(QUESTIONS, runs).splitlines()[2:]
+    peers = [line.split(" | ")[10] for line in lines]
+    assert len(peers) == len(QUESTIONS)
+    assert all(float(peer.split()[-1]) >= 1 for peer in peers), peers
 
 
 def test_every_run_is_listed_and_shown() -> None:

@@ -235,6 +235,15 @@ def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     assert '<td class="text">bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
 
 
+def test_a_raised_ceiling_is_told() -> None:
+    of = run()
+    above = replace(of.reference[2], raises=1.05)  # dense against dense, bound by memory
+    drawn = section("ceilings", build(replace(of, reference=[above, *of.reference])))
+    said = "Read raised from 4100 to 4305 GB/s by cublas (m 2, n 4096, k 4096, bf16, cold, replica"
+    assert said in drawn
+    assert "raised" not in section("ceilings", page())
+
+
 def test_a_run_without_ceilings_and_bounds_shows_none() -> None:
     bare = run(bound_us=None, bound_by=None)
     text = build(replace(bare, environment={"gpu": {"name": "A GPU"}}))

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console, Group
+from rich.console import Console
 
-from sparsebench.reports.terminal import answer, answer_json, comparison
+from sparsebench.reports._sheet import Sheet
+from sparsebench.reports._words import duration, plus_minus, significant
+from sparsebench.reports.terminal import Answer, answer_json, answer_markdown
 from sparsebench.results.analysis import analyse
-from sparsebench.results.compare import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 
@@ -19,46 +21,99 @@ BSR = Contender("bsr", "bsr_triton")
 NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 
 
-def run(processes: int, bsr_us: float) -> Run:
+def run(processes: int, bsr_us: float, **state: Any) -> Run:
     """Return a run of one problem, with an A/A pair whose halves differ by the noise alone."""
-    problem = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "sparsity": 0.9})
+    fields = {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9}
+    problem = Problem("linear", {**fields, "block": 16})
     rows = [
         Row(Case(problem, c), Status.OK, p, bound_by="memory", samples_us=(us * np.exp(d),))
         for p, d in enumerate(NOISE[:processes])
         for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, d)]
     ]
-    return Run(Path("one"), {}, "", {}, {"status": "finished"}, rows)
+    return Run(Path("one"), {}, "", {}, {"status": "finished", **state}, rows)
 
 
-def said(shown: Run | Group) -> str:
-    console = Console(width=160)
+def lines(shown: Run, width: int = 160) -> list[str]:
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(answer(analyse(shown)) if isinstance(shown, Run) else shown)
-    return " ".join(capture.get().split())  # a narrow table wraps its title
+        console.print(Answer(shown, analyse(shown)))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def said(shown: Run, width: int = 160) -> str:
+    return " ".join(" ".join(lines(shown, width)).split())
+
+
+def changed(made: Run, **row: Any) -> Run:
+    """Return a run in which the rows of BSR are others."""
+    rows = [replace(r, **row) if r.case.contender == BSR else r for r in made.rows]
+    return replace(made, rows=rows)
+
+
+def test_the_answer_is_a_sentence() -> None:
+    text = said(run(3, 50.0))
+    assert "bsr_triton is 1.999 ± 0.003 times as fast as cuBLAS at 90 %, blocks of 16" in text
+    assert "(linear, m = 1, n = 64, k = 64, bf16): 50." in text
+    assert "µs against 100 µs." in text
+
+
+def test_where_nothing_is_faster_than_dense_that_is_the_sentence() -> None:
+    text = said(run(3, 200.0))
+    assert "Nothing sparse is faster than cuBLAS at 90 %, blocks of 16" in text
+    assert "the best of the others, bsr_triton, is 0.499" in text
 
 
 @pytest.mark.parametrize(
     ("bsr_us", "outcome"),
-    [
-        (50.0, "1.994 to 2.006 faster"),
-        (99.4, "inconclusive (+26 more processes)"),
-        (99.9, "no difference"),
-    ],
+    [(50.0, "faster"), (99.9, "no difference"), (200.0, "Nothing sparse is faster")],
 )
-def test_an_outcome_stands_beside_its_interval(bsr_us: float, outcome: str) -> None:
+def test_a_verdict_says_its_outcome(bsr_us: float, outcome: str) -> None:
     text = said(run(8, bsr_us))
-    assert "interval: 95 % over 8 processes" in text
+    assert "VERDICT: 8 processes" in text
     assert outcome in text
-    assert "Noise floor: memory 0.5 %" in text
     assert "This run is reliable: 0 of 1 A/A pairs" in text
     assert "a look" not in text
 
 
 def test_three_processes_give_a_look_and_it_is_said_once() -> None:
     text = said(run(3, 50.0))
-    assert "interval: range over 3 processes" in text
     assert text.count("a look, not a verdict: --replicates 8 gives one") == 1
-    assert "1.996 to 2.002 - Break-even" in text
+    assert "[LOOK: 3 processes]" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_lines_fit_the_window_and_the_winner_is_whole(width: int) -> None:
+    best = Contender("bsr", "bsr_triton", options={"tuned": True, "way": "a_long_one"})
+    problem_rows = run(8, 50.0).rows
+    rows = [
+        replace(r, case=replace(r.case, contender=best)) if r.case.contender == BSR else r
+        for r in problem_rows
+    ]
+    found = lines(replace(run(8, 50.0), rows=rows), width)
+    assert max(map(len, found)) <= width
+    table = [line for line in found if line.endswith("faster")]
+    assert any("bsr_triton tuned=True way=a_long_one" in line for line in [*table, *found])
+
+
+def test_the_reason_of_every_failure_is_told_with_its_cases() -> None:
+    broken = changed(run(3, 50.0), status=Status.FAILED, detail="no kernel image", samples_us=())
+    text = said(broken)
+    assert "1 failed no kernel image: bsr_triton" in text
+    assert "not measured: no kernel image" in text  # of the format, which has no other case
+
+
+def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
+    finding = {"check": "other work on the host", "level": "warning", "found": "1.8 of 2 cores"}
+    busy = run(3, 50.0, fitness={"before": [finding], "during": []})
+    text = said(replace(busy, environment={"device": "sim"}))
+    assert "[SIMULATED]" in text
+    assert "[BUSY MACHINE]" in text
+    assert "no number here is to be trusted: before the run 1.8 of 2 cores" in text
+
+
+def test_more_than_zeros_can_save_is_told() -> None:
+    assert "1 speed-up is above 1 / (1 - sparsity)" in said(run(3, 5.0))
+    assert "above 1 / (1 - sparsity)" not in said(run(3, 50.0))
 
 
 def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
@@ -71,21 +126,65 @@ def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None
         else r
         for r in made.rows
     ]
-    text = said(replace(made, rows=rows))
-    assert "dense/cublas_ffn (chosen by dense/ffn_sparse way=best)" in text
-    assert "not reached" in text  # the portfolio's break-even
+    assert "cublas_ffn (by ffn_sparse)" in said(replace(made, rows=rows))
 
 
 def test_a_script_is_told_the_same() -> None:
-    found = answer_json(analyse(run(8, 50.0)))
+    made = run(8, 50.0)
+    found = answer_json(made, analyse(made))
     assert found["noise_floor"] == {"memory": 0.005}
     assert found["reliability"] == "reliable"
+    assert found["badges"] == ["VERDICT: 8 processes"]
+    assert found["answer"][0].startswith("bsr_triton is 2.0")
     assert [(line["label"], line["outcome"]) for line in found["winners"]] == [
         ("bsr/bsr_triton", "faster")
     ]
 
 
-def test_two_runs_are_set_side_by_side_with_their_outcomes() -> None:
-    text = said(comparison(compare(run(8, 50.0), run(8, 200.0))))
-    assert "faster slower" in text
-    assert "0 of 1 comparable cases agree" in text
+def test_markdown_has_the_tables_for_pasting() -> None:
+    made = run(8, 50.0)
+    text = answer_markdown(made, analyse(made))
+    assert "| fastest | time | × cuBLAS | outcome |" in text
+    assert "| bsr_triton | 50.0 µs | 2.000 ± 0.006 | faster |" in text
+
+
+def test_an_outcome_has_a_colour_only_where_there_is_one_to_have() -> None:
+    for system in ("standard", None):
+        console = Console(width=80, color_system=system, no_color=system is None)
+        with console.capture() as capture:
+            made = run(8, 50.0)
+            console.print(Answer(made, analyse(made)))
+        assert ("\x1b[32m" in capture.get()) == (system is not None)
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (52.04, "52.0 µs"),
+        (3700, "3.70 ms"),
+        (999.6, "1.00 ms"),
+        (1.2e6, "1.20 s"),
+        (0.5, "0.500 µs"),
+    ],
+)
+def test_times_have_the_unit_that_people_use(us: float, text: str) -> None:
+    assert duration(us) == text
+
+
+def test_numbers_have_no_exponent_and_an_unknown_one_is_a_dash() -> None:
+    assert [significant(x) for x in (52190, 9.996, 0.0, float("nan"))] == [
+        "52200",
+        "10.0",
+        "0",
+        "-",
+    ]
+    assert plus_minus(5.58, 5.54, 5.60) == "5.58 ± 0.04"
+    assert plus_minus(2.3, 2.1, 24.4) == "2.30 [2.10, 24.4]"
+    assert plus_minus(2.0, float("nan"), float("nan")) == "2.00"
+
+
+def test_a_cell_of_a_page_or_of_markdown_is_text_and_nothing_else() -> None:
+    name = "<script>|[x](y)`"
+    sheet = Sheet("t", ("a",), [[name]])
+    assert "<script>" not in sheet.html()
+    assert "\\<script>\\|\\[x](y)\\`" in sheet.markdown()

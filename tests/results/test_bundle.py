@@ -14,7 +14,7 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.validate import validate
 from sparsebench.results import bundle, store
-from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Case, Row, Status
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -145,11 +145,15 @@ def test_an_unsealed_run_is_refused(run: Path) -> None:
     assert said(run) == ": expected manifest.json, which seals a run; found none"
 
 
-def test_rows_of_an_older_schema_are_refused(run: Path) -> None:
+def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: Path) -> None:
     text = (run / "rows.jsonl").read_text()
-    (run / "rows.jsonl").write_text(text.replace("rows@2", "rows@1"))
+    for schema in OLDER_ROWS:
+        (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, schema))
+        bundle.seal(run)
+        assert len(list(validate(run))) == 6
+    (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, "sparsebench/rows@99"))
     bundle.seal(run)
-    assert said(run).endswith('and whole lines, found {"schema": "sparsebench/rows@1"}')
+    assert said(run).endswith('and whole lines, found {"schema": "sparsebench/rows@99"}')
 
 
 def test_a_torn_last_line_is_refused(run: Path) -> None:

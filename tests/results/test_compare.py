@@ -97,13 +97,27 @@ def test_verdicts_agree_when_their_outcomes_are_the_same(
     assert line.agree == agree
 
 
-def test_looks_agree_when_their_intervals_overlap() -> None:
-    a, b = rows(0.9, 10, 5), rows(0.9, 10, 4)
-    spread = (4.0, 5.0, 6.0)
-    wide = [a[0], replace(a[1], samples_us=spread)]
-    wide[0] = replace(wide[0], samples_us=(10.0, 10.0, 10.0))
-    assert not compare(run("A", a), run("B", b)).cases.agree[1]
-    assert compare(run("A", a), run("B", wide)).cases.agree[1]
+@pytest.mark.parametrize(
+    ("us", "tolerance"), [(5, 0.08), (10, 0.07), (50, 0.07), (500, 0.05)], ids=str
+)
+def test_looks_agree_within_the_tolerance_of_the_length_of_call(
+    us: float, tolerance: float
+) -> None:
+    a = rows(0.9, 2 * us, us)
+    for beyond in (0.99, 1.01):
+        b = rows(0.9, 2 * us, us / (1 + beyond * tolerance * np.sqrt(2)))
+        found = compare(run("A", a), run("B", b)).cases.iloc[1]
+        assert found.tolerance == pytest.approx(tolerance * np.sqrt(2))
+        assert found.agree == found.close == (beyond < 1)
+
+
+def test_a_noisy_machine_has_a_wider_tolerance() -> None:
+    noisy = [
+        replace(row, samples_us=(11.0,)) if row.case.contender.twin else row
+        for row in processes(3, 10.0)
+    ]
+    found = compare(run("A", noisy), run("B", processes(3, 10.0))).cases
+    assert found.tolerance[1] == pytest.approx(1.31 * 0.1 * np.sqrt(2 / 3))
 
 
 def test_there_is_nothing_to_agree_on_without_a_common_comparison() -> None:

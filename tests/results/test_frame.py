@@ -182,6 +182,15 @@ def test_processes_with_another_baseline_are_not_mixed_in() -> None:
     assert line.interval == "range over 2 processes"
 
 
+def test_processes_timed_by_another_clock_are_not_mixed_in() -> None:
+    rows = []
+    for i, (clock, factor) in enumerate([("graph", 2), ("graph", 2), ("events", 4)]):
+        where = {"replicate": i, "clock": clock}
+        rows += [row(DENSE, (8,), **where), row(BSR, (8 / factor,), **where)]
+    case = summary(frame(rows)).set_index("kernel").loc["bsr_triton"]
+    assert (case.speedup, case.speedups, case.clock) == (2.0, (2.0, 2.0), "graph")
+
+
 def test_one_process_gives_quartiles() -> None:
     rows = [row(DENSE, (8.0, 8.0, 8.0)), row(BSR, (1.0, 2.0, 4.0))]
     line = summary(frame(rows)).iloc[1]
@@ -255,7 +264,7 @@ def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
     table = frame([row(DENSE, (10.0,)), row(BSR, (4.0,)), row(BSR)])
     to_csv(table, tmp_path / "rows.csv")
     again = pd.read_csv(tmp_path / "rows.csv")
-    assert list(again.columns) == list(table.columns)
+    assert [*again.columns, "blocks_us"] == list(table.columns)
     assert list(again.speedup[:2]) == pytest.approx([1, 2.5])
 
 

@@ -68,29 +68,41 @@ def test_a_pair_of_eight_processes_has_an_interval() -> None:
     assert found.low[1] < 1 < found.high[1]
 
 
-def test_what_a_time_is_made_of_is_its_class() -> None:
-    rows = contest((A, 19.0)) + contest((A, 21.0)) + contest((A, 21.0), bound_by=None)
-    rows += contest((A, 19.0), scope="op")
-    assert list(classes(frame(rows)))[::8] == ["launch", "memory", "other", "op"]
+def test_the_length_of_a_call_is_its_class() -> None:
+    times = 7.9, 8.0, 19.9, 20.0, 99.9, 100.0
+    rows = [row for us in times for row in contest((A, us))] + contest((A, 19.0), scope="op")
+    names = ["below 8 µs", "8 to 20 µs", "8 to 20 µs", "20 to 100 µs", "20 to 100 µs"]
+    assert list(classes(frame(rows)))[::8] == [*names, "above 100 µs", "op"]
 
 
 def test_the_floor_is_the_95th_percentile_of_single_processes() -> None:
     found = pairs(frame(contest((A, 100.0), (A_TWIN, noisy(100.0, scale=10)))))
     expected = np.expm1(np.quantile(np.abs(NOISE), 0.95) * 10)
-    assert floors(found) == {"memory": pytest.approx(expected)}
+    assert floors(found) == {"above 100 µs": pytest.approx(expected)}
 
 
-def test_no_floor_is_below_half_a_percent() -> None:
-    assert floors(pairs(frame(PAIR))) == {"memory": 0.005}
+def test_few_pairs_do_not_lower_a_floor_below_what_many_had() -> None:
+    short = contest((A, 10.0), (A_TWIN, noisy(10.0)))
+    assert floors(pairs(frame(short))) == {"8 to 20 µs": 0.038}
+    many = [r for m in range(3) for r in contest((A, 10.0), (A_TWIN, noisy(10.0)), m=m + 1)]
+    assert floors(pairs(frame(many))) == {"8 to 20 µs": 0.005}  # 24 of them; never less
 
 
 def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     rows = contest((A, 10.0), (A_TWIN, noisy(10.0, scale=10)))
     found = analyse(run(rows, PAIR)).noise
-    assert found.floors.keys() == {"launch", "memory"}
-    other = frame(contest((A, 100.0), bound_by="compute"))
-    assert set(found.floor(other)) == {found.floors["launch"]}
-    assert "launch 4.1 %, memory 0.5 %; every other class takes the largest" in found.sentence
+    assert list(found.floors) == ["8 to 20 µs", "above 100 µs"]
+    other = frame(contest((A, 50.0)))
+    assert set(found.floor(other)) == {found.floors["8 to 20 µs"]}
+    assert "8 to 20 µs 4.1 %, above 100 µs 0.5 %." in found.sentence
+
+
+def test_a_speed_up_is_as_uncertain_as_its_interval_and_at_least_as_equal_kernels_are() -> None:
+    rows = contest((A, 100.0), (B, noisy(50.0, scale=10)), m=2) + contest((A, 100.0), (B, 50.0))
+    wide, narrow = analyse(run(rows, PAIR)).cases.iloc[[1, 3]].itertuples()
+    ends = wide.speedup_high - wide.speedup, wide.speedup - wide.speedup_low
+    assert wide.uncertainty == pytest.approx(max(ends))
+    assert narrow.uncertainty == pytest.approx(2 * 0.013 / np.sqrt(8))  # 50 µs
 
 
 def test_a_run_without_a_pair_has_no_floor_and_its_outcomes_say_so() -> None:
@@ -123,7 +135,7 @@ def test_fewer_than_six_processes_leave_reliability_unknown() -> None:
 def test_every_outcome_comes_out_of_a_run() -> None:
     rows = contest((A, 100.0), (B, noisy(50.0)), m=1) + contest((A, 100.0), (B, noisy(200.0)), m=2)
     rows += contest((A, 100.0), (B, noisy(100.0)), m=3)
-    rows += contest((A, 100.0), (B, noisy(99.4)), m=4)
+    rows += contest((A, 100.0), (B, noisy(99.4, scale=4)), m=4)
     cases = analyse(run(rows, PAIR)).cases
     of_bsr = cases[cases.label == "bsr/bsr_triton"]
     assert list(of_bsr.outcome) == ["faster", "slower", "no_difference", "inconclusive"]
@@ -135,7 +147,7 @@ def test_every_outcome_comes_out_of_a_run() -> None:
 
 
 def test_one_lucky_case_among_many_is_not_called_faster() -> None:
-    lucky = [0.02 - d for d in (0.016, 0.002, -0.004, 0.008, 0.011, 0.003, -0.006, 0.0)]
+    lucky = [0.012 - d for d in (0.016, 0.002, -0.004, 0.008, 0.011, 0.003, -0.006, 0.0)]
     rows = contest((A, 100.0), (B, [100 * float(np.exp(-d)) for d in lucky]), m=1)
     alone = analyse(run(rows, PAIR)).cases
     assert alone.outcome[1] == "faster"

@@ -15,6 +15,7 @@ from sparsebench.harness.bench.check import Expected, check
 from sparsebench.harness.bench.entry import bound
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._common.search import Search
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value
@@ -121,7 +122,7 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
     modules = {name: module(name, None) for name in ("first", "second", "third")}
     modules["fourth"] = module("fourth", "not on this device")
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", modules)
-    monkeypatch.setattr(bsr_ffn, "fastest", lambda launches, device: len(launches) - 1)
+    monkeypatch.setattr(bsr_ffn, "search", lambda launches, device: Search(len(launches) - 1))
     w, x = these.weights["wd"], these.activations["x"]
     assert isinstance(w, Bsr)
     found = bsr_ffn._product(these, "down", w, x, False)

@@ -1,16 +1,20 @@
 """cuSPARSELt and the hybrid of two libraries: how they call the library, and what is unsupported.
 
-Without a GPU a stand-in for the library's three functions multiplies densely, in fp32. Like the
-library it takes no stride, refuses operands that are not contiguous, and knows no other sizes.
+Without a GPU a stand-in (cusparselt_on_cpu.py) takes the place of the loaded library.
 """
 
-from collections.abc import Callable, Iterator
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from cusparselt_on_cpu import ALGORITHMS, OnCpu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
@@ -18,50 +22,29 @@ from sparsebench.harness.bench.check import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
+from sparsebench.kernels._common.search import MOST_TOLD, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
-from sparsebench.kernels.peers import cusparselt, cusparselt_hybrid
+from sparsebench.kernels.peers import _cusparselt, cusparselt, cusparselt_hybrid
+from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Plan
 from sparsebench.results.record import Problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 N, K, M = 256, 512, 32
-FOUND = 7, 3, 1, 21  # a search's algorithm, split_k, split_k_mode and highest algorithm
 SPLITS = {"spense_rows": "rows", "spense_columns": "columns"}
 
 
-class Library:
-    """The stand-in; it remembers how it was called."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.searched: list[tuple[bool, bool]] = []
-
-    def compress(self, w: Tensor) -> Tensor:
-        assert w.is_contiguous()
-        return w.clone()
-
-    def multiply(self, w: Tensor, b: Tensor, **how: Any) -> Tensor:
-        assert b.is_contiguous() or b.t().is_contiguous()
-        self.asked.append(how)
-        y = (w.float() @ b.float()).to(how["out_dtype"] or b.dtype)
-        return y.t().contiguous() if how["transpose_result"] else y
-
-    def search(self, w: Tensor, b: Tensor, *rest: Any) -> tuple[int, int, int, int]:
-        *_, transposed = rest
-        self.searched.append((b.is_contiguous(), transposed))
-        if b.is_contiguous():
-            raise RuntimeError("no algorithm for this layout")
-        return FOUND
-
-
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    stand_in = Library()
-    monkeypatch.setattr(torch, "_cslt_compress", stand_in.compress)
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", stand_in.multiply)
-    search = SimpleNamespace(mm_search=stand_in.search)
-    monkeypatch.setattr(torch._C, "_cusparselt", search, raising=False)
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 800)
-    return stand_in
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
+    stand_in = OnCpu()
+    bound = _cusparselt.bind("stand-in", stand_in)
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(_cusparselt, "library", lambda: bound)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    _cusparselt.handle_on.cache_clear()
+    yield stand_in
+    _cusparselt.handle_on.cache_clear()
+    assert not stand_in.errors
 
 
 def problem_of(dtype: str, pattern: str = "two_four", m: int = M, n: int = N) -> Problem:
@@ -90,85 +73,185 @@ def assert_right(y: Any, operands: Operands) -> None:
     assert check(y, right).reason is None
 
 
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-@pytest.mark.parametrize("x_layout", cusparselt.LAYOUTS)
-@pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
-def test_every_layout_is_the_product(
-    library: Library, dtype: str, x_layout: Any, y_layout: Any
-) -> None:
-    operands = operands_of(dtype)
-    way = cusparselt.Way(x_layout, y_layout, 5, 2, 1)
+def wanted_of(operands: Operands, **call: Any) -> cusparselt.Call:
     w, x = operands.weights["w"].to_dense(), operands.activations["x"]
-    assert_right(cusparselt.multiply(w, x, way), operands)
-    (how,) = library.asked
-    assert how["out_dtype"] == (torch.bfloat16 if dtype == "fp8" else None)
-    assert (how["alg_id"], how["split_k"], how["split_k_mode"]) == (5, 2, 1)
+    return cusparselt.Call(cusparselt.compressed(w), x, len(w), **call)
 
 
-def candidates(monkeypatch: pytest.MonkeyPatch, module: Any, pick: int) -> list[Any]:
-    """Make `pick` the fastest, and return what it is chosen from."""
-    seen: list[Any] = []
-
-    def fastest(calls: list[Callable[[], object]], *_: Any) -> int:
-        seen.extend(calls)
-        return pick
-
-    monkeypatch.setattr(module, "fastest", fastest)
-    return seen
+EVERY_LAYOUT = [(d, way) for d in cusparselt.MULTIPLES for way in cusparselt.layouts(DTYPES[d])]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_search_is_made_for_each_pair_of_layouts_and_may_fail(
-    library: Library, monkeypatch: pytest.MonkeyPatch, dtype: str
+@pytest.mark.parametrize(("dtype", "way"), EVERY_LAYOUT)
+def test_every_layout_that_is_tried_is_the_product(
+    library: OnCpu, dtype: str, way: cusparselt.Way
 ) -> None:
-    seen = candidates(monkeypatch, cusparselt, pick=2)
+    operands = operands_of(dtype)
+    wanted = wanted_of(operands)
+    one = cusparselt.planned(wanted, replace(way, algorithm=4, split_k=2, split_k_mode=1))
+    y = torch.full((M, N), float("nan"), dtype=OUTPUTS[dtype])
+    one.call(y)
+    assert_right(y, operands)
+    assert library.planned[-1] == {
+        _cusparselt.CONFIG: 4,
+        _cusparselt.SPLIT_K: 2,
+        _cusparselt.SPLIT_K_MODE: 1,
+    }
+
+
+def test_in_eight_bits_w_and_x_are_contiguous_along_k() -> None:
+    ways = cusparselt.layouts(torch.float8_e4m3fn)
+    assert {(way.w_layout, way.x_layout) for way in ways} == {("rows", "columns")}
+    assert len(cusparselt.layouts(torch.bfloat16)) == 8
+
+
+def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) -> None:
+    operands = operands_of("bf16")
+    wide, room = torch.randn(M, 2 * K).bfloat16(), torch.zeros(M, 3 * N).bfloat16()
+    own = replace(operands, activations={"x": wide[:, K:]})
+    one = cusparselt.planned(replace(wanted_of(own), y_stride=3 * N), cusparselt.Way())
+    one.call(room[:, N : 2 * N])
+    assert_right(room[:, N : 2 * N].contiguous(), own)
+    assert not room[:, :N].any()
+    assert not room[:, 2 * N :].any()
+
+
+@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+@pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
+def test_few_tokens_are_computed_as_more_and_read_anew(
+    library: OnCpu, dtype: str, y_layout: Any
+) -> None:
+    operands = operands_of(dtype)
+    x = operands.activations["x"]
+    way = {**vars(cusparselt.Way()), "y_layout": y_layout, "tokens": 128}
+    launch = cusparselt.prepare(replace(operands, pinned={**way, "cusparselt": "0.8.0"}))
+    for _ in range(2):
+        y = launch()
+        assert y.is_contiguous()
+        assert_right(y, operands)
+        x.copy_(x.float().flip(0))
+
+
+def test_a_product_can_be_added_to_what_is_there(library: OnCpu) -> None:
+    operands = operands_of("bf16")
+    y = torch.ones(M, N, dtype=torch.bfloat16)
+    cusparselt.planned(wanted_of(operands, beta=1.0), cusparselt.Way()).call(y)
+    expected = operands.activations["x"].float() @ operands.weights["w"].to_dense().float().t() + 1
+    assert torch.equal(y, expected.bfloat16())
+
+
+def test_a_launch_calls_the_product_alone(library: OnCpu) -> None:
+    launch = cusparselt.prepare(operands_of("bf16"))
+    library.called.clear()
+    launch()
+    launch()
+    assert library.called == ["Matmul", "Matmul"]
+
+
+def test_w_is_compressed_once_for_each_layout(library: OnCpu) -> None:
+    cusparselt.prepare(operands_of("bf16"))
+    assert library.called.count("SpMMACompress2") == len(cusparselt.LAYOUTS)
+
+
+def test_what_the_library_allocated_is_destroyed_in_reverse(library: OnCpu) -> None:
+    weight = _cusparselt.compress(operands_of("bf16").weights["w"].to_dense())
+    b = Matrix(K, M, K, "columns", torch.bfloat16)
+    plan = Plan(weight, b, Matrix(N, M, N, "columns", torch.bfloat16), Algorithm())
+    library.called.clear()
+    del plan, weight
+    gc.collect()
+    assert library.called == [
+        "MatmulPlanDestroy",
+        "MatmulAlgSelectionDestroy",
+        "MatDescriptorDestroy",
+        "MatDescriptorDestroy",
+        "MatDescriptorDestroy",
+    ]
+
+
+def test_a_plan_that_wants_too_much_room_is_refused(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cusparselt, "MOST_WORKSPACE", 63)
+    with pytest.raises(Unsupported, match=r"a workspace of at most 63 bytes, found 64$"):
+        cusparselt.prepare(operands_of("bf16"))
+
+
+def test_a_refused_plan_leaves_nothing_behind(library: OnCpu) -> None:
+    weight = _cusparselt.compress(operands_of("bf16").weights["w"].to_dense())
+    before = library.called.count("MatDescriptorDestroy")
+    shape = Matrix(K + 8, M, K + 8, "columns", torch.bfloat16)
+    with pytest.raises(CusparseLtError, match="MatmulDescriptorInit: status 3, invalid value"):
+        Plan(weight, shape, Matrix(N, M, N, "columns", torch.bfloat16), Algorithm())
+    gc.collect()
+    assert library.called.count("MatDescriptorDestroy") == before + 2
+
+
+def pick(monkeypatch: pytest.MonkeyPatch, module: Any, index: int) -> list[int]:
+    """Make every search end with one candidate, the last if there are fewer; return their sizes."""
+    sizes: list[int] = []
+
+    def search(calls: list[Any], *_: Any) -> Search:
+        sizes.append(len(calls))
+        for call in calls:
+            call()
+        best = min(index, len(calls) - 1)
+        return Search(best, tuple(Trial(10.0 + abs(i - best)) for i in range(len(calls))))
+
+    monkeypatch.setattr(module, "search", search)
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+def test_layouts_then_algorithms_then_splits_are_searched(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    sizes = pick(monkeypatch, cusparselt, 1)
     operands = operands_of(dtype)
     launch = cusparselt.prepare(operands)
-    assert sorted(library.searched) == [(False, False), (False, True), (True, False), (True, True)]
-    assert len(seen) == 3  # the default, and two that were found
-    assert launch.choice == {
-        "x_layout": "columns",
-        "y_layout": "rows",
-        "algorithm": 7,
-        "split_k": 3,
-        "split_k_mode": 1,
-        "candidates": 3,
-        "cusparselt": 800,
-    }
+    layouts = 2 if dtype == "fp8" else 8
+    found = 2 if dtype == "fp8" else 4  # the library's search finds nothing where X.T is copied
+    numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
+    few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
+    numbered += len(cusparselt.PADDED) * few
+    splits = cusparselt.BEST * len(cusparselt.SPLITS)
+    assert sizes == [layouts + found, 1 + numbered, 1 + splits]
+    assert len(launch.candidates) == sum(
+        min(size, MOST_TOLD + (size > MOST_TOLD)) for size in sizes
+    )
+    assert [line["of"] for line in launch.candidates if "kept" in line] == [
+        "layouts",
+        "algorithms",
+        "splits",
+    ]
+    assert (launch.choice["split_k"], launch.choice["split_k_mode"]) == cusparselt.SPLITS[0]
+    assert launch.choice["cusparselt"] == "0.8.0"
     assert_right(launch(), operands)
 
 
-def test_fp16_is_never_searched(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = candidates(monkeypatch, cusparselt, pick=4)
-    operands = operands_of("fp16")
-    launch = cusparselt.prepare(operands)
-    assert not library.searched
-    assert len(seen) == 1 + 4 * len(cusparselt.FP16_ALGORITHMS)
-    assert launch.choice["algorithm"] == cusparselt.FP16_ALGORITHMS[3]
-    assert_right(launch(), operands)
-
-
-def test_without_a_search_it_is_the_default(library: Library) -> None:
+def test_without_a_search_it_is_the_default(library: OnCpu) -> None:
     operands = operands_of("bf16")
     launch = cusparselt.prepare(operands, search=False)
     assert_right(launch(), operands)
-    assert not library.searched
-    assert (launch.choice["algorithm"], launch.choice["candidates"]) == (0, 1)
+    assert "MatmulSearch" not in library.called
+    assert library.called.count("MatmulPlanInit") == 1
+    assert (launch.choice["algorithm"], launch.choice["split_k"]) == (0, 1)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_pinned_way_is_taken_again_without_a_search(
-    library: Library, monkeypatch: pytest.MonkeyPatch, dtype: str
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    candidates(monkeypatch, cusparselt, pick=1)
+    pick(monkeypatch, cusparselt, 3)
     choice = cusparselt.prepare(operands_of(dtype)).choice
-    library.searched.clear()
+    library.planned.clear()
+    library.called.clear()
     operands = operands_of(dtype, pinned=choice)
     launch = cusparselt.prepare(operands)
     assert launch.choice == choice
     assert_right(launch(), operands)
-    assert not library.searched
-    assert library.asked[-1]["alg_id"] == choice["algorithm"]
+    assert "MatmulSearch" not in library.called
+    (planned,) = library.planned
+    assert planned[_cusparselt.CONFIG] == choice["algorithm"]
 
 
 @pytest.mark.parametrize("pattern", SPLITS)
@@ -184,7 +267,7 @@ def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("pattern", SPLITS)
 def test_the_hybrid_is_the_product_and_reads_activations_anew(
-    library: Library, dtype: str, pattern: str
+    library: OnCpu, dtype: str, pattern: str
 ) -> None:
     operands = operands_of(dtype, pattern)
     launch = cusparselt_hybrid.prepare(operands)
@@ -197,16 +280,30 @@ def test_the_hybrid_is_the_product_and_reads_activations_anew(
     assert torch.equal(before, kept)
 
 
+def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
+    """Return the ways to join the parts."""
+    x = torch.zeros(1, 1, dtype=DTYPES[dtype])
+    whole = N if pattern == "spense_columns" else 0
+    some: Any = object()
+    return cusparselt_hybrid.ways(cusparselt_hybrid.Parts(some, some, x, x, N, whole))
+
+
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("pattern", SPLITS)
-def test_the_hybrid_takes_a_pinned_way_again(library: Library, dtype: str, pattern: str) -> None:
+def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch, dtype: str, pattern: str
+) -> None:
+    # A torch without CUDA refuses to prefer cuBLASLt.
+    monkeypatch.setattr(cusparselt_hybrid, "preferred", lambda library: nullcontext())
     choice = cusparselt_hybrid.prepare(operands_of(dtype, pattern)).choice
-    last = cusparselt_hybrid.ways(DTYPES[dtype], pattern == "spense_rows")[-1]
-    pinned = {"sparse": choice["sparse"], "dense": vars(last)}
-    library.searched.clear()
-    launch = cusparselt_hybrid.prepare(operands_of(dtype, pattern, pinned=pinned))
-    assert launch.choice == pinned
-    assert not library.searched
+    for way in joins(dtype, pattern):
+        pinned = {"sparse": choice["sparse"], "dense": vars(way)}
+        library.called.clear()
+        operands = operands_of(dtype, pattern, pinned=pinned)
+        launch = cusparselt_hybrid.prepare(operands)
+        assert_right(launch(), operands)
+        assert launch.choice == pinned
+        assert "MatmulSearch" not in library.called
 
 
 @pytest.mark.parametrize(
@@ -225,11 +322,47 @@ def test_what_the_library_cannot_take_is_unsupported_before_any_launch(
         assert reason in str(kernel.unsupported(problem, CUDA))
 
 
-def test_a_torch_without_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert cusparselt.unsupported(problem_of("bf16"), CUDA) == "torch was built without cuSPARSELt"
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+def test_structures_have_room_for_those_of_the_headers_and_their_alignment() -> None:
+    structures = [_cusparselt.opaque() for _ in range(20)]
+    for structure in structures:
+        assert len(bytes(structure)) >= 512  # cusparseLt.h of 0.8.0 and of 0.10.0
+        assert ctypes.addressof(structure) % 16 == 0
+
+
+def test_the_version_is_that_of_the_loaded_library_and_an_old_one_is_refused() -> None:
+    assert _cusparselt.bind("here", OnCpu((0, 10, 0))).version == "0.10.0"
+    with pytest.raises(Unsupported, match=r"0\.8\.0 or newer, found 0\.7\.1 at here"):
+        _cusparselt.bind("here", OnCpu((0, 7, 1)))
+
+
+def test_a_machine_without_the_library_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _cusparselt.library.cache_clear()
+    monkeypatch.setattr(_cusparselt, "find", lambda: "libnowhere.so.0")
+    reason = cusparselt.unsupported(problem_of("bf16"), CUDA)
+    assert str(reason).startswith("needs cuSPARSELt 0.8.0 or newer (pip install nvidia-cusparselt")
+    assert "\n" not in str(reason)
+
+
+def test_the_library_of_an_installed_wheel_comes_before_that_of_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _cusparselt.find() == _cusparselt.NAME  # no wheel is installed here
+    folder = tmp_path / "nvidia_cusparselt_cu13-0.10.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: nvidia-cusparselt-cu13\nVersion: 0.10.0\n")
+    (folder / "RECORD").write_text(f"nvidia/cu13/lib/{_cusparselt.NAME},,\n")
+    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
+    file = tmp_path / "nvidia/cu13/lib" / _cusparselt.NAME
+    file.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert _cusparselt.find() == str(file)
+
+
+def test_fp8_needs_a_gpu_that_has_it(library: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cusparselt.unsupported(problem_of("bf16"), CUDA) is None
+    assert "expected an NVIDIA GPU" in str(cusparselt.unsupported(problem_of("bf16"), CPU))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "8.9 or newer, found 8.0" in str(cusparselt.unsupported(problem_of("fp8"), CUDA))
 
@@ -272,9 +405,29 @@ def test_the_hybrid_is_right_on_a_gpu(dtype: str, pattern: str) -> None:
 def test_every_way_to_join_the_parts_is_right_on_a_gpu(dtype: str, pattern: str) -> None:
     operands = operands_of(dtype, pattern, device="cuda")
     (first, _) = on_the_gpu(cusparselt_hybrid, operands)
-    for way in cusparselt_hybrid.ways(DTYPES[dtype], pattern == "spense_rows"):
+    for way in joins(dtype, pattern):
         pinned = {"sparse": first.choice["sparse"], "dense": vars(way)}
-        again = Operands(
-            operands.problem, operands.weights, operands.activations, definition, pinned
-        )
+        again = replace(operands, pinned=pinned)
         assert_right(cusparselt_hybrid.prepare(again)(), operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: str) -> None:
+    operands = operands_of(dtype, device="cuda")
+    if reason := cusparselt.unsupported(operands.problem, operands.device):
+        pytest.skip(reason)
+    wanted, x = wanted_of(operands), operands.activations["x"]
+    ways = cusparselt.every_number(wanted, cusparselt.Way())
+    products, _ = cusparselt.accepted(wanted, ways)
+    assert products
+    for one in products:
+        y = torch.full((M, N), float("nan"), dtype=OUTPUTS[dtype], device="cuda")
+        one.call(y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            one.call(y)
+        x.copy_(torch.randn(M, K))
+        y.fill_(float("nan"))
+        graph.replay()
+        assert_right(y, operands)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,15 +110,18 @@ def test_fp32_is_unsupported_by_cublas_where_torch_uses_tf32(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32"])
-def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(dtype: str) -> None:
-    seen, settings = [], torch.backends.cuda.matmul
+def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, settings, multiply = [], torch.backends.cuda.matmul, torch.mm
     before = settings.fp32_precision, torch.backends.cuda.preferred_blas_library()
 
-    def definition(w: Tensor, x: Tensor) -> Tensor:
+    def noted(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         seen.append(settings.fp32_precision)
-        return x @ w.T
+        return multiply(a, b, out=out)
 
-    operands = replace(operands_of((5, 9, 64), Dense, dtype=dtype), definition=definition)
+    monkeypatch.setattr(torch, "mm", noted)
+    operands = operands_of((5, 9, 64), Dense, dtype=dtype)
     launch = cublas.prepare(operands)
     assert_right(launch(), operands)
     assert set(seen) == ({"tf32"} if dtype == "tf32" else {before[0]})

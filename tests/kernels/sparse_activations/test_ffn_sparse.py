@@ -27,6 +27,7 @@ from sparsebench.harness.bench.check import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._common.cuda import Constants
+from sparsebench.kernels._common.search import Search
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Portfolio
 from sparsebench.kernels.dense import ffn_dense_triton, torch_compile
@@ -136,10 +137,10 @@ def test_a_portfolio_names_what_it_chose(
     kernel = ffn_sparse if op == "ffn" else mlp_sparse
     these = given(problem(m, 64, 32, op=op))
     for i, expected in enumerate(chosen):
-        monkeypatch.setattr(ffn_sparse.cublas, "fastest_product", lambda *_, i=i: i)
+        monkeypatch.setattr(ffn_sparse, "search", lambda *_, i=i: Search(i))
         launch = kernel.prepare(these, way=way)
         assert launch.choice["chosen"] == expected
-        monkeypatch.setattr(ffn_sparse.cublas, "fastest_product", lambda calls, _: len(calls) - 1)
+        monkeypatch.setattr(ffn_sparse, "search", lambda calls, _: Search(len(calls) - 1))
         again = kernel.prepare(replace(these, pinned=launch.choice))
         assert again.choice == launch.choice
 

@@ -1,0 +1,89 @@
+"""Is anything else at work beside a run? A look before it and one over all of it; 0.3 s in all.
+
+    host    processor time that others took    = busy time of all cores - ours, over the time
+    GPU     before: other processes on it, and how busy it was while ours waited
+
+A run asks this by itself. The doctor asks more, and takes ten seconds. On a CPU the others take
+what is measured; beside a GPU they only delay launches.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebench.harness.doctor import findings
+from sparsebench.harness.doctor.findings import Finding, Level, ok
+from sparsebench.harness.machine._nvml import NoNvml, board
+
+STAT = Path("/proc/stat")
+GLANCE_S = 0.3
+TAKEN = {"cpu": (0.1, 0.25), "cuda": (0.5, 0.9)}  # share of all cores: a note, a warning
+CHECK = "other work on the host"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds: the time now, all cores' busy time, and that of this process and its children."""
+
+    at_s: float
+    busy_s: float
+    own_s: float
+    cores: int
+
+
+def read_spent() -> Spent | None:
+    """Read the counters; None where the system has none. Children count once they have ended."""
+    try:
+        lines = STAT.read_text().splitlines()
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, lines[0].split()[1:9])
+    busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    own = os.times()
+    own_s = own.user + own.system + own.children_user + own.children_system
+    cores = sum(line.startswith("cpu") for line in lines) - 1
+    return Spent(time.monotonic(), busy_s, own_s, cores)
+
+
+def before(kind: str, identity: str, worker: int) -> list[Finding]:
+    """Look for other work while a worker, by its process id, waits; `kind` is cpu or cuda."""
+    began = read_spent()
+    time.sleep(GLANCE_S)
+    found = host(began, read_spent(), kind)
+    return [found, gpu(identity, worker)] if kind == "cuda" else [found]
+
+
+def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
+    """Judge what others took of the host's cores between two readings."""
+    if began is None or now is None:
+        return findings.untold(CHECK)
+    others_s = (now.busy_s - began.busy_s) - (now.own_s - began.own_s)
+    cores = max(0.0, others_s / (now.at_s - began.at_s))
+    found = f"{cores:.1f} of {now.cores} cores busy with it"
+    note, warning = TAKEN[kind]
+    if cores < note * now.cores:
+        return ok(CHECK, found)
+    means = "Times scatter, and speed-ups are of what was left of the cores."
+    if kind == "cuda":
+        means = "Launches come late: times as called from Python scatter."
+    level = Level.WARNING if cores >= warning * now.cores else Level.NOTE
+    return Finding(level, CHECK, found, means, "End it, or wait for its end.")
+
+
+def gpu(identity: str, worker: int) -> Finding:
+    """Judge who else is on a GPU; our idle worker is one of its processes."""
+    try:
+        with board(identity) as told:
+            listed = told.ask("ComputeRunningProcesses_v3")
+            rates = told.ask("UtilizationRates")
+    except NoNvml as error:
+        return Finding(Level.NOTE, "other work on the GPU", str(error))
+    pids = None if listed is None else _others([process.pid for process in listed], worker)
+    return findings.others(pids, None if rates is None else float(rates.gpu))
+
+
+def _others(pids: Sequence[int], worker: int) -> list[int]:
+    """Leave out the worker; where ids are of another namespace, it is one of those listed."""
+    return [pid for pid in pids if pid != worker] if worker in pids else list(pids)[1:]

@@ -1,0 +1,72 @@
+"""Which problems of a screening decide: the best format of each shape, and the break-even points.
+
+    winners       of each op and shape the problem at DECIDED sparsity, or at its sparsest
+    break-evens   of each contender that crosses the baseline: the two levels around the crossing
+    close ones    where winner and runner-up are nearest to each other
+
+One process chooses; another run measures them anew, so that luck in the first is in no number.
+"""
+
+from collections.abc import Hashable, Iterator
+
+import pandas as pd
+
+from sparsebench.results.frame import fields
+from sparsebench.results.record import Status
+from sparsebench.results.summary import break_even, winners
+
+DECIDED = 0.9  # the sparsity that block-sparse papers and this project's headlines are about
+
+
+def deciding(cases: pd.DataFrame) -> dict[str, list[str]]:
+    """Return problem ids, the most decisive first, each with the cases to measure again.
+
+    Those are the winner and the runner-up, or the contender that breaks even there; the baseline is
+    in every contest anyway.
+    """
+    raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+    chosen: dict[str, dict[str, None]] = {}
+    for problem, case in (*_best(raced), *_around(raced), *_close(raced)):
+        chosen.setdefault(problem, {})[case] = None
+    return {problem: list(ids) for problem, ids in chosen.items()}
+
+
+def _best(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """Yield winner and runner-up of one problem a shape."""
+    for _, shape in raced.groupby(_shape(raced), sort=False, dropna=False):
+        levels = shape.level.dropna().unique()
+        nearest = min(levels, key=lambda level: (abs(level - DECIDED), level)) if len(levels) else 0
+        at = shape[shape.level.isna() | (shape.level == nearest)]
+        problem = at.loc[at.speedup.fillna(1.0).idxmax(), "problem_id"]
+        yield from _first_two(raced, problem)
+
+
+def _around(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """Yield the cases at both levels around a break-even."""
+    crossing = break_even(raced).dropna(subset="break_even")
+    keys = [name for name in crossing if name in raced and name != "baseline_label"]
+    for line in crossing.to_dict("records"):
+        alike = raced[[_same(row, line, keys) for row in raced.to_dict("records")]]
+        levels = alike.sort_values("level")
+        below = levels[levels.level <= line["break_even"]].tail(1)
+        above = levels[levels.level > line["break_even"]].head(1)
+        yield from pd.concat([below, above])[["problem_id", "case_id"]].itertuples(index=False)
+
+
+def _close(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """Yield winner and runner-up of every problem, the closest races first."""
+    for problem in winners(raced).sort_values("lead").problem_id:
+        yield from _first_two(raced, problem)
+
+
+def _first_two(raced: pd.DataFrame, problem: str) -> Iterator[tuple[str, str]]:
+    best = raced[raced.problem_id == problem].nsmallest(2, "median_us")
+    yield from ((problem, case) for case in best.case_id)
+
+
+def _shape(raced: pd.DataFrame) -> list[str]:
+    return ["op", *(name for name in fields(raced) if name not in ("sparsity", "block"))]
+
+
+def _same(row: dict[Hashable, object], line: dict[Hashable, object], keys: list[str]) -> bool:
+    return all(row[k] == line[k] or (pd.isna(row[k]) and pd.isna(line[k])) for k in keys)

@@ -1,0 +1,195 @@
+"""A survey: what a device is worth for sparse formats, inside a budget of time.
+
+    doctor   fitness.json        is the machine fit to measure
+    probe    kernels.json        which kernels run here, and why others do not
+    tune     the user's table    configurations for this GPU (harness/run/tune.py)
+    screen   screen/             the core suite in one process: coarse
+    decide   decide/             the problems that decide (deciding.py), in PROCESSES processes
+    page     report.html         the answer, and the same cases on other GPUs
+
+A step gets a share of what is left when it starts, and stops by itself. What it did not reach is
+in survey.json, and `--resume` goes on with it. Nothing here knows the name of a GPU.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.doctor.doctor import examine
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.new_gpu.deciding import deciding
+from sparsebench.harness.new_gpu.probe import probe
+from sparsebench.harness.plan.suite import read
+from sparsebench.harness.run.measure import Flags, Progress, measure
+from sparsebench.harness.run.tune import tune
+from sparsebench.results import store
+from sparsebench.results.analysis import analyse
+
+SCHEMA = "sparsebench/survey@1"
+SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours
+SUITE = "core"
+TUNE, SCREEN = 0.2, 0.5  # shares of what is left; deciding has the rest, less PAGE_S
+PAGE_S = 20.0  # 2,000 rows are drawn in 15 s on two cores
+PROCESSES = 8
+SILENT_S = 60.0  # a contender that says nothing for so long has hung
+
+
+@dataclass
+class Survey:
+    """A survey on disk: what was asked for, the seconds of each finished step, and what is left."""
+
+    path: Path
+    device: str
+    budget_s: float
+    suite: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write survey.json."""
+        data = {"schema": SCHEMA, **asdict(self)}
+        del data["path"]
+        _write(self.path / "survey.json", data)
+
+
+def survey(device: str, budget_s: float, path: Path, progress: Callable[[str], Progress]) -> Survey:
+    """Survey a device into a new directory, and return what is in it."""
+    if path.exists():
+        raise SuiteError(f"--out {path}: expected a new directory, found one; --resume goes on")
+    kind = "sim" if simulated(device) else torch.device(device).type
+    path.mkdir(parents=True)
+    return _go(Survey(path, device, budget_s, SUITES.get(kind, SUITE)), budget_s, progress)
+
+
+def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progress]) -> Survey:
+    """Go on with the steps that an earlier survey did not finish, for its budget or another."""
+    found = opened(path)
+    return _go(found, budget_s or found.budget_s, progress)
+
+
+def opened(path: Path) -> Survey:
+    """Read a survey; ResultError where it is none."""
+    file = path / "survey.json"
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{file}: expected a survey, found {error}") from error
+    if data.pop("schema", None) != SCHEMA:
+        raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
+    return Survey(path, **data)
+
+
+def _go(asked: Survey, budget_s: float, progress: Callable[[str], Progress]) -> Survey:
+    """Run the steps that are left, each until its moment."""
+    end = monotonic() + budget_s - PAGE_S
+    asked.write()
+    for name, step in STEPS.items():
+        if name in asked.seconds:
+            continue
+        began = monotonic()
+        asked.left.pop(name, None)
+        why = step(asked, end, progress(name))
+        if why:
+            asked.left[name] = why
+        else:
+            asked.seconds[name] = round(monotonic() - began, 1)
+        asked.write()
+    return asked
+
+
+def _doctor(asked: Survey, end: float, progress: Progress) -> str:
+    if simulated(asked.device):
+        found = []
+    else:
+        found = [asdict(finding) for finding in examine(torch.device(asked.device))]
+    _write(asked.path / "fitness.json", found)
+    return ""
+
+
+def _probe(asked: Survey, end: float, progress: Progress) -> str:
+    known = [] if simulated(asked.device) else probe(torch.device(asked.device))
+    _write(asked.path / "kernels.json", [asdict(kernel) for kernel in known])
+    return ""
+
+
+def _tune(asked: Survey, end: float, progress: Progress) -> str:
+    if simulated(asked.device) or torch.device(asked.device).type != "cuda":
+        return ""
+    minutes = TUNE * (end - monotonic()) / 60
+    if minutes <= 0:
+        return "no time left"
+    found = tune(read(asked.suite), asked.device, minutes, progress=progress)
+    return f"{found.left} problems not tuned" if found.left else ""
+
+
+def _screen(asked: Survey, end: float, progress: Progress) -> str:
+    until = monotonic() + SCREEN * (end - monotonic())
+    return _measured(asked, "screen", 1, "", until, progress)
+
+
+def _decide(asked: Survey, end: float, progress: Progress) -> str:
+    """Measure as many deciding problems as there is time for, in PROCESSES processes."""
+    target = asked.path / "decide"
+    if (target / "run.json").exists():
+        only = store.read(target).state["flags"]["only"]
+        return _measured(asked, "decide", PROCESSES, only, end, progress)
+    screened = store.read(asked.path / "screen")
+    found = deciding(analyse(screened).cases)
+    if not found:
+        return "expected a case with a time in screen/, found none"
+    count = _affordable(asked, end - monotonic())
+    if count < 1:
+        if "screen" in asked.left:
+            asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)
+        return f"{len(found)} problems: no time left"
+    chosen = [case for cases in list(found.values())[:count] for case in cases]
+    only = f"case={'|'.join(dict.fromkeys(chosen))}"
+    why = _measured(asked, "decide", PROCESSES, only, end, progress)
+    beyond = f"{len(found) - count} of {len(found)} problems" if count < len(found) else ""
+    return why or (f"{beyond} are a look, no verdict" if beyond else "")
+
+
+def _affordable(asked: Survey, left_s: float) -> int:
+    """Return how many problems PROCESSES processes can measure, by what the screening took."""
+    state = store.read(asked.path / "screen").state
+    starting_s = asked.seconds.get("screen", state["seconds"]) - state["seconds"]
+    each_s = state["seconds"] / max(1, state["contests"]["done"])
+    return int((left_s / PROCESSES - starting_s) / each_s)
+
+
+def _measured(
+    asked: Survey, name: str, replicates: int, only: str, until: float, progress: Progress
+) -> str:
+    """Measure the suite into a folder of the survey, or go on with it; say what is left."""
+    target = asked.path / name
+    stopped = target if (target / "run.json").exists() else None
+    flags = Flags(asked.device, None, SILENT_S, replicates, only)
+    run = partial(measure, read(asked.suite), flags, progress=progress, until=until)
+    path = run(None, stopped) if stopped else run(target, None)
+    state = store.read(path).state
+    contests = state["contests"]
+    if contests["done"] < contests["of"]:
+        return f"{contests['of'] - contests['done']} of {contests['of']} contests not reached"
+    return ""
+
+
+def _write(file: Path, data: Any) -> None:
+    fresh = file.with_name(file.name + ".new")
+    fresh.write_text(json.dumps(data, indent=1) + "\n")
+    fresh.replace(file)
+
+
+STEPS: dict[str, Callable[[Survey, float, Progress], str]] = {
+    "doctor": _doctor,
+    "probe": _probe,
+    "tune": _tune,
+    "screen": _screen,
+    "decide": _decide,
+}

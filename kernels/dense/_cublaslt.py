@@ -1,0 +1,301 @@
+"""cuBLASLt called directly: which algorithms it proposes for a product, and the call of one.
+
+    out [m, n] = scale * a [m, k] @ b [k, n]       out is row-major; a and b may also be transposed
+                                                   views, whose columns are contiguous
+
+torch asks cuBLASLt's heuristics for one algorithm and takes it. Here they are asked for one and for
+COUNT (they return 8 at most, and not always the one), and the caller times them. They are also
+asked as if `a` had other numbers of rows: an algorithm for 32 tokens computes 16 as well, the rest
+of its tile empty, and is at times faster than those proposed for 16. No operand is padded for that.
+`combined` adds what the heuristics never propose together.
+
+An Algorithm is the nine fields by which the library finds it again. Every call is built from them,
+also in a search: a process that is given the fields makes the same call.
+
+The library is column-major: it is given out.T [n, m] = b.T @ a.T. Sums stay in fp32 between the
+parts of a split k. Called by nvmath-python's bindings, in the libcublasLt that torch has loaded.
+Source: docs.nvidia.com/cuda/cublas, cublasLtMatmul and cublasLtMatmulAlgoGetHeuristic.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+
+COUNT = 32  # algorithms that the heuristics are asked for
+WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper
+
+# library_types.h and cublas_api.h
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
+FP32, COMPUTE_FP32, COMPUTE_TF32 = 0, 68, 77
+SUMS_IN_FP32 = 2  # cublasLtReductionScheme_t: the parts of a split k are added in fp32
+ALIGNMENT = 256  # bytes; the heuristics ask for no more
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The fields of cublasLtMatmulAlgoConfigAttributes_t, in its order."""
+
+    id: int
+    tile: int = 0
+    split_k: int = 1
+    reduction: int = 0
+    swizzle: int = 0
+    option: int = 0
+    stages: int = 0
+    inner_shape: int = 0
+    cluster_shape: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Gemm:
+    """One product: its operands, and how it is computed.
+
+    out    [m, n], row-major, of the output's dtype
+    scale  multiplies the sums
+    tf32   fp32 is multiplied with 10 bits of mantissa
+    fast   in fp8: sums keep 13 bits; otherwise they are added to fp32 every few instructions
+    relu   out is relu of that
+    """
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    scale: float = 1.0
+    tf32: bool = False
+    fast: bool = False
+    relu: bool = False
+
+    @cached_property
+    def descriptors(self) -> tuple[int, int, int, int, int]:
+        """Describe the operation, b.T, a.T, and out.T twice; all calls share these."""
+        return _descriptors(self, len(self.a))
+
+
+@cache
+def unavailable() -> str | None:
+    """Say why the library cannot be called directly here, or None."""
+    if not find_spec("nvmath"):
+        return "needs nvmath-python: pip install 'sparsebench[gpu]'"
+    try:
+        import_module("nvmath.bindings.cublasLt")
+    except ImportError as error:
+        return f"nvmath-python does not load: {error}"
+    return None
+
+
+def workspace(device: torch.device) -> Tensor:
+    """Return space that several calls share."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def version() -> int:
+    """Return the version of the loaded library, such as 130100 for 13.1.0."""
+    from nvmath.bindings import cublasLt
+
+    return int(cublasLt.get_version())
+
+
+def algorithms(gemm: Gemm, rows: int) -> list[Algorithm]:
+    """Return what the heuristics propose for `rows` rows of `a`, and the product accepts.
+
+    The library's best guess comes first. There are none for operands of types and layouts that the
+    library cannot multiply.
+    """
+    proposed = [each for count in (1, COUNT) for each in _proposed(gemm, rows, count)]
+    return _accepted(gemm, proposed)
+
+
+def combined(gemm: Gemm, proposed: Sequence[Algorithm]) -> list[Algorithm]:
+    """Return the combinations of tile, cluster and option of these that the product accepts.
+
+    Of the algorithms (ids) each by itself, with k in one part. On an H200 they gain up to 8 % for
+    16 tokens (NOTES.md).
+    """
+    found = []
+    for like in {each.id: each for each in proposed}.values():
+        same = [each for each in proposed if each.id == like.id]
+        values = [
+            sorted({getattr(each, name) for each in same})
+            for name in ("tile", "cluster_shape", "option")
+        ]
+        whole = replace(like, split_k=1, reduction=0)
+        found += [
+            replace(whole, tile=tile, cluster_shape=cluster, option=option)
+            for tile, cluster, option in product(*values)
+        ]
+    return _accepted(gemm, found)
+
+
+def _accepted(gemm: Gemm, proposed: Sequence[Algorithm]) -> list[Algorithm]:
+    """Return each algorithm once, if the product accepts it."""
+    return [each for each in dict.fromkeys(proposed) if _built(gemm, each)]
+
+
+def _proposed(gemm: Gemm, rows: int, count: int) -> list[Algorithm]:
+    """Return what the heuristics answer when they are asked for `count`."""
+    from nvmath.bindings import cublasLt
+
+    results, found = cublasLt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
+    preference = _preference(gemm)
+    try:
+        cublasLt.matmul_algo_get_heuristic(
+            *(_handle(gemm.out.device), *_descriptors(gemm, rows)),
+            *(preference, count, results.ptr, found.ctypes.data),
+        )
+    except cublasLt.cuBLASLtError:  # CUBLAS_STATUS_NOT_SUPPORTED
+        return []
+    finally:
+        cublasLt.matmul_preference_destroy(preference)
+    size = cublasLt.matmul_heuristic_result_dtype.itemsize  # the algorithm is its first member
+    return [_fields(results.ptr + i * size) for i in range(int(found[0]))]
+
+
+def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Callable[[], Tensor]:
+    """Return a call that computes `gemm.out` on the current stream.
+
+    space  of `workspace`; None gives the call its own, no larger than it needs
+
+    Raises Unsupported where the library cannot be called, or does not accept the algorithm.
+    """
+    if reason := unavailable():
+        raise Unsupported(f"cuBLASLt called directly: {reason}")
+    from nvmath.bindings import cublasLt
+
+    device, built = gemm.out.device, _built(gemm, algorithm)
+    if built is None:
+        raise Unsupported(f"cuBLASLt {version()} does not accept the algorithm {asdict(algorithm)}")
+    algo, size = built
+    own = torch.empty(size, dtype=torch.uint8, device=device) if space is None else space
+    operation, of_b, of_a, of_out, _ = gemm.descriptors
+    factors = np.array([gemm.scale, 0.0], np.float32)
+    one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+    b, a, out = gemm.b.data_ptr(), gemm.a.data_ptr(), gemm.out.data_ptr()
+    before = _handle(device), operation, one, b, of_b, a, of_a, zero, out, of_out, out, of_out
+    kept = gemm, own, factors, algo  # what the arguments point to, as long as the call
+
+    def run() -> Tensor:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        cublasLt.matmul(*before, algo.ptr, own.data_ptr(), own.numel(), stream)
+        return kept[0].out
+
+    return run
+
+
+def _built(gemm: Gemm, algorithm: Algorithm) -> tuple[Any, int] | None:
+    """Return the algorithm as the library takes it and the bytes it needs; None if refused."""
+    from nvmath.bindings import cublasLt
+
+    handle, output = _handle(gemm.out.device), TYPES[gemm.out.dtype]
+    types = FP32, TYPES[gemm.b.dtype], TYPES[gemm.a.dtype], output, output
+    algo, result = cublasLt.MatmulAlgo(), cublasLt.MatmulHeuristicResult()
+    try:
+        cublasLt.matmul_algo_init(handle, _compute(gemm), *types, algorithm.id, algo.ptr)
+        for attribute, value in list(enumerate(astuple(algorithm)))[1:]:  # 0 is the id
+            dtype = cublasLt.get_matmul_algo_config_attribute_dtype(attribute)
+            field = np.array([value], dtype)
+            cublasLt.matmul_algo_config_set_attribute(
+                algo.ptr, attribute, field.ctypes.data, field.nbytes
+            )
+        cublasLt.matmul_algo_check(handle, *gemm.descriptors, algo.ptr, result.ptr)
+    except cublasLt.cuBLASLtError:
+        return None
+    size = int(result.workspace_size)
+    return (algo, size) if size <= WORKSPACE else None
+
+
+def _fields(algo: int) -> Algorithm:
+    """Read the fields of the algorithm at an address."""
+    from nvmath.bindings import cublasLt
+
+    values, written = [], np.zeros(1, np.uint64)
+    for attribute in range(len(Algorithm.__dataclass_fields__)):
+        field = np.zeros(1, cublasLt.get_matmul_algo_config_attribute_dtype(attribute))
+        cublasLt.matmul_algo_config_get_attribute(
+            algo, attribute, field.ctypes.data, field.nbytes, written.ctypes.data
+        )
+        values.append(int(field[0]))
+    return Algorithm(*values)
+
+
+def _descriptors(gemm: Gemm, rows: int) -> tuple[int, int, int, int, int]:
+    """Describe the product of `rows` rows of a: the operation, b.T, a.T, and out.T twice.
+
+    A description is some hundred bytes of host memory, and lives as long as the process.
+    """
+    from nvmath.bindings import cublasLt
+
+    operation = int(cublasLt.matmul_desc_create(_compute(gemm), FP32))
+    names = cublasLt.MatmulDescAttribute
+    attributes = [(names.TRANSA, not _by_rows(gemm.b)), (names.TRANSB, not _by_rows(gemm.a))]
+    if gemm.a.dtype == torch.float8_e4m3fn:
+        attributes.append((names.FAST_ACCUM, gemm.fast))
+    if gemm.relu:
+        attributes.append((names.EPILOGUE, cublasLt.Epilogue.RELU))
+    for name, value in attributes:
+        field = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(name))
+        cublasLt.matmul_desc_set_attribute(operation, name, field.ctypes.data, field.nbytes)
+    (_, k), n = gemm.a.shape, gemm.b.shape[1]
+    out = _layout(gemm.out, rows, n)
+    return operation, _layout(gemm.b, k, n), _layout(gemm.a, rows, k), out, out
+
+
+def _layout(matrix: Tensor, rows: int, columns: int) -> int:
+    """Describe the transpose of a matrix as it lies in memory, as if it had these sizes."""
+    from nvmath.bindings import cublasLt
+
+    inner, outer = (columns, rows) if _by_rows(matrix) else (rows, columns)
+    leading = max(matrix.stride(0 if _by_rows(matrix) else 1), inner)
+    return int(cublasLt.matrix_layout_create(TYPES[matrix.dtype], inner, outer, leading))
+
+
+def _by_rows(matrix: Tensor) -> bool:
+    """Say whether the elements of a row are contiguous; otherwise those of a column are."""
+    return matrix.stride(1) == 1 or (matrix.shape[1] == 1 and matrix.stride(0) != 1)
+
+
+def _preference(gemm: Gemm) -> int:
+    """Return what the heuristics must keep to: workspace, sums in fp32, alignment."""
+    from nvmath.bindings import cublasLt
+
+    names, preference = cublasLt.MatmulPreferenceAttribute, int(cublasLt.matmul_preference_create())
+    attributes = {
+        names.MAX_WORKSPACE_BYTES: WORKSPACE,
+        names.REDUCTION_SCHEME_MASK: SUMS_IN_FP32,
+        names.MIN_ALIGNMENT_A_BYTES: _alignment(gemm.b),
+        names.MIN_ALIGNMENT_B_BYTES: _alignment(gemm.a),
+        names.MIN_ALIGNMENT_C_BYTES: _alignment(gemm.out),
+        names.MIN_ALIGNMENT_D_BYTES: _alignment(gemm.out),
+    }
+    for name, value in attributes.items():
+        field = np.array([value], cublasLt.get_matmul_preference_attribute_dtype(name))
+        cublasLt.matmul_preference_set_attribute(preference, name, field.ctypes.data, field.nbytes)
+    return preference
+
+
+def _alignment(tensor: Tensor) -> int:
+    """Return the largest power of two, up to ALIGNMENT, that divides the address."""
+    address = tensor.data_ptr() | ALIGNMENT
+    return address & -address
+
+
+def _compute(gemm: Gemm) -> int:
+    return COMPUTE_TF32 if gemm.tf32 else COMPUTE_FP32
+
+
+@cache
+def _handle(device: torch.device) -> int:
+    """Return the process's handle for a device."""
+    from nvmath.bindings import cublasLt
+
+    with torch.cuda.device(device):
+        return int(cublasLt.create())

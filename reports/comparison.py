@@ -1,0 +1,305 @@
+"""Runs compared: a summary first, then every case, the largest change first.
+
+    A, B, C ...   the runs; each is held against A
+    summary       how many cases are faster, slower, equal; geometric mean; what else differs
+    table         speed-ups over the local baseline, their ratio, parts of the local bound, times
+
+A terminal shows the LINES largest changes, Markdown folds all cases away, HTML has them all.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from string import ascii_uppercase
+from typing import Any
+
+import jinja2
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from sparsebench.errors import ResultError
+from sparsebench.reports._headline import badges
+from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.reports._words import duration, kernel, percent, plus_minus, significant
+from sparsebench.reports.terminal import shown, split
+from sparsebench.results.analysis import analyse
+from sparsebench.results.changes import Changes, Word, changes
+from sparsebench.results.compare import KEYS, Comparison
+from sparsebench.results.environment import device_name, flat
+from sparsebench.results.store import Run
+
+LINES = 30
+FACTS_SHOWN = 8
+ADDED = ("× baseline {}", "{} / A", "{} is", "of bound A, {}", "time A, {}", "why {}")
+WORDS = ("{} is", "why {}")
+SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # the first goes first
+STYLES = {Word.BROKEN: "bad", Word.SLOWER: "bad", Word.FASTER: "good", Word.UNCLEAR: "unsure"}
+STYLES |= {Word.EQUAL: "quiet", Word.GONE: "unsure", Word.NEW: "good"}
+RANKS = {Word.EQUAL: 0, Word.UNCLEAR: 1, Word.NEW: 2, Word.GONE: 2}
+RANKS |= {Word.FASTER: 3, Word.SLOWER: 3, Word.BROKEN: 4}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Runs by their letters; `others` are the changes of every run but the first."""
+
+    runs: Mapping[str, Run]
+    others: Mapping[str, Changes]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the runs, the summary and the largest changes."""
+        yield from (Text(line) for line in runs(self))
+        yield Text()
+        yield from (Text(line, style="bold") for line in sentences(self))
+        yield summary(self)
+        yield from (Text(line) for line in notes(self))
+        yield Text()
+        whole = table(self)
+        left = len(whole.lines) - LINES
+        more = f"{whole.title}; {left} smaller ones: --html or --markdown"
+        title = more if left > 0 else whole.title
+        yield Sheet(title, whole.columns, whole.lines[:LINES], whole.words, whole.spare)
+
+
+def compared(given: Sequence[Run]) -> Compared:
+    """Hold every run against the first; ResultError where two have nothing in common."""
+    if not 2 <= len(given) <= len(ascii_uppercase):
+        raise ResultError(f"compare: expected 2 to 26 runs, found {len(given)}")
+    named = dict(zip(ascii_uppercase, given, strict=False))
+    return Compared(named, {name: changes(given[0], named[name]) for name in [*named][1:]})
+
+
+def runs(found: Compared) -> list[str]:
+    """Return a line a run: its letter, path, device, commit and badges."""
+    return [f"{name}: {_about(run)}" for name, run in found.runs.items()]
+
+
+def sentences(found: Compared) -> list[str]:
+    """Return the result in a sentence a run."""
+    return [f"{name} against A, {own.sentence}." for name, own in found.others.items()]
+
+
+def summary(found: Compared) -> Sheet:
+    """Return a line for each run but the first."""
+    words = [w for w in Word if w and any(str(w) in c.counts for c in found.others.values())]
+    lines: list[list[Cell]] = []
+    for name, own in found.others.items():
+        counted: list[Cell] = [
+            (str(own.counts.get(str(word), 0)), STYLES[word] if str(word) in own.counts else "")
+            for word in words
+        ]
+        base = own.baseline_mean
+        only = f"{len(own.found.only_a)} | {len(own.found.only_b)}"
+        mean, base_mean = significant(own.mean, 4), significant(base, 4)
+        lines.append(
+            [f"{name} / A", str(sum(own.counts.values())), *counted, mean, base_mean, only]
+        )
+    means = ("geometric mean", "baselines, by time", "only in one")
+    columns = ("", "cases", *map(str, words), *means)
+    return Sheet("", columns, lines, frozenset({""}), ("only in one",))
+
+
+def notes(found: Compared) -> list[str]:
+    """Return what a reader must know to believe the table."""
+    told = {name: _badges(run) for name, run in found.runs.items()}
+    said = []
+    looks = [name for name, words in told.items() if words[0].startswith("LOOK")]
+    if looks:
+        said.append(
+            f"{', '.join(looks)}: a look, no verdict. Ranges are compared, and an unlucky process "
+            "moves them."
+        )
+    if len({"SIMULATED" in words for words in told.values()}) > 1:
+        said.append("Simulated and real runs are compared: what differs says nothing of a GPU.")
+    for name, own in found.others.items():
+        if not own.same_device:
+            devices = f"{own.found.name_a} and {own.found.name_b}"
+            said.append(
+                f"{name} / A is between devices, {devices}: ratios are of speed-ups over each "
+                "device's own baseline; times are not compared."
+            )
+        if own.differ:
+            facts = ", ".join(f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differ[:FACTS_SHOWN])
+            more = len(own.differ) - FACTS_SHOWN
+            rest = f", and {more} more" if more > 0 else ""
+            said.append(f"Differs between A and {name}: {facts}{rest}.")
+    return said
+
+
+def table(found: Compared) -> Sheet:
+    """Return all cases, the largest change first; broken ones before all others."""
+    ordered = sorted(_joined(found), key=lambda case: -max(map(_size, case.values())))
+    first = [next(iter(case.values())) for case in ordered]
+    every = pd.DataFrame(first)
+    names = [n for n in ["op", *_fields(every), "scope", "cache"] if n in every]
+    varying, constant = split(every, names)
+    columns = [*varying, "contender", "× baseline A"]
+    cells: list[list[Cell]] = []
+    for case, line in zip(ordered, first, strict=True):
+        base = " (baseline)" if line["is_baseline"] else ""
+        own: list[Cell] = [shown(name, line[name]) for name in varying]
+        own += [kernel(line["label"]) + base, significant(line["speedup_a"])]
+        for name in found.others:
+            own += _of(case[name]) if name in case else [""] * len(ADDED)
+        cells.append(own)
+    others = [*found.others]
+    columns += [text.format(name) for name in others for text in ADDED]
+    words = {"contender", "op", "pattern", "dtype"}
+    words |= {text.format(name) for name in others for text in ADDED if text in WORDS}
+    spare = [text.format(name) for text in SPARE for name in others]
+    title = f"Largest changes first: {constant}"
+    spare += ["× baseline A", *(f"{name} is" for name in others)]  # a ratio also has a colour
+    return Sheet(title, tuple(columns), cells, frozenset(words), tuple(spare))
+
+
+def markdown(found: Compared) -> str:
+    """Return the comparison for a pull request: the summary, and all cases folded away."""
+    head = [f"- {line}" for line in runs(found)]
+    parts = ["\n".join(sentences(found)), "\n".join(head), summary(found).markdown(), *notes(found)]
+    whole = table(found).markdown()
+    parts.append(f"<details><summary>Every case</summary>\n\n{whole}\n\n</details>")
+    return "\n\n".join(parts) + "\n"
+
+
+def html(found: Compared) -> str:
+    """Return the comparison as one page that opens offline."""
+    css = (files("sparsebench.reports") / "templates" / "report.css").read_text("utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(PAGE).render(
+        css=Markup(css),
+        title=f"{len(found.runs)} runs compared",
+        sentences=sentences(found),
+        runs=runs(found),
+        summary=summary(found).html(),
+        notes=notes(found),
+        table=table(found).html(),
+    )
+
+
+def agreement_sheet(found: Comparison) -> Sheet:
+    """Return the cells of two runs that do not agree, and what each run says of them."""
+    apart = found.cases[found.cases.agree.eq(False).fillna(False)]
+    names = [n for n in ["op", *_fields(found.cases), "scope", "cache"] if n in apart]
+    varying, constant = split(apart, names)
+    lines = [
+        [
+            *(shown(name, line[name]) for name in varying),
+            kernel(line["label"]),
+            *(_side(line, side) for side in ("a", "b")),
+        ]
+        for line in apart.to_dict("records")
+    ]
+    columns = (*varying, "contender", "× baseline there", "× baseline here")
+    title = f"Cells that do not agree: {constant}" if lines else "No cell disagrees"
+    words = frozenset({"contender", "× baseline there", "× baseline here", "op"})
+    return Sheet(title, columns if lines else (), lines, words)
+
+
+def to_json(found: Compared) -> dict[str, Any]:
+    """Return everything for a script."""
+    return {
+        "runs": {name: str(run.path) for name, run in found.runs.items()},
+        "changes": {
+            name: {
+                **own.counts,
+                "geometric_mean": None if np.isnan(own.mean) else own.mean,
+                "same_device": own.same_device,
+                "baselines_mean": None if np.isnan(own.baseline_mean) else own.baseline_mean,
+                "cases": json.loads(own.cases.to_json(orient="records")),
+            }
+            for name, own in found.others.items()
+        },
+    }
+
+
+def _about(run: Run) -> str:
+    facts = flat(run.environment)
+    commit = f"commit {facts['commit'][:7]}" if "commit" in facts else ""
+    words = [str(run.path), device_name(run.environment), commit]
+    return ", ".join(filter(None, [*words, *_badges(run)]))
+
+
+def _badges(run: Run) -> list[str]:
+    found = analyse(run)
+    return badges(run, found.cases, found.noise)
+
+
+def _joined(found: Compared) -> list[dict[str, dict[Any, Any]]]:
+    """Return each case that has a word: its lines by the letter of the run."""
+    cases: dict[tuple[Any, ...], dict[str, dict[Any, Any]]] = {}
+    for name, own in found.others.items():
+        for line in own.cases.to_dict("records"):
+            if line["word"]:
+                cases.setdefault(tuple(line[key] for key in KEYS), {})[name] = line
+    return list(cases.values())
+
+
+def _fields(cases: pd.DataFrame) -> list[str]:
+    """Name the fields of the problems in the cases of a comparison."""
+    names = list(cases.columns)
+    return names[names.index("op") + 1 : names.index("level")]
+
+
+def _size(line: Mapping[Any, Any]) -> float:
+    """Sort broken cases first, then what is decided, then what is not, each by its size."""
+    known = 0.0 if np.isnan(line["ratio"]) else abs(float(np.log(line["ratio"])))
+    return 1e3 * RANKS[line["word"]] + known
+
+
+def _of(line: Mapping[Any, Any]) -> list[Cell]:
+    word = line["word"]
+    bounds = [percent(round(line[f"of_bound_{s}"], 2)) for s in "ab" if line[f"of_bound_{s}"] > 0]
+    times = [duration(line[f"median_us_{side}"]) for side in ("a", "b")]
+    ratio = plus_minus(line["ratio"], line["low"], line["high"])
+    return [
+        significant(line["speedup_b"]),
+        (ratio, STYLES.get(word, "")),
+        (str(word), STYLES.get(word, "")),
+        ", ".join(bounds) or "-",
+        ", ".join(times),
+        line["why"],
+    ]
+
+
+def _side(line: Mapping[Any, Any], side: str) -> str:
+    ends = [line[f"speedup{end}_{side}"] for end in ("", "_low", "_high")]
+    said = line[f"outcome_{side}"].replace("_", " ")
+    if pd.isna(ends[0]):
+        return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
+    return f"{plus_minus(*ends)} {said}".rstrip()
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{{ title }}</title>
+<style>
+{{ css }}
+td.good { color: var(--series-2); } td.bad { color: var(--warn); } td.quiet { color: var(--soft); }
+</style>
+</head>
+<body>
+<header>
+<p class="over">sparsebench</p>
+<h1>{{ title }}</h1>
+{% for line in sentences %}<p><b>{{ line }}</b></p>
+{% endfor %}{{ summary }}
+<ul>{% for line in runs %}<li>{{ line }}</li>
+{% endfor %}</ul>
+{% for line in notes %}<p class="quiet">{{ line }}</p>
+{% endfor %}</header>
+<main>
+{{ table }}
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,128 @@
+"""What a device can do at most, and what is faster than that: a measurement that is wrong.
+
+    bound = max( bytes that must move / bandwidth,  FLOPs of the non-zeros / matrix rate )
+
+    bytes, cold   every operand once; of the output what the L2 cache cannot hold, since the rest
+                  may be written back after the sample
+    bytes, hot    what does not fit the L2 cache
+    bandwidth     the highest of reading, writing and copying
+    rate, fp32    TF32's: a product of fp32 takes at least one pass of it, whatever the method
+    rate, others  where the device has no such products, the highest: operands are converted
+
+A median below LIGHT x bound is no record but an error: `faster_than_light`. A reference contest
+(dense against dense) that is faster than the bound is right, and the ceiling was too low. Its rows
+stay ok and say so, and from the next contest on the ceiling is the one that they reached:
+
+    environment.json   ceilings before the first contest
+    rows, in order     `raises` of a reference row is the factor by which it was faster (`after`)
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Self
+
+from sparsebench.results.record import Row, Status
+
+LIGHT = 0.95  # of the bound: ceilings are measured too
+TF32 = "tf32"
+
+Bound = tuple[float, str]
+"""The least µs that an op can take, and whether memory or compute says so."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """One device's ceilings.
+
+    read_gb_per_s, copy_gb_per_s, write_gb_per_s  copied: read and written bytes together
+    matrix_tflops   of large products, by dtype
+    launch_us       a sample of almost nothing
+    by              what reached a ceiling, by its name: read, copy, write or a dtype
+
+    What is None, or not there, is unknown. Runs before `write_gb_per_s` and `by` lack both.
+    """
+
+    read_gb_per_s: float
+    copy_gb_per_s: float
+    matrix_tflops: Mapping[str, float]
+    launch_us: float
+    l2_bytes: int
+    write_gb_per_s: float | None = None
+    by: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what asdict wrote."""
+        return cls(**data)
+
+    @property
+    def bandwidth(self) -> float:
+        """Return the highest GB/s at which memory was read, written or copied."""
+        return max(self.read_gb_per_s, self.copy_gb_per_s, self.write_gb_per_s or 0.0)
+
+    def bound(
+        self, dtype: str, flops: float, fewest_bytes: int, output_bytes: int, cache: str
+    ) -> Bound | None:
+        """Return the bound of an op; None where it needs a ceiling that is unknown."""
+        cached = self.l2_bytes if cache == "hot" else min(output_bytes, self.l2_bytes)
+        moved, rate = max(0, fewest_bytes - cached), self.matrix_tflops.get(self._rate(dtype), 0.0)
+        if (moved and not self.bandwidth) or (flops and not rate):
+            return None
+        memory_us = moved / self.bandwidth / 1e3 if moved else 0.0
+        compute_us = flops / rate / 1e6 if flops else 0.0
+        return max(memory_us, compute_us), "memory" if memory_us >= compute_us else "compute"
+
+    def after(self, rows: Iterable[Row]) -> tuple[Self, list[str]]:
+        """Return the ceilings after the rows of a run, in their order, and a line for each raise.
+
+        The bounds in the rows are by the ceilings that were in force at their contest.
+        """
+        found, lines = self, []
+        reference = [row for row in rows if row.reference]
+        for _, contest in groupby(reference, lambda row: (row.replicate, row.case.problem.id)):
+            fastest: dict[str | None, Row] = {}
+            for row in sorted(contest, key=lambda row: row.raises or 0.0):
+                fastest[row.bound_by] = row
+            for row in fastest.values():
+                if row.raises:
+                    found, line = found._raised(row, row.raises)
+                    lines.append(line)
+        return found, lines
+
+    def _rate(self, dtype: str) -> str:
+        """Name the matrix rate that bounds a dtype."""
+        rates = self.matrix_tflops
+        name = TF32 if dtype == "fp32" else dtype
+        return name if rates.get(name) else max(rates, key=lambda n: rates[n], default=name)
+
+    def _raised(self, row: Row, factor: float) -> tuple[Self, str]:
+        """Return the ceiling of the row's bound times a factor, and the line that says so."""
+        fields = row.case.problem.fields
+        who = f"{row.case.contender.kernel} (m {fields['m']}, n {fields['n']}, k {fields['k']}, "
+        who += f"{fields['dtype']}, {row.cache}, replicate {row.replicate})"
+        if row.bound_by == "memory":
+            name, unit, before = "read", "GB/s", self.bandwidth
+            raised = replace(self, read_gb_per_s=factor * before)
+        else:
+            name, unit = self._rate(str(fields["dtype"])), "TFLOP/s"
+            before = self.matrix_tflops[name]
+            rates = {**self.matrix_tflops, name: factor * before}
+            raised = replace(self, matrix_tflops=rates)
+        line = f"{name} raised from {before:.6g} to {factor * before:.6g} {unit} by {who}"
+        return replace(raised, by={**self.by, name: who}), line
+
+
+def judged(row: Row, time_us: float) -> Row:
+    """Hold a median against the bound in its row: see LIGHT. A reference row is never too fast."""
+    if row.bound_us is None:
+        return row
+    found = f"{time_us:.2f} µs where {row.bound_by} allows {row.bound_us:.2f} µs"
+    if row.reference:
+        if time_us >= row.bound_us:
+            return row
+        raises = row.bound_us / time_us
+        return replace(row, detail=f"{found}: it raises the ceiling", raises=raises)
+    if time_us < LIGHT * row.bound_us:
+        return replace(row, status=Status.FASTER_THAN_LIGHT, detail=found)
+    return row

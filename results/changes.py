@@ -1,0 +1,189 @@
+"""What changed between a run and another one, case by case, and why.
+
+    ratio   how many times as fast in the other run:  speed-up there / speed-up here, each over the
+            baseline of its own run; of a baseline itself, and where there is none, the ratio of
+            times, if both ran on the same kind of device
+    low     and high: from the ends of both intervals; so a case is called different rather late
+
+    slower           equal                 faster
+   [======]     |    [====|===]     |     [======]      anything else is unclear
+   -------------+---------+---------+-----------------> ratio
+          1/(1+floor)     1     1+floor                 floor: the larger one, or LEAST
+
+A case that was ok and is not is `broken`; one that became unsupported, or ok, is `gone` or `new`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.errors import ResultError
+from sparsebench.results.compare import Comparison, compare
+from sparsebench.results.environment import device_name, flat
+from sparsebench.results.noise import LEAST
+from sparsebench.results.record import Status
+from sparsebench.results.store import Run
+
+FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "tuned", "switches."
+GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
+
+
+class Word(StrEnum):
+    """What became of a case."""
+
+    BROKEN = "broken"
+    SLOWER = "slower"
+    FASTER = "faster"
+    UNCLEAR = "unclear"
+    EQUAL = "equal"
+    GONE = "gone"
+    NEW = "new"
+    NONE = ""  # in neither run it has a time that can be compared
+
+
+@dataclass(frozen=True)
+class Changes:
+    """A run against another one. `cases` are those of `found`, with ratio, low, high, word, why.
+
+    same_device  both ran on the same kind of device: times can be compared
+    differ       what else differs between the runs: name, here, there
+    """
+
+    found: Comparison
+    cases: pd.DataFrame
+    same_device: bool
+    differ: list[tuple[str, str, str]]
+
+    @property
+    def own(self) -> pd.DataFrame:
+        """Return the lines that are no baseline: those that are counted."""
+        return self.cases[~self.cases.is_baseline]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Count the cases by word, in the order of Word."""
+        found = self.own.word.value_counts()
+        return {str(word): int(found[word]) for word in Word if word and word in found}
+
+    @property
+    def sentence(self) -> str:
+        """Return the result: `of 57 cases 16 are slower, ...; geometric mean of ratios 0.996`."""
+        named = ", ".join(f"{count} {word}" for word, count in self.counts.items())
+        return (
+            f"{sum(self.counts.values())} cases: {named}; geometric mean of ratios {self.mean:.4g}"
+        )
+
+    @property
+    def mean(self) -> float:
+        """Return the geometric mean of the ratios; NaN where there is none."""
+        return _mean(self.own.ratio)
+
+    @property
+    def baseline_mean(self) -> float:
+        """Return that of the baselines' times; NaN between kinds of devices."""
+        return _mean(self.cases[self.cases.is_baseline].ratio)
+
+
+def changes(here: Run, there: Run) -> Changes:
+    """Compare two runs; ResultError where no case has a ratio."""
+    found = compare(here, there)
+    same = device_name(here.environment) == device_name(there.environment)
+    cases = _with_ratios(found.cases, same)
+    cases = cases.assign(word=[_word(line) for line in cases.to_dict("records")])
+    if cases.word.eq(Word.NONE).all():
+        expected = "a case with a time in either"
+        raise ResultError(f"{here.path} and {there.path}: expected {expected}, found none")
+    bases = cases[cases.is_baseline].set_index(["baseline", "case_id"]).ratio
+    moved = _mean(bases)
+    cases = cases.assign(why=[_why(line, moved) for line in cases.to_dict("records")])
+    return Changes(found, cases, same, _differing(here, there))
+
+
+def threshold(text: str) -> float:
+    """Read `slower:3%` as 0.03; ResultError says what was expected."""
+    match = GATE.fullmatch(text.strip())
+    if not match:
+        raise ResultError(f"--fail-on: expected slower:P%, such as slower:3%; found {text!r}")
+    return float(match[1]) / 100
+
+
+def failing(found: Changes, limit: float) -> pd.DataFrame:
+    """Return the cases that are broken, or slower beyond the noise and by more than `limit`."""
+    own = found.own
+    slower = (own.word == Word.SLOWER) & (own.ratio < 1 / (1 + limit))
+    return own[slower | (own.word == Word.BROKEN)]
+
+
+def _with_ratios(cases: pd.DataFrame, same_device: bool) -> pd.DataFrame:
+    is_baseline = cases.label == cases.baseline_label_a
+    speed = cases.speedup_b_over_a.notna() & ~is_baseline
+    columns = {}
+    ends = {"ratio": ("", ""), "low": ("_low", "_high"), "high": ("_high", "_low")}
+    times = {"ratio": ("median", "median"), "low": ("low", "high"), "high": ("high", "low")}
+    for name, (upper, lower) in ends.items():
+        ratio = cases[f"speedup{upper}_b"] / cases[f"speedup{lower}_a"]
+        over, under = times[name]
+        alone = cases[f"{over}_us_a"] / cases[f"{under}_us_b"]
+        columns[name] = ratio.where(speed, alone if same_device else np.nan)
+    floor = cases[["floor_a", "floor_b"]].max(axis=1).fillna(LEAST)
+    return cases.assign(is_baseline=is_baseline, by_speedup=speed, larger_floor=floor, **columns)
+
+
+def _word(line: Mapping[Any, Any]) -> Word:
+    before, now = line["status_a"], line["status_b"]
+    if before == Status.OK != now:
+        return Word.GONE if now == Status.UNSUPPORTED else Word.BROKEN
+    if now == Status.OK != before:
+        return Word.NEW
+    if np.isnan(line["ratio"]):
+        return Word.NONE
+    edge = 1 + line["larger_floor"]
+    if line["high"] < 1 / edge:
+        return Word.SLOWER
+    if line["low"] > edge:
+        return Word.FASTER
+    close = 1 / edge <= line["ratio"] <= edge
+    return Word.EQUAL if close else Word.UNCLEAR
+
+
+def _why(line: Mapping[Any, Any], moved: float) -> str:
+    """Say what could be the reason of a change: what is known to differ in this case."""
+    if line["word"] in (Word.BROKEN, Word.GONE):
+        return f"{line['status_b']}: {line['detail_b']}".replace("_", " ")
+    if line["word"] in (Word.EQUAL, Word.NONE, Word.NEW):
+        return ""
+    reasons = []
+    if _differs(line["code_a"], line["code_b"]):
+        reasons.append("other compiled code")
+    if _differs(line["choice_a"], line["choice_b"]):
+        reasons.append("another choice")
+    marks = [line[f"mark_{side}"] or "not marked" for side in ("a", "b")]
+    if marks[0] != marks[1]:
+        reasons.append(f"{marks[0]}, then {marks[1]}")
+    if line["by_speedup"] and abs(np.log(moved)) > np.log1p(line["larger_floor"]):
+        reasons.append(f"baselines are {moved:.3g} times as fast")
+    return "; ".join(reasons) or "not told by the rows"
+
+
+def _differs(before: Any, now: Any) -> bool:
+    return bool(pd.notna(before) and pd.notna(now) and before != now)
+
+
+def _differing(here: Run, there: Run) -> list[tuple[str, str, str]]:
+    before, now = flat(here.environment), flat(there.environment)
+    names = [name for name in {**before, **now} if name.startswith(FACTS)]
+    return [
+        (name.removeprefix("versions."), before.get(name, "none"), now.get(name, "none"))
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _mean(ratios: pd.Series) -> float:
+    known = np.log(ratios.dropna())
+    return float(np.exp(known.mean())) if len(known) else float("nan")

@@ -1,0 +1,185 @@
+"""Who searches, in a run of several processes: the simulated GPU, its workers in this process."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.plan.suite import Contest, read
+from sparsebench.harness.run import reproduce, runner
+from sparsebench.harness.run.confirm import confirm
+from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.run.runner import Log, Measured, pinned_by_process
+from sparsebench.harness.sim import clock, contest, worker
+from sparsebench.results import store
+from sparsebench.results.agreement import agreement
+from sparsebench.results.analysis import analyse
+from sparsebench.results.choices import Choices, choices
+from sparsebench.results.statistics import Outcome
+from sparsebench.results.store import Run
+
+SUITE = """
+schema: sparsebench/suite@1
+title: Simulated
+problems:
+  - op: linear
+    m: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    n: 64
+    k: 64
+    dtype: bf16
+    pattern: blocks
+    block: 16
+    sparsity: 0.5
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: 16}}
+  - {format: csr, kernel: cusparse_csr}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+# All is launching, 200 µs of it: bsr_triton is as fast as cublas, and cusparse_csr 1 % faster.
+SPEC = """
+schema: sparsebench/sim@1
+launch_us: 100
+efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
+"""
+
+
+class Here(runner.Worker):
+    """A worker of the simulated GPU without a process of its own: starting one takes seconds."""
+
+    def __init__(self, device: str, data: Path | None, log: Log) -> None:
+        """Read the spec."""
+        self.spec = clock.read(device)
+        environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}
+        same = {"versions": {}, "device": device}
+        self.about = {"environment": environment | same, "identity": self.spec.identity}
+        self.about["slug"] = "sim"
+
+    def ceilings(self) -> dict[str, Any]:
+        """Return what the spec says."""
+        return asdict(worker._ceilings(self.spec))
+
+    def measure(self, asked: Contest, options: Mapping[str, Any], timeout_s: float) -> Measured:
+        """Draw the rows."""
+        known = ContestOptions.from_json(dict(options))
+        given = self.spec, asked.problem, asked.contenders, known
+        return Measured(contest.run(*given, lambda case, stage: None), {})
+
+    def close(self) -> int:
+        """Do nothing."""
+        return 0
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def here() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Worker", Here)
+        patch.setattr(reproduce, "Worker", Here)
+        yield
+
+
+@pytest.fixture(scope="module")
+def verdict(here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of eight processes whose searches have a regret."""
+    return measured(tmp_path_factory.mktemp("verdict"), "regret: 0.01", replicates=8)
+
+
+def measured(folder: Path, spec: str, replicates: int, only: str = "") -> Run:
+    (folder / "mine.yaml").write_text(SUITE)
+    (folder / "spec.yaml").write_text(SPEC + spec)
+    flags = Flags(f"sim:{folder / 'spec.yaml'}", replicates=replicates, only=only)
+    return store.read(measure(read(str(folder / "mine.yaml")), flags, folder / "run", None))
+
+
+def settled(run: Run) -> dict[str, list[Any]]:
+    """Return what each case settled on, process by process."""
+    found: dict[str, list[Any]] = {}
+    for row in sorted([*run.rows, *run.reference], key=lambda row: row.replicate):
+        found.setdefault(row.case.id, []).append(row.choice)
+    return found
+
+
+def as_original(run: Run) -> bool:
+    """Say whether every twin did in each process what its original did."""
+    lines = analyse(run).rows
+    same = lines.groupby(["problem_id", "format", "kernel", "replicate"]).choice.nunique()
+    return bool(lines.twin.any() and (same == 1).all())
+
+
+def held(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the cases that are held against the baseline."""
+    return cases[~cases.twin.astype(bool) & ~cases.baseline.astype(bool)]
+
+
+def quiet(done: int, total: int, problem: str) -> None:
+    """Show no progress."""
+
+
+def test_each_process_of_a_verdict_searches(verdict: Run) -> None:
+    assert choices(verdict.state) is Choices.EACH
+    assert all(len({str(choice) for choice in found}) == 8 for found in settled(verdict).values())
+    assert as_original(verdict)
+
+
+def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
+    run = measured(tmp_path, "regret: 0.01", replicates=5, only="m=1|2")
+    assert choices(run.state) is Choices.FIRST
+    assert all(found == [found[0]] * 5 for found in settled(run).values())
+    assert as_original(run)
+    assert "leave out what a search settles on" in choices(run.state).sentence
+
+
+def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
+    device = verdict.state["flags"]["device"]
+    again = store.read(reproduce.reproduce(verdict.path, device, None, tmp_path / "again", quiet))
+    assert choices(again.state) is Choices.BUNDLE
+    assert settled(again) == settled(verdict)
+    said = " ".join(agreement(verdict, again).sentences)
+    assert "Configurations are those of the earlier run, taken without a search" in said
+    asked, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(device, replicates=8)
+    with pytest.raises(SuiteError, match="expected choices by bundle, found each process"):
+        measure(asked, flags, None, again.path)
+
+
+@pytest.mark.exhaustive
+def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
+    given = verdict.path, verdict.state["flags"]["device"], None, tmp_path / "sure", quiet
+    again = store.read(confirm(*given, cases=1, replicates=10))
+    assert choices(again.state) is Choices.BUNDLE
+    before = settled(verdict)
+    for case, found in settled(again).items():
+        known = before.get(case, found)  # twins of other problems are new
+        assert found == [known[p % 8] for p in range(10)]
+
+
+def test_a_case_that_failed_in_one_process_takes_what_another_chose(tmp_path: Path) -> None:
+    fault = "faults: [{when: 'kernel=bsr_triton m=3', fault: failed, process: 1}]"
+    run = measured(tmp_path, f"regret: 0.01\n{fault}", replicates=6, only="m=3")
+    failed = next(row.case.id for row in run.rows if row.detail and not row.case.contender.twin)
+    known = pinned_by_process(run.rows)
+    assert len(known) == 6
+    assert known[1][failed] in [known[p][failed] for p in (0, 2, 3, 4, 5)]
+
+
+def test_verdicts_on_the_simulated_gpu_are_right(tmp_path: Path) -> None:
+    """Without regret: ten equal cases, ten that are 1 % faster, at a process sd of 0.3 %."""
+    cases = held(analyse(measured(tmp_path, "process: 0.003", replicates=8)).cases)
+    equal, faster = (cases[cases.kernel == name] for name in ("bsr_triton", "cusparse_csr"))
+    assert not equal.outcome.isin([Outcome.FASTER, Outcome.SLOWER]).any()
+    assert (faster.outcome == Outcome.FASTER).sum() >= 9
+    assert not (faster.outcome == Outcome.NO_DIFFERENCE).any()
+
+
+def test_with_regret_intervals_on_the_simulated_gpu_hold_the_truth(verdict: Run) -> None:
+    cases = held(analyse(verdict).cases)
+    truth = np.where(cases.kernel == "bsr_triton", 1.0, 1.01)
+    assert np.mean((cases.speedup_low <= truth) & (truth <= cases.speedup_high)) >= 0.9

@@ -1,0 +1,148 @@
+"""Kernels that attack the contest get no time, and the others' rows are what they are without."""
+
+import gc
+import json
+import pkgutil
+import weakref
+from dataclasses import asdict
+
+import hostile
+import hostile_gpu
+import pytest
+import torch
+
+from sparsebench.harness.bench import check, contest, spots, timing
+from sparsebench.harness.bench.entry import ContestOptions, Fatal
+from sparsebench.harness.bench.guard import Guard, Meddled, checksum
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+
+CPU = torch.device("cpu")
+FIELDS = {"m": 64, "n": 64, "k": 64, "pattern": "blocks", "block": 16, "sparsity": 0.5}
+PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
+BASELINE = Contender("dense", "torch_dense", baseline=True)
+BLOCKS = {"block": 16}
+SAID = {
+    "zeroes_the_weight": "prepare: changed the operand w",
+    "zeroes_the_activations": "prepare: changed the operand x",
+    "spoils_shared_values": "prepare: changed w's values in bsr",
+    "spoils_shared_values_late": "check: changed w's values in bsr",
+    "returns_the_activations": "check: returned memory of the operand x",
+    "returns_the_weight": "check: returned memory of the operand w",
+    "odd_choice": "choice: expected text, numbers and lists: Object of type int64",
+    "odd_code": "code: expected text or None, found object",
+    "caches_by_version": "calls that were looked at are wrong",
+    "lazy": "expected a tensor, found Lazy",
+    "knows_its_caller": "calls that were looked at are wrong",
+    "computes_the_draws": "before timing: relative error",
+    "looks_for_poison": "calls that were looked at are wrong",
+    "wrong_in_one_call_of_fifty": "calls that were looked at are wrong",
+    "replaces_the_check": "prepare: replaced sparsebench.harness.bench.contest.check",
+    "replaces_code_of_the_check": "replaced _judge.__code__",
+    "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
+    "works_in_a_thread": "before timing: ",
+}
+
+
+LATE = "spoils_while_timed"
+
+
+def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
+    return contest.run(problem, list(contenders), CPU, None)[0]
+
+
+def test_every_hostile_kernel_is_named() -> None:
+    assert {*SAID, LATE} == {module.name for module in pkgutil.iter_modules(hostile.__path__)}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spots, "BURST_S", 60.0)  # no test depends on how fast the machine is
+    innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
+    stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
+    clock, judge = timing.perf_counter, check._judge.__code__
+    first, second, found = rows(*innocents, Contender(stored[0], f"hostile.{name}", stored[1]))
+    assert (timing.perf_counter, check._judge.__code__) == (clock, judge)
+    for innocent in (first, second):
+        assert innocent.status is Status.OK, innocent.detail
+        assert innocent.error is not None
+        assert innocent.error < 1e-6
+        assert innocent.samples_us
+    wanted = Status.FAILED if name.startswith("odd") else Status.WRONG
+    assert found.status is wanted
+    assert SAID[name] in found.detail
+    assert not found.samples_us
+    json.dumps([asdict(row) for row in (first, second, found)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(hostile_gpu.__path__)])
+def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
+    problem = Problem("linear", {**FIELDS, "m": 256, "n": 512, "k": 512, "dtype": "bf16"})
+    contenders = [Contender("dense", "cublas"), Contender("dense", f"hostile_gpu.{name}")]
+    options = ContestOptions(measures=(("kernel", "cold"), ("op", "cold")))
+    found, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
+    assert [row.status for row in found] == [Status.OK] * 2 + [Status.WRONG] * 2
+    assert not any(row.samples_us for row in found[2:])
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_knows_whose_it_is(
+    attempt: int,
+) -> None:
+    spoiler = Contender("bsr", f"hostile.{LATE}", BLOCKS)
+    contenders = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS), spoiler]
+    with pytest.raises(Fatal, match="timing: changed w's values in bsr") as found:
+        contest.run(PROBLEM, contenders, CPU, None, ContestOptions(attempt=attempt))
+    assert found.value.case == (Case(PROBLEM, spoiler).id if attempt else "")
+
+
+def test_draws_are_never_the_same_and_the_row_has_them() -> None:
+    first, second = (rows(BASELINE)[0].draws for _ in range(2))
+    assert len(first) == len(second) == 3  # before, while, after
+    assert len({*first, *second}) == 6
+
+
+def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
+        array = torch.randn(3, 5001).to(dtype)
+        before = int(checksum(array, 1))
+        assert int(checksum(array.clone(), 1)) == before
+        bits = array.view(torch.uint8).view(-1)
+        bits[-1] ^= 1
+        assert int(checksum(array, 1)) != before
+        bits[-1] ^= 1
+        bits[[0, 4096]] = bits[[4096, 0]]
+        assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
+
+
+def test_memory_that_was_given_back_is_missed_and_taken_back() -> None:
+    array = torch.ones(100)
+    guard = Guard(CPU)
+    guard.watch({"it": array}, lambda: array.fill_(1))
+    guard.check()
+    array.untyped_storage().resize_(0)
+    with pytest.raises(Meddled, match="changed it"):
+        guard.check()
+    guard.check()
+    assert bool((array == 1).all())
+
+
+def test_a_contest_that_is_over_holds_no_memory() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    kept = contest.Guard.watch
+
+    def watch(guard: Guard, arrays: dict[str, torch.Tensor], *rest: object, **more: bool) -> None:
+        alive.extend(weakref.ref(array) for array in arrays.values())
+        kept(guard, arrays, *rest, **more)
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(contest.Guard, "watch", watch)
+            rows(BASELINE, Contender("bsr", "scipy_bsr", BLOCKS))
+        assert alive
+        assert not [find for find in alive if find() is not None]
+    finally:
+        gc.enable()

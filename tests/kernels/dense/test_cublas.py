@@ -1,0 +1,281 @@
+"""The dense baseline: its ways, what is asked of cuBLASLt, and what the row says, on the CPU.
+
+cuBLASLt itself is emulated (cublaslt_on_cpu.py). Tests marked gpu call the library.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import cublaslt_on_cpu
+import pytest
+import torch
+from cublaslt_on_cpu import ANY, TILED, VERSION
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import Search, Trial
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS
+from sparsebench.kernels.dense import _cublaslt, cublas
+from sparsebench.kernels.dense.cublas import Product, Way
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPES = [(1, 16, 32), (3, 1, 5), (17, 9, 1), (1, 1, 1), (16, 40, 24)]
+UNAVAILABLE = "needs nvmath-python: pip install 'sparsebench[gpu]'"
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products on the CPU call the emulation as they call cuBLASLt on a GPU."""
+    bindings = SimpleNamespace(cublasLt=cublaslt_on_cpu)
+    monkeypatch.setitem(sys.modules, "nvmath", SimpleNamespace(bindings=bindings))
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", bindings)
+    monkeypatch.setattr(_cublaslt, "unavailable", lambda: None)
+    monkeypatch.setattr(_cublaslt, "_handle", lambda device: 1)
+    monkeypatch.setattr(cublas, "_on_gpu", lambda product: True)
+    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+
+def drawn(*shape: int, dtype: str) -> Tensor:
+    return torch.randn(shape).to(DTYPES[dtype])
+
+
+def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any) -> Product:
+    arguments = {
+        "linear": {"w": (n, k), "x": (m, k)},
+        "linear_dgrad": {"w": (n, k), "dy": (m, n)},
+        "linear_wgrad": {"dy": (m, n), "x": (m, k)},
+    }[op]
+    a, b = cublas.PRODUCTS[op](**{name: drawn(*s, dtype=dtype) for name, s in arguments.items()})
+    out = torch.full((len(a), b.shape[1]), torch.nan, dtype=OUTPUTS[dtype])
+    return Product(a, b, out, op != "linear_wgrad", **more)
+
+
+def right(product: Product) -> Tensor:
+    return product.scale * (product.a.double() @ product.b.double())
+
+
+def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> list[Way]:
+    """Let the search keep the first way that is wanted; return the list of those that it times."""
+    seen: list[Way] = []
+    found = cublas.ways_of
+
+    def noted(product: Product, layout: Any) -> list[Way]:
+        ways = found(product, layout)
+        seen.extend(ways)
+        return ways
+
+    def chosen(calls: Sequence[object], device: torch.device) -> Search:
+        assert len(calls) == len(seen)
+        seen.sort(key=lambda way: way.algorithm is not None)
+        best = next(i for i, way in enumerate(seen) if wanted(way))
+        return Search(best, (Trial(1.0),) * len(calls))
+
+    monkeypatch.setattr(cublas, "ways_of", noted)
+    monkeypatch.setattr(cublas, "screened", lambda calls, *_: [*range(len(calls))])
+    monkeypatch.setattr(cublas, "searched", chosen)
+    return seen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", cublas.PRODUCTS)
+@pytest.mark.usefixtures("emulated")
+def test_every_way_computes_the_product_of_redrawn_activations(
+    op: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = product_of(op, *shape)
+    seen = taking(monkeypatch, lambda way: True)
+    cublas.fastest_way(product)
+    assert {way.library for way in seen} == {"cublas", "cublaslt"}
+    for way in seen:
+        launch = cublas.fastest_way(product, cublas._choice(way, product))
+        product.a.normal_()
+        product.out.fill_(torch.nan)
+        assert launch() is product.out
+        torch.testing.assert_close(product.out.double(), right(product), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
+@pytest.mark.usefixtures("emulated")
+def test_every_way_is_right_in_narrow_types_and_in_fp8_scaled(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = product_of("linear", 5, 32, 48, dtype, scale=0.25 if dtype == "fp8" else 1.0)
+    seen = taking(monkeypatch, lambda way: True)
+    cublas.fastest_way(product)
+    direct = [way for way in seen if way.algorithm]
+    assert {way.weights for way in direct} == ({"rows"} if dtype == "fp8" else {"rows", "columns"})
+    accumulations = {True, False} if dtype == "fp8" else {None}
+    assert {way.use_fast_accum for way in seen} == accumulations
+    for way in seen:
+        launch = cublas.fastest_way(product, cublas._choice(way, product))
+        torch.testing.assert_close(launch().double(), right(product), rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = product_of("linear", 4, 8, 16, relu=True)
+    seen = taking(monkeypatch, lambda way: True)
+    cublas.fastest_way(product)
+    for way in seen:
+        launch = cublas.fastest_way(product, cublas._choice(way, product))
+        torch.testing.assert_close(launch().double(), right(product).relu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_algorithms_are_also_asked_for_more_tokens_and_equal_ones_are_timed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = taking(monkeypatch, lambda way: True)
+    cublas.fastest_way(product_of("linear", 16, 32, 48))
+    direct = [way for way in seen if way.algorithm]
+    assert len(set(direct)) == len(direct) == len(seen) - 4
+    by_rows = [(w.algorithm.id, w.tokens) for w in direct if w.weights == "rows" and w.algorithm]
+    assert by_rows[:3] == [(ANY, 16), (TILED, 16), (TILED, 32)]
+
+
+@pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
+@pytest.mark.usefixtures("emulated")
+def test_short_products_also_try_what_is_never_proposed_together(n: int, combined: bool) -> None:
+    a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
+    gemm = Product(a, b, out).gemms[None]
+    found = cublas._algorithms(gemm)
+    proposed = {algorithm for algorithm, tokens in found if tokens is not None}
+    others = {algorithm for algorithm, tokens in found if tokens is None} - proposed
+    assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
+    assert ((32, 1) in {(each.tile, each.option) for each in others}) == combined
+
+
+@pytest.mark.parametrize("left", [torch.nan, 1.0])
+@pytest.mark.usefixtures("emulated")
+def test_a_combination_that_is_wrong_is_not_timed(
+    left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = product_of("linear", 16, 32, 48)
+    bind, timed = _cublaslt.bind, []
+
+    def broken(gemm: Any, algorithm: Any, space: Any = None) -> Callable[[], Tensor]:
+        wrong = (algorithm.tile, algorithm.option) == (32, 1)
+        return (lambda: product.out.fill_(left)) if wrong else bind(gemm, algorithm, space)
+
+    monkeypatch.setattr(_cublaslt, "bind", broken)
+    seen = taking(monkeypatch, lambda way: True)
+    monkeypatch.setattr(cublas, "searched", lambda calls, _: timed.extend(calls) or Search(0))
+    cublas.fastest_way(product)
+    assert len(timed) == len(seen) - len(cublas.LAYOUTS)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = product_of("linear", 16, 32, 48)
+    wanted = lambda way: way.weights == "columns" and way.tokens == 32  # noqa: E731
+    taking(monkeypatch, wanted)
+    launch = cublas.fastest_way(product)
+    assert launch.candidates[0]["choice"] == {"library": "cublas", "weights": "rows"}
+    assert [line["choice"].get("tokens") for line in launch.candidates if "kept" in line] == [32]
+    assert launch.choice == {
+        "library": "cublaslt",
+        "weights": "columns",
+        "algorithm": {
+            **{"id": TILED, "tile": 32, "split_k": 1, "reduction": 0, "swizzle": 0},
+            **{"option": 0, "stages": 5, "inner_shape": 2, "cluster_shape": 3},
+        },
+        "tokens": 32,
+        "version": VERSION,
+    }
+    monkeypatch.setattr(cublas, "searched", None)  # a search would raise
+    again = cublas.fastest_way(product, json.loads(json.dumps(launch.choice)))
+    assert again.choice == launch.choice
+    assert torch.equal(launch().clone(), again())
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_algorithm_that_the_library_refuses_is_unsupported() -> None:
+    product = product_of("linear", 16, 32, 48)
+    pinned = {"library": "cublaslt", "algorithm": {"id": TILED, "tile": 8}}
+    with pytest.raises(Unsupported, match=f"cuBLASLt {VERSION} does not accept the algorithm"):
+        cublas.fastest_way(product, pinned)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_without_nvmath_the_row_says_what_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cublaslt, "unavailable", lambda: UNAVAILABLE)
+    product = product_of("linear", 16, 32, 48)
+    seen = taking(monkeypatch, lambda way: True)
+    launch = cublas.fastest_way(product)
+    assert [way.algorithm for way in seen] == [None] * 4
+    assert launch.choice == {
+        "library": "cublas",
+        "weights": "rows",
+        "untried": f"cuBLASLt called directly: {UNAVAILABLE}",
+    }
+    direct = {"library": "cublaslt", "algorithm": {"id": ANY}}
+    with pytest.raises(Unsupported, match="needs nvmath-python"):
+        cublas.fastest_way(product, direct)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_activation_is_never_copied_to_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = taking(monkeypatch, lambda way: True)
+    cublas.fastest_way(product_of("linear_wgrad", 16, 32, 48))
+    assert {way.weights for way in seen} == {None}
+
+
+def test_a_choice_of_an_older_run_is_taken_as_it_is() -> None:
+    product = product_of("linear", 3, 8, 16)
+    launch = cublas.fastest_way(product, {"library": "cublas"})
+    assert launch.choice == {"library": "cublas"}
+    torch.testing.assert_close(launch().double(), right(product), rtol=1e-5, atol=1e-5)
+
+
+# ---- on a GPU ----
+
+
+def on_gpu(product: Product) -> Product:
+    """Move the operands, keeping which of their sides is contiguous."""
+    return replace(product, **{n: getattr(product, n).to(CUDA) for n in ("a", "b", "out")})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 64, 128), (3, 1000, 336), (17, 80, 4112), (1000, 528, 48)])
+@pytest.mark.parametrize("op", cublas.PRODUCTS)
+def test_every_way_is_right_in_a_graph_on_a_gpu(
+    op: str, shape: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == "fp8" and (op != "linear" or cublas.unsupported_fp8(CUDA)):
+        pytest.skip("fp8 is of linear, on a device that has it")
+    product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32"))
+    seen = taking(monkeypatch, lambda way: True)
+    cublas.fastest_way(product)
+    for way in [*seen[:4], *seen[4::20]]:  # of up to a thousand
+        launch, graph = (
+            cublas.fastest_way(product, cublas._choice(way, product)),
+            torch.cuda.CUDAGraph(),
+        )
+        launch()
+        with torch.cuda.graph(graph):
+            launch()
+        product.a.copy_(torch.randn(product.a.shape))
+        product.out.fill_(torch.nan)
+        graph.replay()
+        error = (product.out.double() - right(product)).norm() / right(product).norm()
+        assert error < {"fp32": 1e-6, "tf32": 1e-3, "fp16": 1e-3}.get(dtype, 8e-3), way
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 1001, 333), (17, 13, 7), (1, 1, 5)])
+def test_odd_sizes_are_right_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    for op in cublas.PRODUCTS:
+        product = on_gpu(product_of(op, *shape, "bf16"))
+        launch = cublas.fastest_way(product)
+        again = cublas.fastest_way(product, json.loads(json.dumps(launch.choice)))
+        for call in (launch, again):
+            product.out.fill_(torch.nan)
+            torch.testing.assert_close(call().double(), right(product), rtol=8e-3, atol=8e-2)

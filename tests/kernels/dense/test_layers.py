@@ -1,0 +1,151 @@
+"""Dense layers of several products: right, from what a row names, and on activations drawn anew."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
+from sparsebench.kernels.dense import _layers, cublas, cublas_ffn
+from sparsebench.results.record import Problem
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SIZES = [(3, 40, 24), (33, 272, 136)]
+
+
+@pytest.fixture(autouse=True)
+def _no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():  # a build of torch without cuBLASLt refuses its name
+        monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+
+
+def problem(op: str, sizes: tuple[int, int, int], dtype: str, activation: str) -> Problem:
+    fields = dict(zip("mnk", sizes, strict=True)) | {"dtype": dtype, "activation": activation}
+    defaults = load_op(op).defaults
+    return Problem(op, {**defaults, **fields}, 0, defaults=defaults)
+
+
+def given(asked: Problem, device: torch.device) -> Operands:
+    """Draw operands; weights such that sums keep to 1."""
+    op, weights, activations = load_op(asked.op), {}, {}
+    for name, operand in op.operands.items():
+        drawn = torch.randn([asked[size] for size in operand.shape], device=device)
+        if operand.role == "weight":
+            drawn = (drawn / drawn.shape[1] ** 0.5).to(DTYPES[asked["dtype"]])
+            weights[name] = Dense.from_dense(drawn)
+        else:
+            activations[name] = drawn.to(DTYPES[asked["dtype"]])
+    return Operands(asked, weights, activations, bound(op.definition, asked))
+
+
+def assert_right(launch: Launch, operands: Operands) -> None:
+    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    asked, op = operands.problem, load_op(operands.problem.op)
+    for activation in operands.activations.values():
+        activation.copy_(torch.randn(activation.shape))
+    out = launch()
+    assert isinstance(out, Tensor)
+    out.fill_(torch.nan)
+    weights = {name: w.to_dense() for name, w in operands.weights.items()}
+    given = {**weights, **operands.activations}
+    exact = {name: t.double() for name, t in given.items()}
+    right, plain = (bound(op.definition, asked)(**each) for each in (exact, given))
+    spread, dtype = bound(op.spread, asked)(**exact), OUTPUTS[asked["dtype"]]
+    expected = Expected(right, spread, dtype, op.depth(**exact), plain=plain)
+    verdict = check(launch(), expected)
+    assert verdict.reason is None, verdict.reason
+
+
+def assert_right_twice(operands: Operands, prepare: Any) -> None:
+    """Prepare, and again from what a row names."""
+    launch = prepare(operands)
+    assert_right(launch, operands)
+    again = prepare(replace(operands, pinned=json.loads(json.dumps(launch.choice))))
+    assert again.choice == launch.choice
+    assert_right(again, operands)
+
+
+@compiled
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_layer_without_a_gate_is_two_products(
+    dtype: str, activation: str, sizes: tuple[int, int, int]
+) -> None:
+    operands = given(problem("mlp", sizes, dtype, activation), CPU)
+    assert_right_twice(operands, _layers.mlp)
+    assert [*_layers.mlp(operands).choice] == ["up", "down"]
+
+
+@compiled
+def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
+    operands = given(problem("mlp", SIZES[0], "fp32", "relu"), CPU)
+    launch = cublas.prepare(replace(operands, pinned={"library": "cublaslt"}))
+    assert launch.choice == {"library": "cublaslt"}
+    assert_right(launch, operands)
+
+
+@compiled
+def test_between_products_memory_is_read_and_written_in_16_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = _layers._backward
+    constants = {"TOKENS": _layers.TOKENS, "FEATURES": _layers.FEATURES, "SQUARED": False}
+    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("products", "dh", "h", "gradients"), "*bf16")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 5)}  # all but m
+    source = ASTSource(function, kinds, constants, aligned)
+    ptx = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ptx.count("ld.global.v4") == ptx.count("ld.global") > 0
+    assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
+
+
+@compiled
+@has_interpreter
+def test_layers_are_right_in_the_interpreter() -> None:
+    assert_passes(__file__, "-k", "interpreted_")
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_an_interpreted_training_step_is_six_products(
+    activation: str, sizes: tuple[int, int, int]
+) -> None:
+    operands = given(problem("ffn_step", sizes, "fp16", activation), CPU)
+    assert_right_twice(operands, _layers.ffn_step)
+    names = [*_layers.ffn_step(operands).choice]
+    assert names == ["gate_up", "dh", "y", "dx", "dw", "dwd"]
+
+
+@interpreted
+def test_interpreted_gate_and_up_are_one_product_or_two() -> None:
+    operands = given(problem("ffn", SIZES[0], "fp16", "silu"), CPU)
+    for pair in cublas_ffn.PAIRS:
+        pinned = {name: {"library": "cublas"} for name in (*pair, "down")}
+        launch = cublas_ffn.prepare(replace(operands, pinned=pinned))
+        assert launch.choice == pinned
+        assert_right(launch, operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 1000, 333), (1000, 2048, 512)])
+@pytest.mark.parametrize("op", ["mlp", "ffn", "ffn_step"])
+def test_layers_are_right_on_a_gpu(op: str, sizes: Any, activation: str, dtype: str) -> None:
+    assert_right_twice(given(problem(op, sizes, dtype, activation), CUDA), cublas.prepare)

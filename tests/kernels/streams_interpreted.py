@@ -1,0 +1,43 @@
+"""Streams of memory in Triton's interpreter: run by test_ceilings.
+
+Not collected by itself: TRITON_INTERPRET=1 must be set before triton is imported.
+"""
+
+import pytest
+import torch
+
+from sparsebench.kernels._common import streams
+
+SIZE = 2**16
+
+
+def source() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(-1000, 1000, (SIZE,), dtype=torch.int32)  # no sum overflows
+
+
+def test_a_reader_reads_every_element() -> None:
+    wanted = source()
+    for label, reader in streams.readers(wanted):
+        found = reader().sum(dtype=torch.int32)
+        assert found == wanted.sum(dtype=torch.int32), label
+
+
+def test_a_writer_writes_every_element() -> None:
+    target = torch.empty(SIZE, dtype=torch.int32)
+    for label, writer in streams.writers(target):
+        target.zero_()
+        assert bool((writer() == 1).all()), label
+
+
+def test_a_copier_copies_every_element() -> None:
+    wanted = source()
+    target = torch.empty_like(wanted)
+    for label, copier in streams.copiers(wanted, target):
+        target.zero_()
+        assert torch.equal(copier(), wanted), label
+
+
+def test_a_tensor_of_part_of_a_chunk_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected int32 in whole chunks of 1024, found 1000"):
+        list(streams.readers(torch.zeros(1000, dtype=torch.int32)))

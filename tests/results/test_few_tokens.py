@@ -1,0 +1,88 @@
+"""A dense product of few tokens never takes longer than that of more, in published rows."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import PUBLISHED
+
+from sparsebench.results import store
+from sparsebench.results.few_tokens import MARGINS, slower_with_fewer
+from sparsebench.results.frame import frame
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+
+FIELDS = {"n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9, "block": 16}
+FIRST = 3  # the version of rows whose dense baselines were searched among cuBLASLt's algorithms
+
+
+def row(m: int, time_us: float, kernel: str = "cublas", **changed: Any) -> Row:
+    fields = {**FIELDS, "m": m, **{n: v for n, v in changed.items() if n in FIELDS}}
+    rest = {n: v for n, v in changed.items() if n not in FIELDS}
+    case = Case(Problem("linear", fields), Contender("dense", kernel, baseline=True))
+    return Row(**{"case": case, "status": Status.OK, "samples_us": (time_us,) * 4, **rest})
+
+
+def found(*rows: Row) -> list[tuple[int, int]]:
+    lines = slower_with_fewer(frame(rows))
+    return [*zip(lines.m.astype(int), lines.more_m.astype(int), strict=True)]
+
+
+def test_fewer_tokens_may_take_less_or_as_long() -> None:
+    assert found(row(16, 60.0), row(64, 61.0), row(256, 90.0)) == []
+
+
+def test_fewer_tokens_that_take_longer_are_found_beside_the_fastest_of_more() -> None:
+    assert found(row(16, 70.0), row(32, 68.0), row(64, 66.0), row(256, 90.0)) == [(16, 64)]
+    assert found(row(1, 80.0), row(16, 75.0), row(64, 60.0)) == [(1, 64), (16, 64)]
+
+
+@pytest.mark.parametrize("time_us", [5.0, 15.0, 60.0, 500.0])
+def test_differences_within_the_noise_of_a_call_of_this_length_are_none(time_us: float) -> None:
+    margin = next(margin for below, margin in MARGINS.items() if time_us < below)
+    assert found(row(16, time_us * (1 + 0.9 * margin)), row(64, time_us)) == []
+    assert found(row(16, time_us * (1 + 1.1 * margin)), row(64, time_us)) == [(16, 64)]
+
+
+def test_a_time_is_the_median_of_its_processes() -> None:
+    slow = [row(16, time_us, replicate=i) for i, time_us in enumerate((60.0, 99.0, 61.0))]
+    assert found(*slow, row(64, 60.0)) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"n": 128},
+        {"dtype": "fp8"},
+        {"scope": "op"},
+        {"cache": "hot"},
+        {"device": "another"},
+        {"kernel": "torch_compile"},
+        {"status": Status.FAILED},
+    ],
+)
+def test_only_times_of_the_same_product_measured_alike_are_compared(other: Any) -> None:
+    assert found(row(16, 70.0), row(64, 60.0, **other)) == []
+
+
+def test_only_the_baseline_counts() -> None:
+    tuned = Case(Problem("linear", {**FIELDS, "m": 64}), Contender("bsr", "bsr_triton"))
+    assert found(row(16, 70.0), row(64, 60.0, case=tuned)) == []
+
+
+def version(path: Path) -> int:
+    """Return the version of a run's rows."""
+    zipped = path / "rows.jsonl.gz"
+    with gzip.open(zipped, "rt") if zipped.exists() else (path / "rows.jsonl").open() as file:
+        return int(json.loads(file.readline())["schema"].split("@")[1])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [run.parent for run in PUBLISHED.rglob("run.json") if version(run.parent) >= FIRST],
+    ids=lambda path: str(path.relative_to(PUBLISHED)),
+)
+def test_no_published_dense_product_of_few_tokens_is_slower_than_one_of_more(path: Path) -> None:
+    lines = slower_with_fewer(frame(store.read(path).rows))
+    assert lines.empty, lines.to_string()

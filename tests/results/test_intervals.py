@@ -1,0 +1,107 @@
+"""What verdicts and looks promise, on simulated clocks; harness/NOTES.md has the whole tables."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from places import ROOT
+from sample import exhaustive
+from simulated_runs import (
+    DESIGNS,
+    LENGTHS_US,
+    apart,
+    covered,
+    different,
+    interval,
+    outcomes,
+    overlap,
+    simulated,
+)
+
+from sparsebench.results import store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.compare import APART, tolerance
+from sparsebench.results.noise import classes
+from sparsebench.results.statistics import Outcome
+
+RUNS = 1000
+SLACK = 0.015  # two standard errors of 5 % of RUNS
+DIFFERENT = Outcome.FASTER, Outcome.SLOWER
+BY_NAME = {design.name: design for design in DESIGNS}
+
+
+def draw(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("process", [0.003, 0.01])
+@pytest.mark.parametrize("processes", [8, exhaustive(6), exhaustive(20)])
+def test_with_regret_the_interval_holds_another_runs_truth(process: float, processes: int) -> None:
+    same = {"process": process, "regret": 0.01, "processes": processes}
+    runs = simulated(RUNS, draw(1), groups=processes, **same)
+    found = interval(runs.logs, BY_NAME["every process"], 0.01)
+    assert covered(found, runs.another) >= 0.93
+    assert different(found) <= 0.05 + SLACK
+
+
+def test_a_search_that_all_processes_share_is_outside_the_interval() -> None:
+    runs = simulated(RUNS, draw(2), process=0.003, regret=0.01, groups=1)
+    assert covered(interval(runs.logs, DESIGNS[0], 0.01), runs.another) < 0.2
+    fixed = simulated(RUNS, draw(3), process=0.003, regret=0.01, groups=0)
+    assert covered(interval(fixed.logs, DESIGNS[-1], 0.01), fixed.another) >= 0.93
+
+
+@pytest.mark.parametrize("call_us", [4.5, 14.0, 200.0])
+@pytest.mark.parametrize("process", [0.003, 0.01])
+def test_equal_things_are_called_different_in_at_most_5_percent(
+    call_us: float, process: float
+) -> None:
+    said = outcomes(simulated(RUNS, draw(4), process=process, call_us=call_us).logs)
+    assert sum(said[word] for word in DIFFERENT) <= 0.05 + SLACK
+
+
+@pytest.mark.parametrize("call_us", [4.5, 14.0, 200.0])
+@pytest.mark.parametrize("process", [0.001, 0.003])
+def test_one_percent_is_found_in_90_percent(call_us: float, process: float) -> None:
+    found = outcomes(simulated(RUNS, draw(5), ratio=1.01, process=process, call_us=call_us).logs)
+    assert found[Outcome.FASTER] >= 0.9
+    lost = outcomes(simulated(RUNS, draw(6), ratio=0.99, process=process, call_us=call_us).logs)
+    assert lost[Outcome.SLOWER] >= 0.9
+
+
+@pytest.mark.parametrize("process", [0.003, 0.01, exhaustive(0.02)])
+@pytest.mark.parametrize("ratio", [1.01, 1.02, 1 / 1.01, exhaustive(1.03)])
+def test_no_difference_is_wrong_in_at_most_5_percent(ratio: float, process: float) -> None:
+    said = outcomes(simulated(RUNS, draw(7), ratio=ratio, process=process).logs)
+    assert said[Outcome.NO_DIFFERENCE] <= 0.05
+
+
+def test_no_difference_is_found_where_there_is_none() -> None:
+    said = outcomes(simulated(RUNS, draw(8), process=0.003).logs)
+    assert said[Outcome.NO_DIFFERENCE] >= 0.95
+
+
+@pytest.mark.parametrize("length", LENGTHS_US)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_looks_at_equal_things_disagree_in_at_most_5_percent(length: str, processes: int) -> None:
+    assert apart(length, processes, 1.0, RUNS, draw(9)) <= 0.05
+    assert apart(length, processes, 1.25, RUNS, draw(10)) >= 0.9
+
+
+def test_ranges_of_three_processes_are_disjoint_by_chance_in_a_tenth() -> None:
+    assert overlap("above 100 µs", 3, 4000, draw(11)) == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("run", ["decode", "quick"])
+def test_parts_of_published_runs_agree_with_each_other(run: str, processes: int) -> None:
+    """Every pair of looks that share no process, as if each were a run of its own."""
+    cases = analyse(store.read(ROOT / "results/published/nvidia-h200" / run)).cases
+    raced = cases[cases.outcome != ""]
+    logs = np.log(np.array(raced.speedups.to_list()))
+    allowed = [tolerance(APART[name], processes, processes) for name in classes(raced)]
+    parts = list(combinations(range(8), processes))
+    pairs = [pair for pair in combinations(parts, 2) if not set(pair[0]) & set(pair[1])]
+    means = {part: logs[:, part].mean(axis=1) for part in parts}
+    away = np.array([np.abs(means[a] - means[b]) for a, b in pairs])
+    assert np.mean(away > np.log1p(allowed)) <= 0.05
