@@ -21,7 +21,7 @@ from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.summary import NoCrossing, crossing
 from sparsebench.results.views import ANY, View, ordered
-from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, times
+from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, supported
 
 ASKED = {"level": (0.5, 0.9), "m": (16, 4096)}  # what readers ask about, where it was measured
 
@@ -102,7 +102,7 @@ def sentences(view: View) -> list[str]:
     if view.cells.best_gain.isna().all():
         return ["No dense contender has a time here: there is nothing to compare with."]
     if not (view.cells.best_gain > 1).any():
-        top = view.cells.loc[view.cells.best_gain.idxmax()]
+        top = view.cells.nlargest(1, "best_gain").iloc[0]
         near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {_place(view, top)}."
         return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
     first = _crossings(view) if view.x == "level" else _spans(view)
@@ -142,7 +142,9 @@ def word(name: str, value: Any) -> str:
 def _shared(view: View, name: str) -> str:
     if view.choice.get(name) == ANY:
         return ANY
-    values = view.cells[name].dropna().map(plain).unique() if name in view.cells else []
+    if name not in view.cells:
+        return ""
+    values = list(view.cells[name].dropna().map(plain).unique())
     constant = len(values) == 1 and values[0] not in ("", "1" if name == "block" else "")
     return str(values[0]) if constant else ""
 
@@ -275,7 +277,7 @@ def winner(line: "pd.Series[Any]") -> str:
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         named = "best sparse peer" if other == "peer" else "best of ours"
-        beside = f"; {named} {line[f'{other}_name']} {times(line[f'{other}_gain'])}"
+        beside = f"; {named} {line[f'{other}_name']} {_short(line, other)}"
     peer = " (a peer)" if other == "ours" else ""
     best = f"{contender(line, 'best')}{peer}"
     if line.best_gain > 1:
@@ -285,6 +287,10 @@ def winner(line: "pd.Series[Any]") -> str:
     if not line.best_settled:
         dense = f"not settled, dense ({line.dense_name}, {duration(line.dense_median_us)})"
     return f"{dense}; nearest {best}, {_gain(line)}"
+
+
+def _short(line: Any, side: str) -> str:
+    return supported(*(line[f"{side}_{part}"] for part in ("gain", "low", "high")))
 
 
 def _gain(line: Any) -> str:
