@@ -43,17 +43,21 @@ def raced(cases: pd.DataFrame) -> pd.DataFrame:
     found = found[found.median_us.notna()]
     if found.empty:
         return found
-    families = found.kernel.map(family)
-    active = (families == "sparse_activations") & (found.format == "dense")
-    dense = ((found.format == "dense") & ~active) | chose_dense(found)
-    sides = np.select([dense, families.isin(OURS)], ["dense", "ours"], "peer")
+    kind = kinds(found)
+    dense, own = (kind == "dense") | chose_dense(found), found.kernel.map(family).isin(OURS)
     found = found.assign(
-        side=sides,
-        kind=found.format.mask(active, "activations"),
+        side=np.select([dense, own], ["dense", "ours"], "peer"),
+        kind=kind,
         name=_names(found),
         tile=_tiles(found),
     )
     return _against_dense(found)
+
+
+def kinds(cases: pd.DataFrame) -> pd.Series:
+    """Return the formats of cases; `activations` where weights are dense and activations sparse."""
+    active = (cases.kernel.map(family) == "sparse_activations") & (cases["format"] == "dense")
+    return cases["format"].astype(str).mask(active, "activations")
 
 
 def contests(cases: pd.DataFrame) -> pd.DataFrame:
