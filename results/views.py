@@ -161,8 +161,8 @@ def _cells(found: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFram
     median = (counts - known + (known - 1) // 2).clip(upper=counts - 1)
     middle = narrow[groups.cumcount() == median]
     best = middle.groupby(place, sort=False, dropna=False).tail(1)
-    chosen = best[["x", "y"]].assign(count=counts.reindex(best.index))
-    return found.loc[best.index].assign(**dict(chosen.items())).reset_index(drop=True)
+    cells = found.loc[best.index].assign(x=best.x, y=best.y, count=counts.reindex(best.index))
+    return cells.reset_index(drop=True)
 
 
 def _formats(cases: pd.DataFrame) -> pd.DataFrame:
