@@ -150,7 +150,7 @@ def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
 
 
 def outcome(line: Mapping[Any, Any]) -> Cell:
-    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`, or a dash for none."""
+    """Write `faster`, `no difference`, `inconclusive (+3)` for 3 more processes, or a dash."""
     more, words = line["more_processes"], line["outcome"].replace("_", " ") or "-"
     return words if pd.isna(more) else f"{words} (+{more})", OUTCOMES.get(line["outcome"], "")
 
@@ -356,6 +356,8 @@ def _missing(cases: pd.DataFrame) -> Sheet:
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:
     """Write a speed-up, coloured by its outcome; of a look by its interval."""
+    if line["label"] == line["baseline_label"]:
+        return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]
     style = OUTCOMES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
     return estimate(line["speedup"], low, high, line["uncertainty"]), style

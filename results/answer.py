@@ -45,7 +45,7 @@ class BreakEven:
     """From which level on a format is faster than dense, in one row of a view.
 
     `low` and `high` are where the ends of its interval cross. `settled`: the levels on both sides
-    of the crossing are beyond the noise. `note` is why there is none, as in summary.break_even.
+    of the crossing are beyond the noise; without one the first or last level is. `note` is why there is none, as in summary.break_even.
     """
 
     kind: str
@@ -106,11 +106,15 @@ def unfit(state: Mapping[str, Any]) -> list[str]:
 
 
 def answers(cases: pd.DataFrame) -> list[tuple[str, list[str]]]:
-    """Return what a page shows first of each op and pattern, at most MOST: `where`, sentences."""
+    """Return what a page shows first of each op and pattern, at most MOST: `where`, sentences.
+
+    Where nothing sparse was measured is left out, unless there is nothing else.
+    """
     first: dict[tuple[str, ...], View] = {}
     for view in views(cases):
         first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
-    return [(where(view), sentences(view)) for view in [*first.values()][:MOST]]
+    found = [view for view in first.values() if view.cells.best_median_us.notna().any()]
+    return [(where(view), sentences(view)) for view in (found or [*first.values()])[:MOST]]
 
 
 def where(view: View) -> str:
@@ -194,10 +198,10 @@ def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
     logs = {name: np.log(cells.set_index("x")[name]) for name in ("gain", "low", "high")}
     found = crossing(logs["gain"])
     ends = [crossing(logs[name].fillna(logs["gain"])) for name in ("high", "low")]
-    near = (
-        cells[cells.x >= found["break_even"]].head(1),
-        cells[cells.x < found["break_even"]].tail(1),
-    )
+    above, below = cells.x >= found["break_even"], cells.x < found["break_even"]
+    near = cells[above].head(1), cells[below].tail(1)
+    if found["note"]:
+        near = (cells.head(1) if found["note"] == NoCrossing.BELOW else cells.tail(1),)
     low, high = (end["break_even"] for end in ends)
     return BreakEven(
         kind,
@@ -245,7 +249,8 @@ def _level(view: View, level: float) -> str:
 
 def _from(view: View, each: BreakEven) -> str:
     if each.note == NoCrossing.BELOW:
-        return f"already at {percent(each.first)}{view.units}"
+        unsure = "" if each.settled else " (not settled)"
+        return f"already at {percent(each.first)}{view.units}{unsure}"
     if each.note:
         return f"not up to {percent(each.last)}{view.units}"
     level = _level(view, each.level)

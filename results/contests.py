@@ -104,6 +104,7 @@ def _against_dense(cases: pd.DataFrame) -> pd.DataFrame:
     ]
     table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "settled"])
     half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
+    half = half.mask((table.low == 1) & (table.high == 1), 0.0)  # that contender itself
     return cases.assign(**{str(name): column for name, column in table.items()}, half=half)
 
 

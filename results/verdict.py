@@ -3,8 +3,8 @@
     outcome              by the interval of the speed-up (statistics.py); faster and slower also
                          need q <= 5 %, else inconclusive: among many equal cases some look faster
     more_processes       how many more would decide an inconclusive case
-    uncertainty          of a speed-up, in its own unit: half its interval, at least what the A/A
-                         pairs of the run allow, speedup x floor / sqrt(processes)
+    uncertainty          of a speed-up: to the farther end of its interval, at least what the A/A
+                         pairs of the run allow, speedup x floor / sqrt(processes); of a baseline 0
     speedup_above_floor  (baseline - launch) / (case - launch), where baseline is speedup x case;
                          launch is the time of an almost empty op
 
@@ -43,6 +43,7 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
         outcome=pd.Series("", cases.index, dtype="str"),
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
+    table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
     fit = cases.t_low.notna() & compared(cases)
     table.loc[fit & floor.isna(), "outcome"] = NO_FLOOR
     lines = table[fit & floor.notna()]
