@@ -155,7 +155,7 @@ def terminal(runs: Mapping[str, Published]) -> str:
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
     console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
-    lines = text.getvalue().partition("\nBreak-even")[0].rstrip().splitlines()
+    lines = text.getvalue().partition("\nFastest")[0].rstrip().splitlines()
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 
