@@ -140,7 +140,7 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 
 
 def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
-    device = verdict.state["flags"]["device"]
+    device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
     again = store.read(reproduce.reproduce(verdict.path, device, None, tmp_path / "again", quiet))
     assert choices(again.state) is Choices.BUNDLE
     assert settled(again) == settled(verdict)
@@ -153,7 +153,7 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
 
 @pytest.mark.exhaustive
 def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
-    given = verdict.path, verdict.state["flags"]["device"], None, tmp_path / "sure", quiet
+    given = verdict.path, f"sim:{verdict.path.parent / 'spec.yaml'}", None, tmp_path / "sure", quiet
     again = store.read(confirm(*given, cases=1, replicates=10))
     assert choices(again.state) is Choices.BUNDLE
     before = settled(verdict)

@@ -248,7 +248,7 @@ def test_two_runs_that_start_in_one_second_have_two_names(
     from sparsebench.harness.run import measure as measuring
 
     monkeypatch.chdir(tmp_path)
-    record = measuring._Record(suite.name, Flags("sim"), 1, {}, measuring._now())
+    record = measuring.Record(suite.name, Flags("sim"), 1, {}, measuring.now())
     paths = {measuring._created(None, suite, {}, record, "sim") for _ in range(3)}
     assert len(paths) == 3
     assert all((path / "run.json").exists() for path in paths)
