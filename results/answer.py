@@ -45,7 +45,8 @@ class BreakEven:
     """From which level on a format is faster than dense, in one row of a view.
 
     `low` and `high` are where the ends of its interval cross. `settled`: the levels on both sides
-    of the crossing are beyond the noise; without one the first or last level is. `note` is why there is none, as in summary.break_even.
+    of the crossing are beyond the noise; without one the first or last level is. `note` is why
+    there is none, as in summary.break_even.
     """
 
     kind: str
@@ -199,9 +200,9 @@ def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
     found = crossing(logs["gain"])
     ends = [crossing(logs[name].fillna(logs["gain"])) for name in ("high", "low")]
     above, below = cells.x >= found["break_even"], cells.x < found["break_even"]
-    near = cells[above].head(1), cells[below].tail(1)
+    near = [cells[above].head(1), cells[below].tail(1)]
     if found["note"]:
-        near = (cells.head(1) if found["note"] == NoCrossing.BELOW else cells.tail(1),)
+        near = [cells.head(1) if found["note"] == NoCrossing.BELOW else cells.tail(1)]
     low, high = (end["break_even"] for end in ends)
     return BreakEven(
         kind,

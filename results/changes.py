@@ -132,9 +132,9 @@ def _with_ratios(cases: pd.DataFrame, same_device: bool) -> pd.DataFrame:
         alone = cases[f"{over}_us_a"] / cases[f"{under}_us_b"]
         columns[name] = ratio.where(speed, alone if same_device else np.nan)
     floor = cases[["floor_a", "floor_b"]].max(axis=1).fillna(LEAST)
-    parts = [cases[f"uncertainty_{side}"] / cases[f"speedup_{side}"] for side in ("a", "b")]
+    part_a, part_b = (cases[f"uncertainty_{s}"] / cases[f"speedup_{s}"] for s in ("a", "b"))
     ratio = columns["ratio"]
-    least = (ratio * np.hypot(*parts)).where(speed)
+    least = (ratio * (part_a**2 + part_b**2) ** 0.5).where(speed)
     far = pd.concat([ratio - columns["low"], columns["high"] - ratio, least], axis=1).max(axis=1)
     columns |= {"is_baseline": is_baseline, "by_speedup": speed, "larger_floor": floor}
     return cases.assign(**columns, uncertainty=far)

@@ -70,7 +70,7 @@ def uncertainty(
     ratio: pd.Series, low: pd.Series, high: pd.Series, floor: pd.Series, processes: pd.Series
 ) -> pd.Series:
     """Return how far ratios may be off: to the farther end, at least what A/A pairs allow."""
-    least = ratio * floor / np.sqrt(processes.astype("float64"))
+    least: pd.Series = ratio * floor / np.sqrt(processes.astype("float64"))
     apart: pd.Series = pd.concat([ratio - low, high - ratio, least], axis=1).max(axis=1)
     return apart
 
