@@ -100,8 +100,8 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     if ours.empty:
         raise ResultError(f"table {table.name}: expected cases of {table.ours}, found none")
     if table.value == "us":
-        ends = ours.high_us - ours.median_us, ours.median_us - ours.low_us
-        half = pd.concat(ends, axis=1).max(axis=1)
+        apart_us = ours.high_us - ours.median_us, ours.median_us - ours.low_us
+        half = pd.concat(apart_us, axis=1).max(axis=1)
         figures = _figures(ours, ours.median_us, ours.low_us, ours.high_us, half)
         return ours.assign(figure=figures, opponent="")
     if not table.over:
