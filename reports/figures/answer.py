@@ -22,7 +22,7 @@ from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, st
 from sparsebench.reports.figures._sweep import log_ticks
 from sparsebench.results.answer import against, sentences, where, winner, word
 from sparsebench.results.views import ANY, View, ordered, views
-from sparsebench.results.words import FORMATS, between, duration, percent, plain, supported
+from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
 
 TITLE = "Which format wins"
 ORDER = 10
@@ -135,7 +135,7 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         paint,
         ink,
         f"{word(view.x, line.x)}{view.units}: {winner(line)}",
-        supported(line.best_gain, line.best_low, line.best_high),
+        times(line.best_gain, line.best_half),
         Markup("_<wbr>").join(_who(view, line).split("_")),
     )
 
@@ -214,7 +214,7 @@ def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
     axes.vlines(cells.place, low, high, color=look["color"], linewidth=1.4, alpha=0.7)
     return [
         f"{word(name, line['at'])}: {line[f'{side}_label']} "
-        f"{between(line[f'{side}_gain'], line[f'{side}_low'], line[f'{side}_high'])}, "
+        f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
         for _, line in cells.iterrows()
     ]

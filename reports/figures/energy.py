@@ -68,7 +68,8 @@ def _drawn(cases: pd.DataFrame) -> Markup:
             look = {**ROLES[side], "linestyle": "none", "markersize": 4, "markeredgewidth": 0}
             axes.plot(own.speedup, own.saved, gid=f"of {side}", alpha=0.75, **look)
             said[f"of {side}"] = [
-                f"{line.label}: {times(line.speedup)} as fast, energy {times(line.saved)}"
+                f"{line.label}: {times(line.speedup, line.uncertainty)} as fast, "
+                f"energy {times(line.saved)}"
                 for _, line in own.iterrows()
             ]
         log_ticks(axes)
