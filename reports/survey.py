@@ -13,6 +13,8 @@ screen/ and decide/, which have every case.
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from sparsebench.results.summary import NoCrossing
 from sparsebench.results.views import asked, views
 from sparsebench.results.words import between, duration, listed, percent, plain, significant, times
 
+RUNS = "decide", "screen"  # a verdict counts more than a look
 VERDICTS = 6  # lines on the first screen; decide/report.html has all
 PLACE = ("op", "dtype", "level", "active", "m", "shape", "block")
 SHAPE = ["op", "pattern", "dtype", "n", "k"]
@@ -44,12 +47,19 @@ STEPS |= {"tune": "Tuning", "screen": "The look at all problems", "decide": "The
 def write(path: Path, against: Sequence[Path]) -> Path:
     """Write a survey's report.html, and the reports of its runs; return the page."""
     survey = files.from_json(path / "survey.json")
-    found = {name: _frames(path / name) for name in ("decide", "screen") if _ran(path / name)}
-    for name, frames in found.items():
-        build.build(frames.run, path / name / "report.html")
-    page = path / "report.html"
-    page.write_text(_page(survey, path, found, against), "utf-8")
+    runs = [path / name for name in RUNS if _ran(path / name)]
+    with ProcessPoolExecutor(len(RUNS), get_context("spawn")) as beside:
+        drawn = [beside.submit(_report, run) for run in runs]
+        found = {run.name: _frames(run) for run in runs}
+        page = path / "report.html"
+        page.write_text(_page(survey, path, found, against), "utf-8")
+        for report in drawn:
+            report.result()
     return page
+
+
+def _report(path: Path) -> None:
+    build.build(store.read(path), path / "report.html")
 
 
 def _ran(path: Path) -> bool:
@@ -91,7 +101,7 @@ def _page(
         about=f"Suite {survey['suite']}: one process looks at every problem, and what decides is "
         "measured anew in several. No number of the look is in a verdict.",
         device=device,
-        status="finished" if not survey["left"] else f"resumable: {listed([*survey['left']])}",
+        status="finished" if not survey["left"] else f"stopped in {listed([*survey['left']])}",
     )
 
 
@@ -160,12 +170,16 @@ def _verdicts(frames: Frames) -> list[tuple[str, str]]:
 
 def _looks(frames: Frames) -> list[tuple[str, str]]:
     """Return a line a shape: from where on a format beats dense, and who wins at its last level."""
+    firsts = [
+        view
+        for _, cases in frames.cases.groupby(SHAPE, sort=False, dropna=False)
+        for view in views(cases)[:1]
+    ]
+    firsts.sort(key=lambda view: -view.cells.best_gain.fillna(0).max())
     said = []
-    for _, cases in frames.cases.groupby(SHAPE, sort=False, dropna=False):
-        for view in views(cases)[:1]:
-            own = sentences(view)
-            place = _place(view.cells.iloc[0], varying=view.cells)
-            said.append((place, " ".join(dict.fromkeys([own[0], own[-1]]))))
+    for view in firsts:
+        own = list(dict.fromkeys([*sentences(view)[:1], *sentences(view)[-1:]]))
+        said.append((_place(view.cells.iloc[0], varying=view.cells), " ".join(own)))
     return said
 
 
