@@ -1,6 +1,7 @@
 """The command for a device that nobody has measured: new-gpu."""
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,13 @@ import typer
 from sparsebench.errors import SuiteError
 from sparsebench.harness._cli import Device, Out, measuring, out
 
+RESUME = "new-gpu --resume"
+PUBLISHED = Path("results/published")
+BUDGET_S = 600.0
 UNITS = {"s": 1, "m": 60, "h": 3600}
 LEAST_S = 60.0  # of a budget: the doctor, a process and the page take half of it
 
-Budget = Annotated[str | None, typer.Option(help="Time to take: 90s, 10m, 2h.")]
+Budget = Annotated[str | None, typer.Option(help="Time to take: 90s, 10m (the default), 2h.")]
 Against = Annotated[
     list[Path] | None,
     typer.Option(help="Runs of other GPUs, or folders of them; default results/published."),
@@ -27,24 +31,42 @@ def new_gpu(
     to: Out = None,
     resume: Resume = None,
 ) -> None:
-    """Survey this GPU: is it fit, what runs, which format wins, and how other GPUs do."""
+    """Survey a device: is it fit, what runs, which format wins, and how do other GPUs do."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey import write
 
     seconds = None if budget is None else budget_s(budget)
-    if resume:
-        with measuring("new-gpu --resume") as show:
+    others = _others(against)
+    with measuring(RESUME) as show:
+        if resume:
             done = surveys.resume(resume, seconds, lambda step: show)
-    else:
-        with measuring("new-gpu --resume") as show:
-            done = surveys.survey(named(device), seconds or 600.0, to, lambda step: show)
-    page = write(done.path, against or [Path("results/published")])
-    for step, why in done.left.items():
-        out.print(f"left out: {step}: {why}", soft_wrap=True, highlight=False, markup=False)
+        else:
+            name = named(device)
+            path = to or _new_path(name)
+            done = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show)
+        page = write(done.path, others)
+    for step, why in [*done.notes.items(), *done.left.items()]:
+        out.print(f"{step}: {why}", soft_wrap=True, highlight=False, markup=False)
     if done.left:
-        out.print(f"sparsebench new-gpu --resume {done.path} goes on", soft_wrap=True)
+        out.print(f"sparsebench {RESUME} {done.path} goes on", soft_wrap=True, highlight=False)
     out.print(f"report: {page}", soft_wrap=True, highlight=False)
+
+
+def _others(against: list[Path] | None) -> list[Path]:
+    """Return the folders of other GPUs' runs; one that was named and is not there is an error."""
+    for path in against or []:
+        if not path.is_dir():
+            raise SuiteError(f"--against {path}: expected a run or a folder of runs, found none")
+    return against or [path for path in [PUBLISHED] if path.is_dir()]
+
+
+def _new_path(device: str) -> Path:
+    """Return runs/<time>-new-gpu-<device>."""
+    from sparsebench.harness.machine.device import pick, simulated, slug
+
+    short = "sim" if simulated(device) else slug(pick(device))
+    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{short}"
 
 
 def budget_s(text: str) -> float:

@@ -48,6 +48,7 @@ from sparsebench.harness._cli import (
 )
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
+from sparsebench.harness._cli_survey import new_gpu
 
 
 def main() -> int:
@@ -407,5 +408,6 @@ def tune(
         raise typer.Exit(SOME_FAILED)
 
 
+app.command("new-gpu")(new_gpu)
 app.command()(prune)
 app.command("train-lm")(train_lm)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -55,11 +56,7 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
     found = analyse(run)
     frames = Frames(run, found.rows, found.cases, found.noise, pruning)
     drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
-    templates = files("sparsebench.reports") / "templates"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.from_string((templates / "report.html").read_text("utf-8")).render(
-        css=Markup((templates / "report.css").read_text("utf-8")),
-        js=Markup((templates / "report.js").read_text("utf-8")),
+    page = rendered(
         first=[(figure, body) for figure, body in drawn if body and figure.name == FIRST],
         sections=[(figure, body) for figure, body in drawn if body and figure.name != FIRST],
         badges=_badges(frames),
@@ -70,10 +67,22 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
         about=str(run.suite.get("description", "")),
         device=device_name(run.environment),
     )
-    page = distinct(page)
     if out_path:
         out_path.write_text(page, "utf-8")
     return page
+
+
+def rendered(**parts: Any) -> str:
+    """Return a page of templates/report.html, whose names `parts` are."""
+    templates = files("sparsebench.reports") / "templates"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return distinct(
+        environment.from_string((templates / "report.html").read_text("utf-8")).render(
+            css=Markup((templates / "report.css").read_text("utf-8")),
+            js=Markup((templates / "report.js").read_text("utf-8")),
+            **parts,
+        )
+    )
 
 
 def figures() -> list[Figure]:

@@ -8,6 +8,7 @@ One process chooses; another run measures them anew, so that luck in the first i
 """
 
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import pandas as pd
 
@@ -37,14 +38,14 @@ def _best(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
         levels = shape.level.dropna().unique()
         nearest = min(levels, key=lambda level: (abs(level - DECIDED), level)) if len(levels) else 0
         at = shape[shape.level.isna() | (shape.level == nearest)]
-        problem = at.loc[at.speedup.fillna(1.0).idxmax(), "problem_id"]
-        yield from _first_two(raced, problem)
+        best: Any = at.speedup.fillna(1.0).idxmax()
+        yield from _first_two(raced, str(at.problem_id[best]))
 
 
 def _around(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
     """Yield the cases at both levels around a break-even."""
     crossing = break_even(raced).dropna(subset="break_even")
-    keys = [name for name in crossing if name in raced and name != "baseline_label"]
+    keys = [str(name) for name in crossing if name in raced and name != "baseline_label"]
     for line in crossing.to_dict("records"):
         alike = raced[[_same(row, line, keys) for row in raced.to_dict("records")]]
         levels = alike.sort_values("level")
@@ -56,7 +57,7 @@ def _around(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
 def _close(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
     """Yield winner and runner-up of every problem, the closest races first."""
     for problem in winners(raced).sort_values("lead").problem_id:
-        yield from _first_two(raced, problem)
+        yield from _first_two(raced, str(problem))
 
 
 def _first_two(raced: pd.DataFrame, problem: str) -> Iterator[tuple[str, str]]:
@@ -69,4 +70,5 @@ def _shape(raced: pd.DataFrame) -> list[str]:
 
 
 def _same(row: dict[Hashable, object], line: dict[Hashable, object], keys: list[str]) -> bool:
-    return all(row[k] == line[k] or (pd.isna(row[k]) and pd.isna(line[k])) for k in keys)
+    pairs: list[tuple[Any, Any]] = [(row[key], line[key]) for key in keys]
+    return all(a == b or bool(pd.isna(a) and pd.isna(b)) for a, b in pairs)

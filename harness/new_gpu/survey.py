@@ -8,10 +8,13 @@
     page     report.html         the answer, and the same cases on other GPUs
 
 A step gets a share of what is left when it starts, and stops by itself. What it did not reach is
-in survey.json, and `--resume` goes on with it. Nothing here knows the name of a GPU.
+in survey.json, and `--resume` goes on with it, after Ctrl-C too. Nothing here knows the name of a
+GPU. The doctor runs in a process of its own, which leaves no memory taken on the device.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,29 +25,38 @@ from typing import Any
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.doctor.doctor import examine
+from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.measure import Progress, Stopped, measure
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.tune import tune
+from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.store import without_paths
 
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours
 SUITE = "core"
 TUNE, SCREEN = 0.2, 0.5  # shares of what is left; deciding has the rest, less PAGE_S
-PAGE_S = 20.0  # 2,000 rows are drawn in 15 s on two cores
+SAFE = 0.8  # of that is planned for: the same contest takes longer in some processes
+LEAST_S = 0.05  # of a contest
+DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
+DOCTOR_S = 60.0  # it takes ten, and the start of a process
+PAGE_S = 30.0  # the reports of both runs and the page: 12 s of two quiet cores, or more
 PROCESSES = 8
 SILENT_S = 60.0  # a contender that says nothing for so long has hung
 
 
 @dataclass
 class Survey:
-    """A survey on disk: what was asked for, the seconds of each finished step, and what is left."""
+    """A survey on disk: what was asked for, the seconds of each finished step, and what is left.
+
+    `notes` say of a step what a reader should know of it; `left` why it did not finish.
+    """
 
     path: Path
     device: str
@@ -52,6 +64,7 @@ class Survey:
     suite: str
     seconds: dict[str, float] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write survey.json."""
@@ -88,7 +101,7 @@ def opened(path: Path) -> Survey:
 
 
 def _go(asked: Survey, budget_s: float, progress: Callable[[str], Progress]) -> Survey:
-    """Run the steps that are left, each until its moment."""
+    """Run the steps that are left, each until its moment; Stopped has the survey's path."""
     end = monotonic() + budget_s - PAGE_S
     asked.write()
     for name, step in STEPS.items():
@@ -96,7 +109,10 @@ def _go(asked: Survey, budget_s: float, progress: Callable[[str], Progress]) -> 
             continue
         began = monotonic()
         asked.left.pop(name, None)
-        why = step(asked, end, progress(name))
+        try:
+            why = step(asked, end, progress(name))
+        except KeyboardInterrupt as stop:
+            raise Stopped(asked.path) from stop
         if why:
             asked.left[name] = why
         else:
@@ -106,12 +122,27 @@ def _go(asked: Survey, budget_s: float, progress: Callable[[str], Progress]) -> 
 
 
 def _doctor(asked: Survey, end: float, progress: Progress) -> str:
-    if simulated(asked.device):
-        found = []
-    else:
-        found = [asdict(finding) for finding in examine(torch.device(asked.device))]
+    found = [] if simulated(asked.device) else _examined(asked.device)
     _write(asked.path / "fitness.json", found)
     return ""
+
+
+def _examined(device: str) -> list[dict[str, Any]]:
+    """Return the doctor's findings; that it has none is a finding."""
+    try:
+        told = subprocess.run(
+            [*DOCTOR, device], capture_output=True, text=True, timeout=DOCTOR_S, check=False
+        )
+        found: list[dict[str, Any]] = json.loads(told.stdout)["findings"]
+    except subprocess.TimeoutExpired:
+        why = f"no answer in {DOCTOR_S:g} s"
+    except (ValueError, KeyError):
+        last = told.stderr.strip().splitlines()[-1:]
+        why = without_paths("".join(last)) or f"it ended with {told.returncode}"
+    else:
+        return found
+    means = "Whether the machine is fit to measure is not known."
+    return [asdict(Finding(Level.WARNING, "doctor", why, means))]
 
 
 def _probe(asked: Survey, end: float, progress: Progress) -> str:
@@ -123,11 +154,24 @@ def _probe(asked: Survey, end: float, progress: Progress) -> str:
 def _tune(asked: Survey, end: float, progress: Progress) -> str:
     if simulated(asked.device) or torch.device(asked.device).type != "cuda":
         return ""
+    if known := _packaged(torch.device(asked.device)):
+        asked.notes["tune"] = f"{known}: nothing was tuned"
+        return ""
     minutes = TUNE * (end - monotonic()) / 60
     if minutes <= 0:
         return "no time left"
     found = tune(read(asked.suite), asked.device, minutes, progress=progress)
     return f"{found.left} problems not tuned" if found.left else ""
+
+
+def _packaged(device: torch.device) -> str:
+    """Say which of the package's tables has entries that kernels take on this device, if any."""
+    for table in tuned_table.in_force(device) or []:
+        if table["of"] == "package" and table["current"]:
+            file = tuned_table.file_in(tuned_table.folders()["package"], device)
+            gpu, count = tuned_table.read(file).gpu, table["current"]
+            return f"the package's table {file.name} has {count} entries, tuned on {gpu}"
+    return ""
 
 
 def _screen(asked: Survey, end: float, progress: Progress) -> str:
@@ -149,20 +193,30 @@ def _decide(asked: Survey, end: float, progress: Progress) -> str:
     if count < 1:
         if "screen" in asked.left:
             asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)
-        return f"{len(found)} problems: no time left"
+            asked.left = {step: why for step, why in asked.left.items() if why}
+        return f"{len(found)} problems would decide, no time left for a verdict"
     chosen = [case for cases in list(found.values())[:count] for case in cases]
     only = f"case={'|'.join(dict.fromkeys(chosen))}"
-    why = _measured(asked, "decide", PROCESSES, only, end, progress)
-    beyond = f"{len(found) - count} of {len(found)} problems" if count < len(found) else ""
-    return why or (f"{beyond} are a look, no verdict" if beyond else "")
+    if count < len(found):
+        asked.notes["decide"] = (
+            f"{len(found) - count} of {len(found)} problems that decide have a look and no verdict;"
+            " a longer --budget measures more of them"
+        )
+    return _measured(asked, "decide", PROCESSES, only, end, progress)
 
 
 def _affordable(asked: Survey, left_s: float) -> int:
-    """Return how many problems PROCESSES processes can measure, by what the screening took."""
-    state = store.read(asked.path / "screen").state
-    starting_s = asked.seconds.get("screen", state["seconds"]) - state["seconds"]
-    each_s = state["seconds"] / max(1, state["contests"]["done"])
-    return int((left_s / PROCESSES - starting_s) / each_s)
+    """Return how many problems PROCESSES processes can measure, by what the screening took.
+
+    A process starts, times the reference contests, and searches anew as the screening did.
+    """
+    screened = store.read(asked.path / "screen")
+    state = screened.state
+    timed_s = sum(state["spent_s"].values())  # 0 where the device is simulated
+    each_s = max(LEAST_S, timed_s / max(1, state["contests"]["done"]))
+    starting_s = state["seconds"] - timed_s
+    references = len({row.case.problem.id for row in screened.reference})
+    return int((SAFE * left_s / PROCESSES - starting_s) / each_s) - references
 
 
 def _measured(

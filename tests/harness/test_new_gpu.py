@@ -1,5 +1,6 @@
 """A survey of a device: on the simulated one, in seconds, with processes as fast as they come."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,17 @@ import torch
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness._cli_survey import budget_s
+from sparsebench.harness.cli import main
 from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.state import Flags
+from sparsebench.reports.survey import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.statistics import FEWEST
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -106,6 +110,70 @@ def test_a_budget_is_a_number_with_its_unit(text: str, seconds: float) -> None:
 def test_a_budget_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SuiteError, match=r"--budget: expected 60s or more, as 90s, 10m or 2h"):
         budget_s(text)
+
+
+def test_a_stopped_survey_is_kept_and_its_path_printed(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(surveys, "measure", stop)
+        assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(small)) == 130
+    assert f"new-gpu --resume {small} goes on" in " ".join(capfd.readouterr().err.split())
+    assert "screen" not in surveys.opened(small).seconds
+
+
+def test_the_command_writes_a_page_with_the_answer_and_other_devices(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
+    given = ["--device", "sim", "--budget", "60s", "--out", str(small), "--against", str(other)]
+    assert _sparsebench(monkeypatch, *given) == 0
+    page = (small / "report.html").read_text()
+    for said in (
+        "SIMULATED",
+        "VERDICT" if surveys.PROCESSES >= FEWEST else "LOOK",
+        "A look, 1 process",
+        "Verdicts, 2 processes",
+        "BSR beats dense",
+        "against another simulated H200",
+        "Between runs: no process had both devices.",
+        "screen/report.html#case-",
+        "Nothing: every step finished inside the budget.",
+    ):
+        assert said in page, said
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert (small / "screen/report.html").exists()
+    assert (small / "decide/report.html").exists()
+
+
+def test_a_page_without_published_runs_or_times_says_so(small: Path) -> None:
+    stopped = surveys.survey("sim", 0.0, small, silent)
+    page = write(stopped.path, []).read_text()
+    assert "Nothing was measured: there is no answer." in page
+    assert "No published run has a case of this survey: nothing is compared." in page
+    assert "stopped in" in page
+
+
+def test_runs_to_compare_with_that_are_not_there_are_refused_at_once(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _sparsebench(monkeypatch, "--device", "sim", "--against", "no/such", "--out", "x") == 2
+    assert "--against no/such: expected a run or a folder of runs" in capfd.readouterr().err
+
+
+def test_what_the_doctor_cannot_say_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = (sys.executable, "-c", "import sys; sys.exit('no driver')")
+    monkeypatch.setattr(surveys, "DOCTOR", broken)
+    (found,) = surveys._examined("cuda:1")
+    assert (found["level"], found["check"], found["found"]) == ("warning", "doctor", "no driver")
+
+
+def _sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["sparsebench", "new-gpu", *arguments])
+    return main()
 
 
 def test_a_folder_that_is_no_survey_is_refused(tmp_path: Path, small: Path) -> None:
