@@ -44,6 +44,7 @@ from sparsebench.harness._cli import (
 )
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
+from sparsebench.harness._cli_publish import publish
 
 
 def main() -> int:
@@ -248,6 +249,7 @@ def report(
 
 
 app.command()(compare)
+app.command()(publish)
 
 
 @app.command()

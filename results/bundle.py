@@ -32,8 +32,12 @@ def seal(path: Path) -> None:
     """Write lock.txt and manifest.json: the last step of a run, and again of a resumed one."""
     (path / LOCK).write_text(lock())
     found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-    names = sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED)
-    files = {name: _sha256(_content(path, name)) for name in names}
+    seal_files(path, sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED))
+
+
+def seal_files(path: Path, names: list[str]) -> None:
+    """Write manifest.json of these files alone."""
+    files = {name: _sha256(content(path, name)) for name in names}
     sealed = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
     (path / MANIFEST).write_text(sealed + "\n")
 
@@ -46,14 +50,14 @@ def unseal(path: Path) -> None:
 def identity(path: Path) -> str:
     """Return the name of a bundle: the SHA-256 of its manifest."""
     _manifest(path)
-    return _sha256(_content(path, MANIFEST))
+    return _sha256(content(path, MANIFEST))
 
 
 def verify(path: Path) -> list[str]:
     """Check every file by its digest and return the names; ResultError at the first difference."""
     files = _manifest(path)
     for name, expected in files.items():
-        found = _sha256(_content(path, name))
+        found = _sha256(content(path, name))
         if found != expected:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {found}")
     _require_whole_lines(path)
@@ -81,7 +85,7 @@ def _manifest(path: Path) -> dict[str, str]:
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
     try:
-        data: dict[str, Any] = json.loads(_content(path, MANIFEST))
+        data: dict[str, Any] = json.loads(content(path, MANIFEST))
         schema, files = data["schema"], dict(data["files"])
     except (ValueError, KeyError, TypeError) as error:
         raise ResultError(f"{file}: expected a schema and files, found {error!r}") from error
@@ -97,14 +101,14 @@ def _manifest(path: Path) -> dict[str, str]:
 
 def _require_whole_lines(path: Path) -> None:
     """Refuse a torn last line, which the reader would leave out, and rows of no known schema."""
-    first, *_, last = _content(path, ROWS).decode().split("\n")
+    first, *_, last = content(path, ROWS).decode().split("\n")
     known = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
     if first not in known or last:
         found = f"a torn last line {last[:40]}" if last else first[:80]
         raise ResultError(f"{path / ROWS}: expected {known[0]} and whole lines, found {found}")
 
 
-def _content(path: Path, name: str) -> bytes:
+def content(path: Path, name: str) -> bytes:
     """Return the bytes of a file; for rows that were compressed, the bytes of their text."""
     file, zipped = path / name, path / f"{ROWS}.gz"
     try:

@@ -1,0 +1,171 @@
+"""What the pages of a site tabulate: which format wins where, and from which sparsity on.
+
+    winners   m × sparsity: the format that wins, of the block that gains most, for one GPU
+    pays      format and block × m: the least sparsity at which it is faster than dense
+    cases     every case of a format or a kernel, over all runs
+
+Of several contests with equal m, sparsity and block (shapes, runs) a cell shows the median one.
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from sparsebench.results.views import ordered
+from sparsebench.results.words import FORMATS, between, duration, percent, times
+
+LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # that the first page shows, where they were measured
+COLUMNS = 6
+MOST_M = 8  # rows of the first page
+OP, DTYPE = "linear", "bf16"  # of the first page, where they were measured
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table: what it shows, what it says on hover, and the run that it is from."""
+
+    head: str
+    text: str
+    title: str
+    run: str
+    kind: str = ""
+    settled: bool = True
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table whose columns have headings; `rows` are a heading and a cell a column, or None."""
+
+    about: str
+    columns: list[str]
+    rows: list[tuple[str, list[Cell | None]]]
+
+
+def named(kind: str) -> str:
+    """Name a format as readers do."""
+    return FORMATS.get(kind, kind)
+
+
+def chosen(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the lines of the op and the dtype that the first page shows."""
+    for column, wanted in (("op", OP), ("dtype", DTYPE)):
+        values = lines[column].value_counts()
+        if len(values):
+            lines = lines[lines[column] == (wanted if wanted in values else values.index[0])]
+    return lines
+
+
+def winners(lines: pd.DataFrame) -> Grid | None:
+    """Return which format wins at each m and sparsity; None where nothing was measured."""
+    found = chosen(lines)
+    won = found[found.wins & found.level.notna() & found.gain.notna() & found.m.notna()]
+    if won.empty:
+        return None
+    won = won.assign(level=won.level.round(2), m=won.m.astype(int))
+    levels = _most(won.level, [level for level in LEVELS if level in set(won.level)], COLUMNS)
+    tokens = _most(won.m, [m for m in (16, 4096) if m in set(won.m)], MOST_M)
+    cells = {
+        key: _winner(group)
+        for key, group in won[won.level.isin(levels)].groupby(["m", "level"], sort=False)
+    }
+    rows = [(f"m {m}", [cells.get((m, level)) for level in levels]) for m in tokens]
+    same = won[["op", "dtype"]].iloc[0]
+    about = f"{same.op}, {same.dtype}, time of the kernel, against the fastest dense kernel"
+    return Grid(about, [percent(level) for level in levels], rows)
+
+
+def pays(found: pd.DataFrame) -> Grid | None:
+    """Return from which sparsity on each format and block is faster than dense, by m."""
+    found = chosen(found)
+    if found.empty:
+        return None
+    tokens = _most(found.m.astype(int), [], MOST_M)
+    found = found.assign(m=found.m.astype(int), size=pd.to_numeric(found.block, errors="coerce"))
+    rows = []
+    for (kind, _, block), group in found.groupby(["kind", "size", "block"], dropna=False):
+        blocks = f" in blocks of {block}" if block not in ("", "1") else ""
+        tile = f" {block}" if kind == "bsr" else f", blocks of {block}" if blocks else ""
+        cells = [_pays(own, f"{named(kind)}{blocks}") if len(own := group[group.m == m]) else None
+                 for m in tokens]  # fmt: skip
+        rows.append((f"{named(kind)}{tile}", cells))
+    same = found[["op", "dtype"]].iloc[0]
+    return Grid(f"{same.op}, {same.dtype}", [f"m {m}" for m in tokens], rows)
+
+
+def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
+    """Return a line a case for a page, the largest gain first."""
+    ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
+    return [
+        {
+            "gpu": str(line.gpu),
+            "run": str(line.run),
+            "suite": str(line.suite),
+            "kernel": str(line.kernel),
+            "name": str(line.name_),
+            "problem": _problem(line),
+            "level": percent(line.level),
+            "time": duration(line.median_us),
+            "gain": between(line.gain, line.low, line.high),
+            "wins": bool(line.wins),
+        }
+        for line in ranked.rename(columns={"name": "name_"}).itertuples()
+    ]
+
+
+def best_places(lines: pd.DataFrame) -> list[str]:
+    """Return a sentence a GPU: in how many contests these lines win, and the largest gain."""
+    said = []
+    for gpu, own in lines.groupby("gpu", sort=False):
+        contests = len(own.drop_duplicates(["run", "place"]))
+        won = own[own.wins]
+        line = f"{gpu}: the fastest in {len(won)} of {contests} contests"
+        if len(won) and won.gain.notna().any():
+            top = next(won.sort_values("gain", ascending=False, kind="stable").itertuples())
+            gain = times(float(str(top.gain)))
+            line += f"; {gain} at most, {_problem(top)}, {percent(float(str(top.level)))}"
+        said.append(f"{line}.")
+    return said
+
+
+def _problem(line: object) -> str:
+    known = {name: str(getattr(line, name)) for name in ("op", "dtype", "shape", "pattern", "block")}
+    m = getattr(line, "m", None)
+    tokens = f"m {int(m)}" if isinstance(m, int | float) and not pd.isna(m) else ""
+    block = f"blocks of {known['block']}" if known["block"] not in ("", "1", "nan", "None") else ""
+    pattern = known["pattern"] if known["pattern"] not in ("dense", "blocks", "nan", "None") else ""
+    shape = f"n × k {known['shape']}" if known["shape"] not in ("", "None", "nan") else ""
+    return ", ".join(filter(None, [known["op"], known["dtype"], tokens, shape, pattern, block]))
+
+
+def _winner(group: pd.DataFrame) -> Cell:
+    """Return the cell of one m and level: the median contest of the block that gains most."""
+    middle = [
+        own.sort_values("gain", kind="stable").iloc[(len(own) - 1) // 2]
+        for _, own in group.groupby("block", sort=False, dropna=False)
+    ]
+    top = max(middle, key=lambda line: line.gain)
+    tile = f" {top.tile}" if top.kind == "bsr" and top.tile else ""
+    dense = top.side == "dense"
+    gain = "" if dense else times(top.gain)
+    beat = "nothing sparse is faster" if dense else between(top.gain, top.low, top.high)
+    place = f"n × k {top['shape']}, {percent(top.level)}, {len(group)} contests"
+    settled = dense or bool(top.settled)
+    unsure = "" if settled else "; not settled"
+    title = f"{named(top.kind)}{tile}, {top['name']}: {beat}; {place}; {top.suite}{unsure}"
+    return Cell(f"{named(top.kind)}{tile}", gain, title, str(top.run), str(top.kind), settled)
+
+
+def _pays(own: pd.DataFrame, name: str) -> Cell:
+    """Return one cell of `pays`: the level, or the range over shapes and runs."""
+    key = own.level.fillna(own["first"].where(own.text.str.startswith("≤"), own["last"]))
+    ranked = own.assign(key=key).sort_values("key", kind="stable")
+    ends = list(dict.fromkeys([ranked.text.iloc[0], ranked.text.iloc[-1]]))
+    shapes = "; ".join(f"n × k {s}: {text}" for s, text in zip(own["shape"], own.text, strict=True))
+    title = f"{name} is faster than dense from: {shapes}"
+    return Cell(" to ".join(ends), "", title, str(own.run.iloc[0]), settled=bool(own.settled.all()))
+
+
+def _most(values: "pd.Series[float]", wanted: list[float], count: int) -> list[float]:
+    """Return the wanted values, then the most frequent ones up to a count, in order."""
+    often = [value for value in values.value_counts().index if value not in wanted]
+    return ordered(pd.Series([*wanted, *often][:count]))
