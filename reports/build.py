@@ -49,18 +49,18 @@ class Figure:
 
 @dataclass(frozen=True)
 class Surrounding:
-    """What a site adds to a report: in the head of the file, above the page and below it."""
+    """HTML that a site adds to a report: in the head of the file, above the page and below it."""
 
-    head: Markup = Markup("")
-    top: Markup = Markup("")
-    foot: Markup = Markup("")
+    head: str = ""
+    top: str = ""
+    foot: str = ""
 
 
 def build(
     run: Run,
     out_path: Path | None = None,
     pruning: Pruning | None = None,
-    surrounding: Surrounding = Surrounding(),  # noqa: B008  (it is frozen)
+    surrounding: Surrounding = Surrounding(),
 ) -> str:
     """Return the report, and write it if a path is given; RuntimeError names a figure that fails.
 

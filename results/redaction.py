@@ -20,7 +20,9 @@ from pathlib import Path
 from sparsebench.results import bundle
 
 NOTE = "removed.json"
-QUOTED = re.compile(r'(?<=")(?:~|/)[^"\\\n]*/[^"\\\n]*(?=")')  # a string that is a path, with spaces
+QUOTED = re.compile(
+    r'(?<=")(?:~|/)[^"\\\n]*/[^"\\\n]*(?=")'
+)  # a string that is a path, with spaces
 START = r"(?:file://|(?<=\\[nt])|(?<![\w.~/\\]))"  # no part of a word, of a ratio or of a URL
 PATH = re.compile(START + r"(?:~|/[\w.+@=-]+)(?:/[\w.+@=-]+)+/?")
 WINDOWS = re.compile(r"\b[A-Za-z]:\\{1,2}(?:[\w.+@ -]+\\{1,2})+[\w.+@-]*")

@@ -1,9 +1,9 @@
 """The pages of a site, from the cards of its runs: no row is read for them.
 
-    index.html            the first screen: which format wins where, from which sparsity on
-    formats/NAME.html     a format: where it is best, its kernels, its cases over all runs
-    kernels/NAME.html     a kernel, likewise
-    feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
+index.html            the first screen: which format wins where, from which sparsity on
+formats/NAME.html     a format: where it is best, its kernels, its cases over all runs
+kernels/NAME.html     a kernel, likewise
+feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
 """
 
 import json
@@ -17,6 +17,7 @@ import jinja2
 import pandas as pd
 import yaml
 
+from sparsebench.reports.build import Surrounding
 from sparsebench.reports.publish import _tables
 from sparsebench.reports.publish._card import Card, lines, pays
 from sparsebench.results.families import family
@@ -39,15 +40,6 @@ class Site:
     formats: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a site adds to a report: in its head, above it and below it."""
-
-    head: str
-    top: str
-    foot: str
 
 
 def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
@@ -78,12 +70,12 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     yield "CITATION.cff", _citation(cards, site)
 
 
-def around(card: Card, site: Site, removed: Removed, downloads: Sequence[str]) -> Around:
+def around(card: Card, site: Site, removed: Removed, downloads: Sequence[str]) -> Surrounding:
     """Return what a run's page has beside its report."""
     given = {"card": card, "site": site, "removed": removed, "downloads": downloads}
     parts = ["head", "top", "foot"]
     head, top, foot = (render(f"site_{part}.html", **given, cite=cited(card)) for part in parts)
-    return Around(head, top, foot)
+    return Surrounding(head, top, foot)
 
 
 def cited(card: Card) -> str:

@@ -4,7 +4,7 @@
     pays      format and block × m: the least sparsity at which it is faster than dense
     cases     every case of a format or a kernel, over all runs
 
-Of several contests with equal m, sparsity and block (shapes, runs) a cell shows the median one.
+Contests with equal m, sparsity and block (shapes, runs) share a cell, which shows their range.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import pandas as pd
 
 from sparsebench.results.views import ordered
-from sparsebench.results.words import FORMATS, between, duration, percent, times
+from sparsebench.results.words import FORMATS, between, duration, percent, three, times
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # that the first page shows, where they were measured
 COLUMNS = 6
 MOST_M = 8  # rows of the first page
+SHOWN = 4  # contests that a cell lists
 OP, DTYPE = "linear", "bf16"  # of the first page, where they were measured
 
 
@@ -70,7 +71,7 @@ def winners(lines: pd.DataFrame) -> Grid | None:
     }
     rows = [(f"m {m}", [cells.get((m, level)) for level in levels]) for m in tokens]
     same = won[["op", "dtype"]].iloc[0]
-    about = f"{same.op}, {same.dtype}, time of the kernel, against the fastest dense kernel"
+    about = f"{same['op']}, {same['dtype']}, kernel time, against the fastest dense kernel"
     return Grid(about, [percent(level) for level in levels], rows)
 
 
@@ -89,7 +90,14 @@ def pays(found: pd.DataFrame) -> Grid | None:
                  for m in tokens]  # fmt: skip
         rows.append((f"{named(kind)}{tile}", cells))
     same = found[["op", "dtype"]].iloc[0]
-    return Grid(f"{same.op}, {same.dtype}", [f"m {m}" for m in tokens], rows)
+    never = [
+        head for head, cells in rows if all(c is None or c.head.startswith(">") for c in cells)
+    ]
+    about = f"{same['op']}, {same['dtype']}"
+    if never:
+        about += f". Not faster at any sparsity measured: {'; '.join(never)}"
+    kept = [(head, cells) for head, cells in rows if head not in never]
+    return Grid(about, [f"m {m}" for m in tokens], kept)
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
@@ -128,7 +136,9 @@ def best_places(lines: pd.DataFrame) -> list[str]:
 
 
 def _problem(line: object) -> str:
-    known = {name: str(getattr(line, name)) for name in ("op", "dtype", "shape", "pattern", "block")}
+    known = {
+        name: str(getattr(line, name)) for name in ("op", "dtype", "shape", "pattern", "block")
+    }
     m = getattr(line, "m", None)
     tokens = f"m {int(m)}" if isinstance(m, int | float) and not pd.isna(m) else ""
     block = f"blocks of {known['block']}" if known["block"] not in ("", "1", "nan", "None") else ""
@@ -138,21 +148,22 @@ def _problem(line: object) -> str:
 
 
 def _winner(group: pd.DataFrame) -> Cell:
-    """Return the cell of one m and level: the median contest of the block that gains most."""
-    middle = [
-        own.sort_values("gain", kind="stable").iloc[(len(own) - 1) // 2]
-        for _, own in group.groupby("block", sort=False, dropna=False)
-    ]
-    top = max(middle, key=lambda line: line.gain)
+    """Return the cell of one m and level: of the block whose median contest gains most."""
+    median = group.groupby("block", dropna=False).gain.transform("median")
+    own = group[median == median.max()].sort_values("gain", kind="stable")
+    top, least = own.iloc[-1], own.gain.min()
     tile = f" {top.tile}" if top.kind == "bsr" and top.tile else ""
-    dense = top.side == "dense"
-    gain = "" if dense else times(top.gain)
-    beat = "nothing sparse is faster" if dense else between(top.gain, top.low, top.high)
-    place = f"n × k {top['shape']}, {percent(top.level)}, {len(group)} contests"
-    settled = dense or bool(top.settled)
-    unsure = "" if settled else "; not settled"
-    title = f"{named(top.kind)}{tile}, {top['name']}: {beat}; {place}; {top.suite}{unsure}"
-    return Cell(f"{named(top.kind)}{tile}", gain, title, str(top.run), str(top.kind), settled)
+    head, dense = f"{named(top.kind)}{tile}", top.side == "dense"
+    span = f"{three(least)} to " if three(least) != three(top.gain) else ""
+    settled = dense or bool(own[own.side != "dense"].settled.all())
+    each = [
+        f"n × k {line.shape_}: {line.name_}, {between(line.gain, line.low, line.high)}"
+        for line in own.rename(columns={"shape": "shape_", "name": "name_"}).itertuples()
+    ][::-1]
+    said = "; ".join([*each[:SHOWN], *([f"{len(each) - SHOWN} more"] if each[SHOWN:] else [])])
+    title = f"{head} at {percent(top.level)}: {said}{'' if settled else '; not settled'}"
+    text = "" if dense else f"{span}{times(top.gain)}"
+    return Cell(head, text, title, str(top.run), str(top.kind), settled)
 
 
 def _pays(own: pd.DataFrame, name: str) -> Cell:
@@ -162,7 +173,8 @@ def _pays(own: pd.DataFrame, name: str) -> Cell:
     ends = list(dict.fromkeys([ranked.text.iloc[0], ranked.text.iloc[-1]]))
     shapes = "; ".join(f"n × k {s}: {text}" for s, text in zip(own["shape"], own.text, strict=True))
     title = f"{name} is faster than dense from: {shapes}"
-    return Cell(" to ".join(ends), "", title, str(own.run.iloc[0]), settled=bool(own.settled.all()))
+    text = " to ".join([*(end.removesuffix(" %") for end in ends[:-1]), ends[-1]])
+    return Cell(text, "", title, str(own.run.iloc[0]), settled=bool(own.settled.all()))
 
 
 def _most(values: "pd.Series[float]", wanted: list[float], count: int) -> list[float]:

@@ -24,10 +24,8 @@ from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 
-from markupsafe import Markup
-
 from sparsebench.errors import ResultError
-from sparsebench.reports.build import Surrounding, build
+from sparsebench.reports.build import build
 from sparsebench.reports.publish._card import SCHEMA, Card, card
 from sparsebench.reports.publish._pages import Site, around, pages
 from sparsebench.results import bundle, redaction, store
@@ -48,9 +46,7 @@ class Published:
     notes: list[str]
 
 
-def publish(
-    runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]
-) -> Published:
+def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]) -> Published:
     """Add runs to a site, or make one; ResultError before anything is written.
 
     `check` raises for a run that may not be published; it sees those that the site lacks.
@@ -140,9 +136,7 @@ def _redo(folder: Path, site: Site) -> None:
         to_parquet(table, folder / "rows.parquet")
     _pack(folder)
     downloads = [name for name in DOWNLOADS if (folder / name).exists()]
-    parts = around(found, site, removed, downloads)
-    inside = Surrounding(Markup(parts.head), Markup(parts.top), Markup(parts.foot))
-    build(run, folder / "index.html", surrounding=inside)
+    build(run, folder / "index.html", surrounding=around(found, site, removed, downloads))
 
 
 def _pack(folder: Path) -> None:

@@ -34,6 +34,7 @@ cache (`results/frame.py`). In brackets is the 95 % interval (Hodges-Lehmann) fr
 and below that the range over processes. One process gives a value without a range. Fewer than 6
 processes are a look, not a verdict. "dense" marks a portfolio that chose a dense kernel: its figure
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
+`make site` writes the report of every run as a site: `reports/site/index.html`.
 """
 
 
