@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -94,12 +95,17 @@ def page_of(what: str, name: str) -> str:
 
 def render(template: str, **given: Any) -> str:
     """Fill a template of reports/templates; every value is escaped."""
+    return _templates().get_template(template).render(**given)
+
+
+@cache
+def _templates() -> jinja2.Environment:
     loader = jinja2.FunctionLoader(_read)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, loader=loader, trim_blocks=True
     )
     environment.globals |= {"page_of": page_of, "named": _tables.named}
-    return environment.get_template(template).render(**given)
+    return environment
 
 
 def _read(name: str) -> str:

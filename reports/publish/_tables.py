@@ -8,11 +8,13 @@ Contests with equal m, sparsity and block (shapes, runs) share a cell, which sho
 """
 
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import pandas as pd
 
 from sparsebench.results.views import ordered
-from sparsebench.results.words import FORMATS, between, duration, percent, three, times
+from sparsebench.results.words import FORMATS, between, duration, percent, times
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # that the first page shows, where they were measured
 COLUMNS = 6
@@ -65,10 +67,10 @@ def winners(lines: pd.DataFrame) -> Grid | None:
     won = won.assign(level=won.level.round(2), m=won.m.astype(int))
     levels = _most(won.level, [level for level in LEVELS if level in set(won.level)], COLUMNS)
     tokens = _most(won.m, [m for m in (16, 4096) if m in set(won.m)], MOST_M)
-    cells = {
-        key: _winner(group)
-        for key, group in won[won.level.isin(levels)].groupby(["m", "level"], sort=False)
-    }
+    groups: dict[tuple[float, float], list[dict[str, Any]]] = {}
+    for line in won[won.level.isin(levels)].to_dict("records"):
+        groups.setdefault((line["m"], line["level"]), []).append(dict(line))
+    cells = {key: _winner(group) for key, group in groups.items()}
     rows = [(f"m {m}", [cells.get((m, level)) for level in levels]) for m in tokens]
     same = won[["op", "dtype"]].iloc[0]
     about = f"{same['op']}, {same['dtype']}, kernel time, against the fastest dense kernel"
@@ -81,14 +83,14 @@ def pays(found: pd.DataFrame) -> Grid | None:
     if found.empty:
         return None
     tokens = _most(found.m.astype(int), [], MOST_M)
-    found = found.assign(m=found.m.astype(int), size=pd.to_numeric(found.block, errors="coerce"))
+    sizes = pd.to_numeric(found.block, errors="coerce").where(found.kind == "bsr")
+    found = found.assign(m=found.m.astype(int), size=sizes)
+    found = found.assign(block=found.block.where(found.kind == "bsr", ""))
     rows = []
     for (kind, _, block), group in found.groupby(["kind", "size", "block"], dropna=False):
-        blocks = f" in blocks of {block}" if block not in ("", "1") else ""
-        tile = f" {block}" if kind == "bsr" else f", blocks of {block}" if blocks else ""
-        cells = [_pays(own, f"{named(kind)}{blocks}") if len(own := group[group.m == m]) else None
-                 for m in tokens]  # fmt: skip
-        rows.append((f"{named(kind)}{tile}", cells))
+        head = f"{named(kind)} {block}".strip()
+        cells = [_pays(own, head) if len(own := group[group.m == m]) else None for m in tokens]
+        rows.append((head, cells))
     same = found[["op", "dtype"]].iloc[0]
     never = [
         head for head, cells in rows if all(c is None or c.head.startswith(">") for c in cells)
@@ -147,34 +149,51 @@ def _problem(line: object) -> str:
     return ", ".join(filter(None, [known["op"], known["dtype"], tokens, shape, pattern, block]))
 
 
-def _winner(group: pd.DataFrame) -> Cell:
+def _winner(group: list[dict[str, Any]]) -> Cell:
     """Return the cell of one m and level: of the block whose median contest gains most."""
-    median = group.groupby("block", dropna=False).gain.transform("median")
-    own = group[median == median.max()].sort_values("gain", kind="stable")
-    top, least = own.iloc[-1], own.gain.min()
-    tile = f" {top.tile}" if top.kind == "bsr" and top.tile else ""
-    head, dense = f"{named(top.kind)}{tile}", top.side == "dense"
-    span = f"{three(least)} to " if three(least) != three(top.gain) else ""
-    settled = dense or bool(own[own.side != "dense"].settled.all())
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for line in sorted(group, key=lambda line: -float(line["gain"])):
+        blocks.setdefault(str(line["block"]), []).append(line)
+    own = max(blocks.values(), key=lambda lines: median(line["gain"] for line in lines))
+    top, dense = own[0], own[0]["side"] == "dense"
+    tile = f" {top['tile']}" if top["kind"] == "bsr" and top["tile"] else ""
+    head, low, high = f"{named(top['kind'])}{tile}", f"{own[-1]['gain']:.2g}", f"{top['gain']:.2g}"
+    settled = dense or all(line["settled"] for line in own if line["side"] != "dense")
     each = [
-        f"n × k {line.shape_}: {line.name_}, {between(line.gain, line.low, line.high)}"
-        for line in own.rename(columns={"shape": "shape_", "name": "name_"}).itertuples()
-    ][::-1]
-    said = "; ".join([*each[:SHOWN], *([f"{len(each) - SHOWN} more"] if each[SHOWN:] else [])])
-    title = f"{head} at {percent(top.level)}: {said}{'' if settled else '; not settled'}"
-    text = "" if dense else f"{span}{times(top.gain)}"
-    return Cell(head, text, title, str(top.run), str(top.kind), settled)
+        f"n × k {line['shape']}: {line['name']}, {between(line['gain'], line['low'], line['high'])}"
+        for line in own[:SHOWN]
+    ]
+    title = f"{head} at {percent(top['level'])}: {_few(each, len(own))}"
+    text = "" if dense else times(top["gain"]) if low == high else f"{low}–{high}×"
+    unsure = "" if settled else "; not settled"
+    return Cell(head, text, title + unsure, str(top["run"]), str(top["kind"]), settled)
+
+
+def _few(shown: list[str], count: int) -> str:
+    return "; ".join([*shown, *([f"{count - len(shown)} more"] if count > len(shown) else [])])
 
 
 def _pays(own: pd.DataFrame, name: str) -> Cell:
-    """Return one cell of `pays`: the level, or the range over shapes and runs."""
-    key = own.level.fillna(own["first"].where(own.text.str.startswith("≤"), own["last"]))
-    ranked = own.assign(key=key).sort_values("key", kind="stable")
-    ends = list(dict.fromkeys([ranked.text.iloc[0], ranked.text.iloc[-1]]))
-    shapes = "; ".join(f"n × k {s}: {text}" for s, text in zip(own["shape"], own.text, strict=True))
-    title = f"{name} is faster than dense from: {shapes}"
-    text = " to ".join([*(end.removesuffix(" %") for end in ends[:-1]), ends[-1]])
-    return Cell(text, "", title, str(own.run.iloc[0]), settled=bool(own.settled.all()))
+    """Return one cell of `pays`: 64 %, ≤50 %, >99 %, or the range over shapes and runs.
+
+    ≤50: already at the lowest level measured. >99: not up to the highest.
+    """
+    lows = [(level, _digits(level)) for level in own.level.dropna()]
+    highs = list(lows)
+    lows += [(f, f"≤{_digits(f)}") for f in own["first"][own.text.str.startswith("≤")]]
+    highs += [(last, f">{_digits(last)}") for last in own["last"][own.text.str.startswith(">")]]
+    ends = [min(lows)[1]] if lows else []
+    ends += [max(highs)[1]] if highs else []
+    lines = zip(own["shape"], own.block, own.text, strict=True)
+    each = [f"n × k {s}{f', blocks of {b}' if b else ''}: {text}" for s, b, text in lines]
+    said = _few(each[:SHOWN], len(each))
+    title, text = f"{name} is faster than dense from: {said}", "–".join(dict.fromkeys(ends))
+    return Cell(f"{text} %", "", title, str(own.run.iloc[0]), settled=bool(own.settled.all()))
+
+
+def _digits(level: float) -> str:
+    """Write a level in percent with two significant digits of its density: 64, 98.6."""
+    return percent(1 - float(f"{1 - level:.2g}") if level < 1 else level).removesuffix(" %")
 
 
 def _most(values: "pd.Series[float]", wanted: list[float], count: int) -> list[float]:

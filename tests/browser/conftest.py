@@ -18,9 +18,18 @@ SIMULATED = """\
 schema: sparsebench/suite@1
 title: <script>alert("a title")</script> 'quoted' & "quoted"/slashed
 problems:
-  - linear: {m: [16, 4096], n: 4096, k: 4096, dtype: bf16, pattern: blocks, block: [16, 64], sparsity: [0.5, 0.9]}
-baseline: dense/cublas
-contenders: [dense/cublas, bsr/bsr_triton, bsr/torch_bsr]
+  - op: linear
+    m: [16, 4096]
+    shape: [{n: 4096, k: 4096}]
+    dtype: bf16
+    pattern: blocks
+    block: [16, 64]
+    sparsity: [0.5, 0.9]
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+  - {format: bsr, kernel: torch_bsr, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: cublas}
 """
 
 
@@ -93,9 +102,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     suite = folder / "attack.yaml"
     suite.write_text(SIMULATED)
-    done = sparsebench("run", suite, "--device", "sim", "--replicates", 6, "--out", folder / "sim")
+    done = sparsebench("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
     assert done.returncode == 0, done.stderr
-    return [folder / "sim", PUBLISHED / "nvidia-h200" / "decode-small"]
+    return [folder / "sim", PUBLISHED / "nvidia-h200" / "ffn-step"]
 
 
 @pytest.fixture(scope="session")
