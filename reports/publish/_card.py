@@ -126,8 +126,8 @@ def _pays(ways: list[View]) -> pd.DataFrame:
 
 
 def _one(view: View, name: str) -> Any:
-    values = view.cells[name].dropna().unique() if name in view.cells else []
-    return values[0] if len(values) == 1 else None
+    values = set(view.cells[name].dropna()) if name in view.cells else set()
+    return values.pop() if len(values) == 1 else None
 
 
 def _from(line: dict[Any, Any]) -> str:

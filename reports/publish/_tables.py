@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.views import ordered
-from sparsebench.results.words import FORMATS, between, duration, percent, times
+from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # that the first page shows, where they were measured
 COLUMNS = 6
@@ -69,7 +69,7 @@ def winners(lines: pd.DataFrame) -> Grid | None:
     tokens = _most(won.m, [m for m in (16, 4096) if m in set(won.m)], MOST_M)
     groups: dict[tuple[float, float], list[dict[str, Any]]] = {}
     for line in won[won.level.isin(levels)].to_dict("records"):
-        groups.setdefault((line["m"], line["level"]), []).append(dict(line))
+        groups.setdefault((line["m"], line["level"]), []).append({**line})  # type: ignore[dict-item]
     cells = {key: _winner(group) for key, group in groups.items()}
     rows = [(f"m {m}", [cells.get((m, level)) for level in levels]) for m in tokens]
     same = won[["op", "dtype"]].iloc[0]
@@ -82,13 +82,13 @@ def pays(found: pd.DataFrame) -> Grid | None:
     found = chosen(found)
     if found.empty:
         return None
-    tokens = _most(found.m.astype(int), [], MOST_M)
+    tokens = _most(found.m.astype(float), [], COLUMNS)
     sizes = pd.to_numeric(found.block, errors="coerce").where(found.kind == "bsr")
     found = found.assign(m=found.m.astype(int), size=sizes)
     found = found.assign(block=found.block.where(found.kind == "bsr", ""))
     rows = []
     for (kind, _, block), group in found.groupby(["kind", "size", "block"], dropna=False):
-        head = f"{named(kind)} {block}".strip()
+        head = f"{named(str(kind))} {block}".strip()
         cells = [_pays(own, head) if len(own := group[group.m == m]) else None for m in tokens]
         rows.append((head, cells))
     same = found[["op", "dtype"]].iloc[0]
@@ -99,26 +99,23 @@ def pays(found: pd.DataFrame) -> Grid | None:
     if never:
         about += f". Not faster at any sparsity measured: {'; '.join(never)}"
     kept = [(head, cells) for head, cells in rows if head not in never]
-    return Grid(about, [f"m {m}" for m in tokens], kept)
+    return Grid(about, [f"m {m:g}" for m in tokens], kept)
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     """Return a line a case for a page, the largest gain first."""
     ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
+    found: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     return [
         {
-            "gpu": str(line.gpu),
-            "run": str(line.run),
-            "suite": str(line.suite),
-            "kernel": str(line.kernel),
-            "name": str(line.name_),
+            **{name: str(line[name]) for name in ("gpu", "run", "suite", "kernel", "name")},
             "problem": _problem(line),
-            "level": percent(line.level),
-            "time": duration(line.median_us),
-            "gain": between(line.gain, line.low, line.high),
-            "wins": bool(line.wins),
+            "level": percent(line["level"]),
+            "time": duration(line["median_us"]),
+            "gain": between(line["gain"], line["low"], line["high"]),
+            "wins": bool(line["wins"]),
         }
-        for line in ranked.rename(columns={"name": "name_"}).itertuples()
+        for line in found
     ]
 
 
@@ -130,22 +127,20 @@ def best_places(lines: pd.DataFrame) -> list[str]:
         won = own[own.wins]
         line = f"{gpu}: the fastest in {len(won)} of {contests} contests"
         if len(won) and won.gain.notna().any():
-            top = next(won.sort_values("gain", ascending=False, kind="stable").itertuples())
-            gain = times(float(str(top.gain)))
-            line += f"; {gain} at most, {_problem(top)}, {percent(float(str(top.level)))}"
+            top = won.loc[won.gain.idxmax()]
+            line += f"; {times(top.gain)} at most, {_problem(top)}, {percent(top.level)}"
         said.append(f"{line}.")
     return said
 
 
-def _problem(line: object) -> str:
-    known = {
-        name: str(getattr(line, name)) for name in ("op", "dtype", "shape", "pattern", "block")
-    }
-    m = getattr(line, "m", None)
-    tokens = f"m {int(m)}" if isinstance(m, int | float) and not pd.isna(m) else ""
-    block = f"blocks of {known['block']}" if known["block"] not in ("", "1", "nan", "None") else ""
-    pattern = known["pattern"] if known["pattern"] not in ("dense", "blocks", "nan", "None") else ""
-    shape = f"n × k {known['shape']}" if known["shape"] not in ("", "None", "nan") else ""
+def _problem(line: Any) -> str:
+    """Write the fields of a line for a reader: linear, bf16, m 16, n × k 4096 × 4096."""
+    known = {name: plain(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
+    known = {name: "" if text in ("nan", "None") else text for name, text in known.items()}
+    tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
+    block = f"blocks of {known['block']}" if known["block"] not in ("", "1") else ""
+    pattern = known["pattern"] if known["pattern"] not in ("dense", "blocks") else ""
+    shape = f"n × k {known['shape']}" if known["shape"] else ""
     return ", ".join(filter(None, [known["op"], known["dtype"], tokens, shape, pattern, block]))
 
 
@@ -196,7 +191,7 @@ def _digits(level: float) -> str:
     return percent(1 - float(f"{1 - level:.2g}") if level < 1 else level).removesuffix(" %")
 
 
-def _most(values: "pd.Series[float]", wanted: list[float], count: int) -> list[float]:
+def _most(values: "pd.Series[Any]", wanted: list[float], count: int) -> list[float]:
     """Return the wanted values, then the most frequent ones up to a count, in order."""
     often = [value for value in values.value_counts().index if value not in wanted]
     return ordered(pd.Series([*wanted, *often][:count]))
