@@ -1,11 +1,14 @@
-"""What the commands share: the app, its options, both consoles, exit codes, progress."""
+"""What the commands share: the app, its options, both consoles, exit codes, progress, stops.
+
+Exit codes are documented in harness/README.md, and nowhere else.
+"""
 
 import json
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from sparsebench.harness.doctor.findings import Finding
 
-GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, INTERRUPTED = 1, 2, 3, 4, 130
+GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, UNCHECKED, DEFECT, INTERRUPTED = 1, 2, 3, 4, 5, 70, 130
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, a scheduler, a closed terminal
 WIDE = 120  # columns where there is no window: of a pipe and of a file
 RESUME = "run --resume"
 EVERY_S = 10.0  # between two lines of progress in a pipe
@@ -48,9 +52,14 @@ Device = Annotated[
 Data = Annotated[Path | None, typer.Option(help="Folder that a suite's source files are in.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory; default: runs/...")]
 Only = Annotated[str, typer.Option(help="Measure less: 'block=64 sparsity=0.8|0.9'.")]
-Timeout = Annotated[float, typer.Option(help="Seconds a contender may stay silent.", min=0.1)]
+Timeout = Annotated[
+    float, typer.Option(help="Seconds a contender may stay silent.", min=0.1, max=86400)
+]
 Replicates = Annotated[
-    int, typer.Option(help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1)
+    int,
+    typer.Option(
+        help="Fresh processes to repeat the plan in: 3 to look, 8 to judge.", min=1, max=1000
+    ),
 ]
 Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a case.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown, for pasting.")]
@@ -87,20 +96,35 @@ def warn(finding: "Finding") -> None:
 
 @contextmanager
 def measuring(again: str = RESUME) -> Iterator[Show]:
-    """Show progress; a stop, by Ctrl-C or by a scheduler's SIGTERM, keeps what was measured."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Show progress; a stop keeps what was measured.
+
+    The first signal ends the run, and further ones are ignored until it is written. What was
+    ignored before, as SIGHUP under nohup, stays so.
+    """
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
+    heard = [stop for stop, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def end(number: int, frame: object) -> None:
+        for stop in heard:
+            signal.signal(stop, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for stop in heard:
+        signal.signal(stop, end)
     try:
         with progress_bar() as show:
             yield show
-    except KeyboardInterrupt as stop:
-        path = getattr(stop, "path", "")  # measure.Stopped has it; the tuner needs none
+    except KeyboardInterrupt as stopped:
+        path = getattr(stopped, "path", "")  # measure.Stopped has it; the tuner needs none
         said = f"what was measured is kept, and {again} {path}".rstrip() + " goes on"
         if not path and again == RESUME:
             said = "nothing was measured yet"
-        err.print(f"interrupted; {said}", soft_wrap=True, highlight=False, markup=False)
-        raise typer.Exit(INTERRUPTED) from stop
+        with suppress(OSError):  # the terminal may be gone
+            err.print(f"interrupted; {said}", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(INTERRUPTED) from stopped
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for stop in heard:
+            signal.signal(stop, before[stop])
 
 
 @contextmanager

@@ -14,15 +14,16 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
-from typing import Any
-
-import yaml
+from typing import Any, TypeVar
 
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import Format
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Kernel
+from sparsebench.results.files import from_yaml
+
+Named = TypeVar("Named")
 
 FOLDERS = {
     "ops": "harness.ops",
@@ -60,10 +61,14 @@ def listing() -> dict[str, dict[str, str]]:
     """
     found = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
     found["suites"] = {
-        name: str(yaml.safe_load(file.read_text()).get("title", ""))
-        for name, file in sorted(suites().items())
+        name: _title(name, file.read_text("utf-8")) for name, file in sorted(suites().items())
     }
     return found
+
+
+def _title(name: str, text: str) -> str:
+    written = from_yaml(name, text, SuiteError)
+    return str(written.get("title", "")) if isinstance(written, dict) else ""
 
 
 def suites() -> dict[str, Traversable]:
@@ -87,19 +92,26 @@ def suites() -> dict[str, Traversable]:
 
 def load_format(name: str) -> type[Format]:
     """Return the FORMAT of a file, an entry point or a `package.module`."""
-    found: type[Format] = load("formats", name)
+    found = load("formats", name)
+    if not (isinstance(found, type) and issubclass(found, Format)):
+        raise SuiteError(f"{name}: expected FORMAT to be a class of Format, found {found!r}")
     return found
 
 
 def load_kernel(name: str) -> Kernel:
     """Return the KERNEL of a file, an entry point or a `package.module`."""
-    found: Kernel = load("kernels", name)
-    return found
+    return _of(load("kernels", name), Kernel, name)
 
 
 def load_op(name: str) -> Op:
     """Return the OP of a file or a `package.module`."""
-    found: Op = load("harness.ops", name)
+    return _of(load("harness.ops", name), Op, name)
+
+
+def _of(found: Any, kind: type[Named], name: str) -> Named:
+    if not isinstance(found, kind):
+        what = kind.__name__
+        raise SuiteError(f"{name}: expected {what.upper()} to be a {what}, found {found!r}")
     return found
 
 

@@ -1,13 +1,14 @@
 """The command line: each command is a few lines over the library.
 
-Exit codes: 0 all is well; 1 a gate failed: not reproduced, not confirmed, slower than --fail-on
-allows; 2 bad input, nothing written; 3 the run finished, but a case came out wrong, failed, timed
-out or ran out of memory; 4 this machine is unfit to measure; 130 interrupted, what was measured is
-kept.
+Exit codes are documented in harness/README.md. Whatever is wrong is one line on stderr; where it is
+an error of sparsebench itself, SPARSEBENCH_TRACEBACK=1 shows where.
 """
 
 import json
+import os
 import sys
+import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +20,11 @@ from rich.table import Table
 
 from sparsebench.harness._cli import (
     BAD_INPUT,
+    DEFECT,
     GATE_FAILED,
+    INTERRUPTED,
     SOME_FAILED,
+    UNCHECKED,
     UNFIT,
     Data,
     Device,
@@ -48,17 +52,42 @@ from sparsebench.harness._cli_publish import publish
 
 
 def main() -> int:
-    """Run a command and return its exit code; bad input is one line on stderr."""
-    from sparsebench.errors import SparsebenchError
-
+    """Run a command and return its exit code; what is wrong is one line on stderr."""
     try:
         app()
-    except SparsebenchError as error:
-        err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
-        return BAD_INPUT
-    except SystemExit as end:
-        return int(end.code or 0)
+    except BaseException as error:
+        code, said = _ended(error)
+        if said and os.environ.get("SPARSEBENCH_TRACEBACK"):
+            traceback.print_exc()
+        with suppress(OSError):  # the terminal may be gone
+            if said:
+                line = " ".join(said.encode(errors="backslashreplace").decode().split())
+                err.print(f"[red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
+        return code
     return 0
+
+
+def _ended(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the line for what ended a command."""
+    from sparsebench.errors import SparsebenchError, WorkerError
+
+    match error:
+        case SystemExit():
+            return int(error.code or 0), ""
+        case KeyboardInterrupt():
+            return INTERRUPTED, "interrupted"
+        case SparsebenchError():
+            return BAD_INPUT, str(error)
+        case WorkerError():
+            return UNFIT, str(error)
+        case OSError():
+            return BAD_INPUT, f"{error.filename or 'a file'}: {error.strerror or error}"
+        case MemoryError():
+            return BAD_INPUT, "expected enough memory, found none left"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(where.filename).name}:{where.lineno}"
+    hint = "SPARSEBENCH_TRACEBACK=1 shows where"
+    return DEFECT, f"an error of sparsebench: {type(error).__name__}: {error} ({place}; {hint})"
 
 
 @app.command("list")
@@ -142,7 +171,8 @@ def run(
     """Measure a suite, write its report, and print the answer."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run.measure import Flags, measure
+    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.state import Flags
     from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
@@ -154,8 +184,9 @@ def run(
     if resume:
         stopped = store.read(resume)
         before = stopped.state["flags"]
-        only, replicates, energy = before["only"], before["replicates"], before["energy"]
-        data = data or (Path(before["data"]) if before["data"] else None)
+        only, replicates = before["only"], before["replicates"]
+        energy = before.get("energy", False)
+        data = data or (Path(before["data"]) if before.get("data") else None)
         device = device or before["device"]
     asked = own_suite(stopped, data) if resume else read(str(suite), data)
     flags = Flags(named(device), data, timeout, replicates, only, energy)
@@ -253,16 +284,26 @@ app.command()(publish)
 
 
 @app.command()
-def validate(path: RunPath, data: Data = None) -> None:
-    """Check a run: its files by their hashes, its rows, and that its suite's plan is complete.
+def validate(
+    path: RunPath,
+    data: Data = None,
+    plugins: Annotated[
+        bool, typer.Option("--allow-plugins", help="Import other packages that the suite names.")
+    ] = False,
+) -> None:
+    """Check a run: its hashes, its rows, and that its plan is complete.
 
     A warning names a tuned contender that is slower than its default, or than in a run beside it.
     """
     from sparsebench.harness.run.validate import validate as validated
     from sparsebench.results.peers import siblings
 
-    for line in validated(path, data, siblings(path)):
-        out.print(line, soft_wrap=True, highlight=False, markup=False)
+    lines = list[bool]()
+    for line in validated(path, data, siblings(path), plugins=plugins):
+        out.print(line.said, soft_wrap=True, highlight=False, markup=False)
+        lines.append(line.checked)
+    if not all(lines):
+        raise typer.Exit(UNCHECKED)
 
 
 @app.command()
@@ -348,7 +389,7 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
 def tune(
     suite: Annotated[str, typer.Argument(help="A suite's name, or a file.yaml.")] = "sparsity",
     device: Device = None,
-    minutes: Annotated[float, typer.Option(help="Time to take, about.", min=0.1)] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Time to take, about.", min=0.1, max=1440)] = 10.0,
     only: Only = "",
     to: Annotated[
         Path | None, typer.Option("--out", help="Table to write; default: yours, for this GPU.")

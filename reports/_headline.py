@@ -179,7 +179,7 @@ def _sentence(case: Mapping[Any, Any], cases: pd.DataFrame) -> str:
     peer = ""
     others = peers.label != case["baseline_label"]
     if others.any() and family(case["kernel"]) in OURS:
-        best = peers.loc[peers.speedup.idxmax()]
+        best = peers.sort_values("speedup", kind="stable").iloc[-1]
         peer = f"; best peer: {winner(best)}, {significant(best.speedup)} times"
         if best.label == case["baseline_label"]:
             peer = "; no peer is faster"

@@ -21,7 +21,7 @@ from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.summary import NoCrossing, crossing
 from sparsebench.results.views import ANY, View, ordered
-from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, times
+from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, supported
 
 ASKED = {"level": (0.5, 0.9), "m": (16, 4096)}  # what readers ask about, where it was measured
 
@@ -277,7 +277,7 @@ def winner(line: "pd.Series[Any]") -> str:
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         named = "best sparse peer" if other == "peer" else "best of ours"
-        beside = f"; {named} {line[f'{other}_name']} {times(line[f'{other}_gain'])}"
+        beside = f"; {named} {line[f'{other}_name']} {_short(line, other)}"
     peer = " (a peer)" if other == "ours" else ""
     best = f"{contender(line, 'best')}{peer}"
     if line.best_gain > 1:
@@ -287,6 +287,10 @@ def winner(line: "pd.Series[Any]") -> str:
     if not line.best_settled:
         dense = f"not settled, dense ({line.dense_name}, {duration(line.dense_median_us)})"
     return f"{dense}; nearest {best}, {_gain(line)}"
+
+
+def _short(line: Any, side: str) -> str:
+    return supported(*(line[f"{side}_{part}"] for part in ("gain", "low", "high")))
 
 
 def _gain(line: Any) -> str:

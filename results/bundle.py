@@ -8,23 +8,22 @@ and worker.log (what kernels printed). The digest of the rows is of their text: 
 compressed later. The SHA-256 of the manifest names the bundle.
 """
 
-import gzip
 import hashlib
 import json
 import platform
 import re
-import zlib
 from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from sparsebench.errors import ResultError
+from sparsebench.results import files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
 
 MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
 UNSEALED = {MANIFEST, "report.html", "worker.log"}
+UNFINISHED = ".new"  # how files end that replace others: a process was killed over one
 TORCH_INDEX = "https://download.pytorch.org/whl"  # PyPI lacks builds such as torch==2.13.0+cpu
 
 
@@ -32,6 +31,7 @@ def seal(path: Path) -> None:
     """Write lock.txt and manifest.json: the last step of a run, and again of a resumed one."""
     (path / LOCK).write_text(lock())
     found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    found = {name for name in found if not name.endswith(UNFINISHED)}
     seal_files(path, sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED))
 
 
@@ -39,12 +39,16 @@ def seal_files(path: Path, names: list[str]) -> None:
     """Write manifest.json of these files alone."""
     files = {name: _sha256(content(path, name)) for name in names}
     sealed = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
-    (path / MANIFEST).write_text(sealed + "\n")
+    fresh = path / (MANIFEST + UNFINISHED)
+    fresh.write_text(sealed + "\n")
+    fresh.replace(path / MANIFEST)
 
 
 def unseal(path: Path) -> None:
     """Remove the manifest, before the run is written to again."""
     (path / MANIFEST).unlink(missing_ok=True)
+    for file in path.glob(f"*{UNFINISHED}"):
+        file.unlink()
 
 
 def identity(path: Path) -> str:
@@ -55,13 +59,13 @@ def identity(path: Path) -> str:
 
 def verify(path: Path) -> list[str]:
     """Check every file by its digest and return the names; ResultError at the first difference."""
-    files = _manifest(path)
-    for name, expected in files.items():
+    sealed = _manifest(path)
+    for name, expected in sealed.items():
         found = _sha256(content(path, name))
         if found != expected:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {found}")
     _require_whole_lines(path)
-    return sorted(files)
+    return sorted(sealed)
 
 
 def lock() -> str:
@@ -84,24 +88,25 @@ def _manifest(path: Path) -> dict[str, str]:
     file = path / MANIFEST
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
-    try:
-        data: dict[str, Any] = json.loads(content(path, MANIFEST))
-        schema, files = data["schema"], dict(data["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(f"{file}: expected a schema and files, found {error!r}") from error
+    data = files.from_json(file)
+    schema, named = data.get("schema"), data.get("files")
     if schema != MANIFEST_SCHEMA:
         raise ResultError(f"{file}: expected schema {MANIFEST_SCHEMA}, found {schema}")
-    for name in files:
+    if not isinstance(named, dict) or not all(isinstance(sha, str) for sha in named.values()):
+        raise ResultError(f"{file}: expected the SHA-256 of files, found {str(named)[:80]}")
+    for name in named:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ResultError(f"{file}: expected names of files in the run, found {name}")
-    for name in sorted(REQUIRED - files.keys()):
-        raise ResultError(f"{file}: expected {name} among its files, found {', '.join(files)}")
-    return files
+    for name in sorted(REQUIRED - named.keys()):
+        raise ResultError(f"{file}: expected {name} among its files, found {', '.join(named)}")
+    sealed: dict[str, str] = named
+    return sealed
 
 
 def _require_whole_lines(path: Path) -> None:
     """Refuse a torn last line, which the reader would leave out, and rows of no known schema."""
-    first, *_, last = content(path, ROWS).decode().split("\n")
+    text = files.decoded(path / ROWS, content(path, ROWS))
+    first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
     known = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
     if first not in known or last:
         found = f"a torn last line {last[:40]}" if last else first[:80]
@@ -111,12 +116,9 @@ def _require_whole_lines(path: Path) -> None:
 def content(path: Path, name: str) -> bytes:
     """Return the bytes of a file; for rows that were compressed, the bytes of their text."""
     file, zipped = path / name, path / f"{ROWS}.gz"
-    try:
-        if name == ROWS and not file.exists() and zipped.exists():
-            return gzip.decompress(zipped.read_bytes())
-        return file.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ResultError(f"{file}: expected a readable file, found {error}") from error
+    if name == ROWS and not file.exists() and zipped.exists():
+        return files.unzipped(zipped, files.ROWS_BYTES)
+    return files.content(file, files.ROWS_BYTES)
 
 
 def _sha256(content: bytes) -> str:

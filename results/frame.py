@@ -47,6 +47,7 @@ MEASURED += ["blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
 UNUSUAL = 1.5  # times the usual error
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell of a spreadsheet begins with
 POWER_LIMITED = 0.2  # mark from this share of the contest's time on; less is a short peak
 
 
@@ -77,7 +78,23 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV, without the times of single blocks."""
-    table.drop(columns="blocks_us").to_csv(path, index=False)
+    path.write_text(as_csv(table.drop(columns="blocks_us")), "utf-8")
+
+
+def as_csv(table: pd.DataFrame) -> str:
+    """Return a table as CSV, in which text is text: a spreadsheet runs a cell that begins with =.
+
+    Such cells get a leading apostrophe, as OWASP advises (CSV Injection).
+    """
+    written = table.copy(deep=False)
+    for name in table.columns:
+        if not pd.api.types.is_numeric_dtype(table[name]):
+            written[name] = table[name].map(_plain_text)
+    return str(written.rename(columns=_plain_text).to_csv(index=False))
+
+
+def _plain_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def to_parquet(table: pd.DataFrame, path: Path) -> None:

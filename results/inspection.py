@@ -1,13 +1,18 @@
 """Is a run complete and consistent? Rows are checked against each other and the other files.
 
-    finished ─> of one device ─> the same cases in every replicate ─> samples ─> operands
+    finished ─> of one device ─> the same cases in every replicate ─> A/A pairs ─> samples
+             ─> errors within their bounds ─> times above theirs ─> operands
 
-Each check yields one line that says what is right; the first error is a ResultError.
+Whoever changes samples with care, and seals them anew, passes all of it: such a bundle differs from
+the digest that was published (results/published/README.md). Each check yields one line that says
+what is right; the first error is a ResultError.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from sparsebench.errors import ResultError
@@ -17,12 +22,16 @@ from sparsebench.results.record import Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
+LIGHT = 0.95  # of the bound, as the harness has it (harness/bench/ceilings.py): a test holds them
+
 
 def inspect(run: Run) -> Iterator[str]:
     """Yield one line per check; ResultError at the first error.
 
-    The run is finished. All rows are of one device. Every replicate has the same cases, each once.
-    Only ok rows have samples, finite and positive. A problem has the same operands in all rows.
+    The run is finished. All rows are of one device. Every replicate has the same cases, each once,
+    and A/A pairs. Only ok rows have samples, finite and positive. Their errors are within the
+    bound, and on a GPU their times are above the least that the ceilings allow. A problem has the
+    same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
@@ -33,7 +42,10 @@ def inspect(run: Run) -> Iterator[str]:
     replicates = _equal_replicates(run, rows)
     little = "" if replicates >= FEWEST else f": a look; a verdict takes {FEWEST}"
     yield f"replicates: {replicates}, the same cases in each, none twice{little}"
+    yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
+    yield f"errors: of {_right(run, rows)} ok rows, each within its bound"
+    yield f"times: {_below_light(run, rows)} held against a bound, none below it"
     yield f"operands: of {_equal_operands(run, rows)} problems, the same bits in every replicate"
 
 
@@ -50,7 +62,7 @@ def _one_device(run: Run, rows: list[Row]) -> str:
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:
     """Return how many replicates there are; ResultError if they differ in their cases."""
-    count = run.state["flags"]["replicates"]
+    count: int = run.state["flags"]["replicates"]
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
     for row in rows:
         if row.replicate not in seen:
@@ -77,6 +89,40 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
             if not 0 < sample < math.inf:
                 raise ResultError(f"{_where(run, row)}: expected a time in µs, found {sample}")
     return sum(len(row.samples_us) for row in rows)
+
+
+def _pairs(run: Run, replicates: int) -> int:
+    """Return how many A/A pairs the noise-floor contests have, in the replicate with the fewest."""
+    twins = Counter(row.replicate for row in run.reference if row.case.contender.twin)
+    for replicate in range(replicates):
+        if not twins[replicate]:
+            where = f"{run.path / ROWS}: replicate {replicate}"
+            raise ResultError(f"{where}: expected A/A pairs (reference rows), found none")
+    return min(twins.values())
+
+
+def _right(run: Run, rows: list[Row]) -> int:
+    """Return how many rows are ok; ResultError where one has no error, or one beyond its bound."""
+    right = [row for row in rows if row.status is Status.OK]
+    for row in right:
+        for name in ("error", "error_of_bound"):
+            found, most = getattr(row, name), math.inf if name == "error" else 1.0
+            if found is None or not 0 <= found <= most or found == math.inf:
+                said = f"expected {name} of an ok row within {most:g}, found {found}"
+                raise ResultError(f"{_where(run, row)}: {said}")
+    return len(right)
+
+
+def _below_light(run: Run, rows: list[Row]) -> int:
+    """Return how many rows have a bound; on a CPU, whose cores are shared, it is no judge."""
+    timed = [row for row in rows if row.status is Status.OK and row.clock != "host"]
+    bound = [row for row in timed if row.bound_us]
+    for row in bound:
+        taken, least = median(row.samples_us), LIGHT * (row.bound_us or 0.0)
+        if taken < least:
+            said = f"expected at least {least:.2f} µs ({row.bound_by}), found {taken:.2f} µs"
+            raise ResultError(f"{_where(run, row)}: {said}")
+    return len(bound)
 
 
 def _equal_operands(run: Run, rows: list[Row]) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from sparsebench.errors import ResultError
+from sparsebench.results.files import JSON_BYTES, content
 
 SCHEMA: Final = "sparsebench/pruning@1"
 OUTPUT = "output"  # the error of what the layer or the MLP gives, beside those of its parts
@@ -76,9 +77,7 @@ class Pruning:
 def read(path: Path) -> Pruning:
     """Read what `sparsebench prune --json` printed; ResultError says what is wrong with it."""
     try:
-        found = TypeAdapter(Pruning).validate_json(path.read_bytes())
-    except OSError as error:
-        raise ResultError(f"{path}: expected a readable file, found {error}") from error
+        found = TypeAdapter(Pruning).validate_json(content(path, JSON_BYTES))
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"{part}: " for part in first["loc"])

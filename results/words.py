@@ -1,8 +1,11 @@
 """How numbers and names are written wherever a result is read: pages and the terminal."""
 
+from math import floor, log10
 from typing import Any
 
 import pandas as pd
+
+from sparsebench.results.digits import rounded
 
 FORMATS = {"bsr": "BSR", "csr": "CSR", "spense": "2:4", "activations": "sparse activations"}
 """What readers call a format; one that is not here is called by its name."""
@@ -28,11 +31,19 @@ def three(ratio: float) -> str:
     return f"{ratio:.{max(0, min(3, 2 - _magnitude(ratio)))}f}"
 
 
+def supported(ratio: float, low: float, high: float) -> str:
+    """Write a speed-up to the last digit that its interval supports, the third at most: 5.58×."""
+    known = not pd.isna(low) and high > low
+    return f"{rounded(ratio, _step(ratio, (high - low) / 2))}×" if known else times(ratio)
+
+
 def between(ratio: float, low: float, high: float) -> str:
-    """Write a speed-up with its interval: 5.58× [5.54, 5.60]; a dash for NaN."""
-    if pd.isna(ratio):
-        return "–"
-    return times(ratio) if pd.isna(low) else f"{times(ratio)} [{three(low)}, {three(high)}]"
+    """Write a speed-up with its interval, to the digits that it supports: 5.58× [5.54, 5.60]."""
+    if pd.isna(ratio) or pd.isna(low) or high <= low:
+        return times(ratio)
+    half = _step(ratio, (high - low) / 2)
+    ends = [rounded(end, min(half, abs(end) / 10)) for end in (low, high)]
+    return f"{supported(ratio, low, high)} [{', '.join(ends)}]"
 
 
 def significant(value: Any, digits: int = 3) -> str:
@@ -61,3 +72,8 @@ def listed(words: list[str]) -> str:
 
 def _magnitude(value: float) -> int:
     return len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else int(f"{value:e}"[-3:])
+
+
+def _step(ratio: float, half: float) -> float:
+    """Return an uncertainty, or the place of the third digit if that is larger."""
+    return max(half, 10.0 ** (floor(log10(ratio)) - 2)) if ratio > 0 else half

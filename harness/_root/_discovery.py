@@ -4,12 +4,18 @@
     kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore is plumbing
     kernels/nn/linear.py                      (none)       it names no KERNEL
     entry point diagonal of sparsebench.kernels            what another package adds
+    package.module                                         likewise, without an entry point
+
+What another package adds is code that runs when it is imported. `own_code_only` refuses it: a suite
+out of somebody's bundle may name any module.
 
 Two modules of one name in a folder are an error: a suite could not say which it means.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -30,6 +36,8 @@ CONSTANTS = {
 }
 """What a file of each folder must name to be found."""
 
+_others = ContextVar("whether modules of other packages are imported", default=True)
+
 
 @cache  # reading the metadata of 250 installed packages takes 15 ms, and a suite asks for each case
 def modules(folder: str) -> MappingProxyType[str, str]:
@@ -48,13 +56,28 @@ def load(folder: str, name: str) -> Any:
         what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
         raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
     module = known.get(name, name)
+    if not module.startswith("sparsebench.") and not _others.get():
+        raise SuiteError(f"{name}: not imported, since {module} is no module of sparsebench")
     try:
         found = getattr(import_module(module), constant, None)
     except ModuleNotFoundError as error:
         raise SuiteError(f"{name}: expected to import {module}, found: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SuiteError(f"{name}: expected to import {module}, found {said}") from error
     if found is None:
         raise SuiteError(f"{name}: expected {module} to define {constant}, found no such name")
     return found
+
+
+@contextmanager
+def own_code_only() -> Iterator[None]:
+    """Refuse, inside the block, to import what is not this package's. `load` raises SuiteError."""
+    before = _others.set(False)
+    try:
+        yield
+    finally:
+        _others.reset(before)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

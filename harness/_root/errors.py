@@ -14,7 +14,7 @@ end one case and become its row.
 Three exceptions are of the machine, not of what was given, and stand outside the tree:
 
     Fatal         the device no longer answers; the worker ends    harness/bench/entry.py
-    WorkerError   no worker process could be started               harness/run/runner.py
+    WorkerError   no worker process could be started; exit code 4
     NoNvml        NVML is not here; readings are left out          harness/machine/_nvml.py
 """
 
@@ -37,6 +37,10 @@ class FormatError(SparsebenchError):
 
 class TableError(SparsebenchError):
     """A table of tuned configurations cannot be used; the message names the file."""
+
+
+class WorkerError(RuntimeError):
+    """No worker process could be started; the message holds its last words."""
 
 
 class Unsupported(SparsebenchError):

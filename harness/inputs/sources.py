@@ -12,9 +12,12 @@
 A file that is not what it should be is a SuiteError: file, expected, found.
 """
 
+import gzip
 import hashlib
+import re
 from collections.abc import Collection
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ from torch import Tensor
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
+
+MTX_BYTES = 2**30  # unzipped
+HEAD = re.compile(rb"\A(?:%.*\n|\s*\n)*")  # of Matrix Market: what it is, and comments
 
 FILE = "file"
 """The pattern that no rule chooses: it is the source's own."""
@@ -78,8 +84,11 @@ def load_pattern(path: Path) -> Tensor:
 def load_weights(path: Path, tensor: str) -> Tensor:
     """Return one tensor [n, k] of a safetensors file, in the dtype that it has there."""
     _weight_shape(path, tensor)
-    with safe_open(path, framework="pt") as file:
-        weights: Tensor = file.get_tensor(tensor)
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights: Tensor = file.get_tensor(tensor)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _unusable(path, f"a tensor {tensor!r} that can be loaded", error) from error
     return weights
 
 
@@ -104,6 +113,7 @@ def tensor_names(path: Path) -> list[str]:
 
 def sha256(path: Path) -> str:
     """Hash a file's content, once for each size and time of change."""
+    require_regular(path)
     try:
         status = path.stat()
         return _sha256(path, status.st_size, status.st_mtime_ns)
@@ -117,7 +127,14 @@ def _sha256(path: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_regular(path: Path) -> None:
+    """Refuse what is no regular file: reading a FIFO or a device may never end."""
+    if path.exists() and not path.is_file():
+        raise _unusable(path, "a readable file", "no regular file")
+
+
 def _first_line(path: Path) -> bytes:
+    require_regular(path)
     try:
         with path.open("rb") as file:
             return file.readline(100).rstrip(b"\r\n")
@@ -127,6 +144,7 @@ def _first_line(path: Path) -> bytes:
 
 def _smtx(path: Path) -> tuple[int, int, Indices, Indices]:
     """Return n, k and the row and column of every entry."""
+    require_regular(path)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -174,8 +192,9 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
     """Return n, k and the row and column of every entry."""
     if not path.name.endswith((".mtx", ".mtx.gz", ".npz")):
         raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
+    require_regular(path)
     try:
-        read = _npz(path) if path.suffix == ".npz" else scipy.io.mmread(path, spmatrix=False)
+        read = _npz(path) if path.suffix == ".npz" else _mtx(path)
         entries = scipy.sparse.coo_array(read)
     except Exception as error:  # the readers raise a dozen types on garbage
         raise _unusable(path, "a sparse matrix", error) from error
@@ -185,6 +204,21 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
     n, k = entries.shape
     rows, columns = (index.astype(np.int64) for index in entries.coords)
     return n, k, rows, columns
+
+
+def _mtx(path: Path) -> Any:
+    """Read Matrix Market. scipy 1.17 crashes on a last number that is none, and that ends a file.
+
+    So every character below the head is one of a number, and the last line has an end.
+    """
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        content = file.read(MTX_BYTES + 1)
+    if len(content) > MTX_BYTES:
+        raise ValueError(f"more than {MTX_BYTES} bytes (MTX_BYTES)")
+    other = HEAD.sub(b"", content).translate(None, b"0123456789+-.eE \t\r\n")
+    if other:
+        raise ValueError(f"{other[:20]!r} where numbers are")
+    return scipy.io.mmread(BytesIO(content.rstrip() + b"\n"), spmatrix=False)
 
 
 def _npz(path: Path) -> Any:
@@ -213,6 +247,7 @@ def _is_weight(shape: list[int], dtype: str) -> bool:
 
 def _header(path: Path) -> dict[str, tuple[list[int], str]]:
     """Return shape and dtype by tensor name."""
+    require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dict)

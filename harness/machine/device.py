@@ -34,7 +34,10 @@ def pick(name: str | None) -> torch.device:
         raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= found:
+    number = name.partition(":")[2] or "0"  # torch keeps 8 bits of it: cuda:256 would be cuda:0
+    if device.type == "cpu" and int(number):
+        raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
+    if device.type == "cuda" and int(number) >= found:
         raise SuiteError(f"--device: expected an NVIDIA GPU for {name!r}, found {found} here")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
@@ -47,6 +50,16 @@ def named(name: str | None) -> str:
 def simulated(name: str) -> bool:
     """Say whether a device's name is that of a simulated one: `sim` or `sim:FILE.yaml`."""
     return name.partition(":")[0] == "sim"
+
+
+def portable(name: str) -> str:
+    """Return a device's name as a run records it, without the path of a file outside this folder.
+
+    --resume then asks for the file.
+    """
+    kind, _, file = name.partition(":")
+    outside = simulated(name) and (Path(file).is_absolute() or ".." in Path(file).parts)
+    return f"{kind}:{Path(file).name}" if outside else name
 
 
 def identity(device: torch.device) -> str:

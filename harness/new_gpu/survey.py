@@ -27,7 +27,8 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.measure import Flags, Progress, measure
+from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.tune import tune
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse

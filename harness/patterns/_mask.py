@@ -76,7 +76,9 @@ def _pattern(name: str) -> Pattern:
     if name not in known and "." not in name:
         hint = did_you_mean(name, known)
         raise SuiteError(f"pattern: expected one of {', '.join(known)}; found {name!r}{hint}")
-    found: Pattern = load("harness.patterns", name)
+    found = load("harness.patterns", name)
+    if not isinstance(found, Pattern):
+        raise SuiteError(f"{name}: expected PATTERN to be a Pattern, found {found!r}")
     return found
 
 

@@ -38,12 +38,14 @@ def references(device: str) -> list[Contest]:
     kind = "cpu" if device == "cpu" else "cuda"
     first = Contender("dense", DENSE[kind], baseline=True)
     pair = first, replace(first, baseline=False, twin=True)
-    return [Contest(_problem(*size), pair, reference=True) for size in sizes(kind)]
+    return [
+        Contest(_problem(*size), pair, reference=True) for size in (*sizes(kind), *BETWEEN[kind])
+    ]
 
 
 def sizes(kind: str) -> list[tuple[int, int, int, str]]:
-    """Return m, n, k and dtype of each reference contest, on a `cpu` or on `cuda`."""
-    return [*(which[kind] for which in (LAUNCH, MEMORY, COMPUTE)), *BETWEEN[kind]]
+    """Return m, n, k and dtype of the reference contests of each kind, on a `cpu` or on `cuda`."""
+    return [which[kind] for which in (LAUNCH, MEMORY, COMPUTE)]
 
 
 def with_twins(contests: Sequence[Contest], seed: str) -> list[Contest]:

@@ -24,17 +24,16 @@
 
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
 Of an op that takes recorded operands, such as ffn, `tensor` matches groups: `NAME` where a file has
-NAME.wg, NAME.wu, NAME.wd and NAME.x.
+NAME.wg, NAME.wu, NAME.wd and NAME.x. Sweeps are counted before they are expanded: _limits.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebench._discovery import did_you_mean
@@ -50,6 +49,14 @@ from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived, level
+from sparsebench.harness.plan._limits import (
+    require_few_cases,
+    require_few_problems,
+    require_seeds,
+    require_sizes,
+    require_values,
+)
+from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -123,6 +130,9 @@ def expand(where: str, text: str, data: Path | None = None) -> Suite:
     """Expand the text of a suite; SuiteError names it as `where`, and says what is wrong."""
     written = parse(where, text, SuiteFile)
     try:
+        entries = [*written.baselines, *written.contenders]
+        require_few_problems(written.problems)
+        require_few_cases(written.problems, [[entry.params, entry.options] for entry in entries])
         problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
         _every_entry_competes(written, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
@@ -140,33 +150,14 @@ def _text(name: str) -> tuple[str, str]:
         known = sorted(packaged)
         hint = did_you_mean(name, known)
         raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
-    try:
-        return name, Path(name).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{name}: expected a readable suite, found {error}") from error
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key may stand once: a repeated one would silently win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(key) for key in keys if keys.count(key) > 1}
-        if twice:
-            line = node.start_mark.line + 1
-            raise SuiteError(f"line {line}: expected each key once, found {min(twice)!r} twice")
-        return super().construct_mapping(node, deep)
+    if not files.utf8(name):
+        raise SuiteError(f"expected a suite with a name in UTF-8, found {name!r}")
+    return name, files.text(Path(name), files.YAML_BYTES, SuiteError)
 
 
 def parse(where: str, text: str, model: type[Model]) -> Model:
     """Read YAML into a model; SuiteError says where and what is wrong."""
-    try:
-        data = yaml.load(text, _Loader)
-    except SuiteError as error:
-        raise SuiteError(f"{where}: {error}") from error
-    except yaml.YAMLError as error:
-        raise SuiteError(f"{where}: expected YAML, found {' '.join(str(error).split())}") from error
-    return _validate(where, model, data)
+    return _validate(where, model, files.from_yaml(where, text, SuiteError))
 
 
 def _validate(where: str, model: type[Model], data: Any) -> Model:
@@ -182,7 +173,7 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
             raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
         if first["type"] == "missing":
             raise SuiteError(f"{where}: {place}: expected a value, found none") from error
-        found = repr(first["input"])[:60]
+        found = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
         raise SuiteError(
             f"{where}: {place}: expected {_wanted(first['msg'])}; found {found}"
         ) from error
@@ -200,8 +191,11 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
     if "op" not in axes:
         raise SuiteError(f"{where}.op: expected the name of an op, found none")
     name = axes.pop("op")
+    if not isinstance(name, str):
+        raise SuiteError(f"{where}.op: expected the name of an op, found {name!r}")
     op = load_op(name)
     seeds = _sweep(axes.pop("seed", 0))
+    require_seeds(f"{where}.seed", seeds)
     found_in = list(_sources(where, axes.pop("source", None), data, op))
     for source in found_in:
         from_source = _fields_of_source(op, source, data)
@@ -235,6 +229,7 @@ def _fields(
             raise SuiteError(f"{where}: expected {min(both)} to be set once, found it set twice")
         merged |= setting
     fields = _validate(where, op.fields, merged).model_dump()
+    require_sizes(where, fields)
     if source is None and fields.get("skew") == RECORDED:
         raise SuiteError(f"{where}.skew: expected {RECORDED!r} just where there is a source")
     try:
@@ -305,18 +300,34 @@ def _sources(where: str, written: Any, data: Path | None, op: Op) -> Iterator[So
         )
     if data is None:
         raise SuiteError(f"{where}.source: expected --data DIR, the folder of {written['file']}")
-    matches = sorted(path for path in data.glob(written["file"]) if path.is_file())
-    if not matches:
-        raise SuiteError(f"{where}.source: expected files {written['file']} in {data}, found none")
-    for path in matches:
+    for path in _matches(f"{where}.source", written["file"], data):
         for tensor in _tensors(path, written.get("tensor"), op):
             yield Source(str(path.relative_to(data)), sources.sha256(path), tensor)
 
 
-def _tensors(path: Path, wanted: str | None, op: Op) -> list[str | None]:
+def _matches(where: str, glob: Any, data: Path) -> list[Path]:
+    """Return the files below the data folder that a glob names, and none outside."""
+    outside = not isinstance(glob, str) or PurePath(glob).is_absolute() or ".." in glob.split("/")
+    if outside or not glob.strip("/."):
+        raise SuiteError(f"{where}: expected a GLOB of files below --data, found {glob!r}")
+    try:
+        found = sorted(path for path in data.glob(glob) if path.is_file())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise SuiteError(f"{where}: expected files {glob} in {data}, found {error}") from error
+    if not found:
+        raise SuiteError(f"{where}: expected files {glob} in {data}, found none")
+    for path in found:
+        if not files.utf8(str(path)):
+            raise SuiteError(f"{where}: expected names in UTF-8, found {str(path)!a}")
+    return found
+
+
+def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
     """Return the tensors of a safetensors file that match, or [None] for a pattern file."""
     if wanted is None:
         return [None]
+    if not isinstance(wanted, str):
+        raise SuiteError(f"source.tensor: expected a GLOB, found {wanted!r}")
     names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
     matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
     if not matches:
@@ -411,6 +422,7 @@ def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[d
     known = {**problem.fields, **derived(problem.fields)}
     for values in product(*(_sweep(value) for value in given.values())):
         point = dict(zip(given, values, strict=True))
+        require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):
                 if value[1:] not in known:

@@ -9,7 +9,8 @@ method, the region and the number of dense features, which are the last of each 
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -86,6 +87,9 @@ def prune_file(
         raise SuiteError(f"out: expected one recipe for one file, found {len(recipes)}")
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
+    for given in filter(None, (weights, calibration)):
+        if to and to.exists() and given.exists() and to.samefile(given):
+            raise SuiteError(f"{to}: expected another file to write than the input {given}")
     if weights.suffix == ".gguf":
         if names:
             raise SuiteError(f"{weights}: expected no tensor names beside a model, found {names}")
@@ -140,8 +144,11 @@ def _model(
     else:
         origin, words = text.name, _text(text)
     read = gguf_file.read(weights, device)
-    numbers = read.tokenizer.encode(words)
+    with _usable(weights):
+        numbers = read.tokenizer.encode(words)
     seen, unseen = (part.to(device) for part in contexts(numbers, read.begin, tokens // CONTEXT))
+    with _usable(weights):
+        dense_loss(read.model, unseen[:1])  # one context tells whether sizes and values fit
 
     def make(recipe: Recipe) -> _Made:
         pruned = prune_model(read.model, recipe, seen, unseen)
@@ -153,6 +160,16 @@ def _model(
     what = weights.name, sources.sha256(weights), origin
     sizes = seen.numel(), unseen.numel()
     return Pruning(SCHEMA, *what, *sizes, loss, _outcomes(make, recipes, to))
+
+
+@contextmanager
+def _usable(weights: Path) -> Iterator[None]:
+    """Say in one line that a file's tensors do not make up a model, whatever they break."""
+    try:
+        yield
+    except Exception as error:
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise SuiteError(f"{weights}: expected a model that computes; found {found}") from error
 
 
 def _mlp(names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, how: Recipe) -> _Made:
@@ -195,6 +212,7 @@ def _activations(path: Path) -> Tensor:
 
 
 def _text(path: Path) -> str:
+    sources.require_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -214,7 +232,10 @@ def _named(layers: Sequence[PrunedMLP]) -> dict[str, Tensor]:
 def _write(path: Path, made: _Made, recipe: Recipe) -> None:
     tensors = {name: tensor.cpu() for name, tensor in made.tensors.items()}
     notes = {"method": recipe.method, "region": recipe.region, "dense": str(made.dense)}
+    fresh = path.with_name(f"{path.name}.new")
     try:
-        save_file(tensors, path, notes)
+        save_file(tensors, fresh, notes)
+        fresh.replace(path)
     except (OSError, SafetensorError) as error:
+        fresh.unlink(missing_ok=True)
         raise SuiteError(f"{path}: expected a file that can be written; found {error}") from error

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.inputs.sources import require_regular
 from sparsebench.harness.pruning.gemma import GLOBAL_EVERY, LOCAL_BASE, Gemma, Layer
 from sparsebench.harness.pruning.mlp import GatedMLP
 from sparsebench.harness.pruning.tokenizer import Tokenizer
 
 ARCHITECTURE = "gemma3"
+LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,19 @@ class GgufModel:
 
 def read(path: Path, device: torch.device) -> GgufModel:
     """Read a model; SuiteError where the package is missing or the file is not such a one."""
-    reader = _reader(path)
+    require_regular(path)
+    try:
+        return _read(path, _reader(path), device)
+    except SuiteError:
+        raise
+    except KeyError as missing:
+        raise SuiteError(f"{path}: expected {missing} in the file; found none") from missing
+    except Exception as error:  # the reader and the quantisations raise a dozen types on garbage
+        found = f"{type(error).__name__}: {error}"
+        raise SuiteError(f"{path}: expected a model of {ARCHITECTURE}; found {found}") from error
+
+
+def _read(path: Path, reader: Any, device: torch.device) -> GgufModel:
     fields = {name: field.contents for name, field in reader.fields.items()}
     found = fields["general.architecture"]() if "general.architecture" in fields else None
     if found != ARCHITECTURE:
@@ -46,21 +60,19 @@ def read(path: Path, device: torch.device) -> GgufModel:
     def weight(name: str) -> Tensor:
         return _dequantised(entries[f"{name}.weight"]).to(device)
 
-    try:
-        vocabulary = (
-            fields[f"tokenizer.ggml.{part}"]() for part in ("tokens", "scores", "token_type")
-        )
-        model = Gemma(weight("token_embd"), _layers(fields, weight), weight("output_norm"))
-        begin = int(fields["tokenizer.ggml.bos_token_id"]())
-        return GgufModel(model, Tokenizer(*vocabulary), begin)
-    except KeyError as missing:
-        raise SuiteError(f"{path}: expected {missing} in the file; found none") from missing
+    parts = "tokens", "scores", "token_type"
+    vocabulary = [fields[f"tokenizer.ggml.{part}"]() for part in parts]
+    model = Gemma(weight("token_embd"), _layers(fields, weight), weight("output_norm"))
+    begin = int(fields["tokenizer.ggml.bos_token_id"]())
+    return GgufModel(model, Tokenizer(*vocabulary), begin)
 
 
 def _layers(fields: dict[str, Callable[[], Any]], weight: Callable[[str], Tensor]) -> list[Layer]:
     window = int(fields[f"{ARCHITECTURE}.attention.sliding_window"]())
     base = float(fields[f"{ARCHITECTURE}.rope.freq_base"]())
     count = int(fields[f"{ARCHITECTURE}.block_count"]())
+    if not 1 <= count <= LAYERS:
+        raise ValueError(f"{count} layers, expected 1 to {LAYERS} (LAYERS)")
     return [_layer(weight, number, window, base) for number in range(count)]
 
 

@@ -1,15 +1,17 @@
 """A whole run: a suite's contests through workers into a run directory, and on again after a stop.
 
 A run directory is made only when a worker has answered, and is valid from then on: every contest's
-rows are on disk before the next contest starts, and run.json says whether it finished.
+rows are on disk before the next contest starts, and run.json says whether it finished. It is locked
+meanwhile.
 """
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -17,29 +19,27 @@ from time import monotonic
 from typing import Any
 
 from sparsebench._discovery import CONSTANTS, modules
-from sparsebench.errors import SuiteError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
 from sparsebench.harness.bench.timing import possible
-from sparsebench.harness.doctor import fitness
-from sparsebench.harness.doctor.findings import Finding
-from sparsebench.harness.machine.device import simulated, tuned_tables
+from sparsebench.harness.machine.device import tuned_tables
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
+from sparsebench.harness.run.state import Flags, Record, now
+from sparsebench.harness.run.watch import Told, Watch
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
 from sparsebench.results.choices import Choices
+from sparsebench.results.files import utf8
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.statistics import FEWEST
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
 
-Told = Callable[[Finding], None]
-"""Called with each finding on the machine (doctor/fitness.py), before the run and after it."""
-
-ORIGINS = "reproduces", "confirms"  # what run.json may say of another bundle, and keeps on resuming
+LEAST_S, MOST_S = 0.1, 86400.0  # of --timeout
 
 
 class Stopped(KeyboardInterrupt):
@@ -49,18 +49,6 @@ class Stopped(KeyboardInterrupt):
         """Keep the path."""
         super().__init__(str(path))
         self.path = path
-
-
-@dataclass(frozen=True)
-class Flags:
-    """Where, how long and how often; never what. They are written into the run."""
-
-    device: str
-    data: Path | None = None
-    timeout_s: float = 120.0
-    replicates: int = 3
-    only: str = ""
-    energy: bool = False
 
 
 def measure(
@@ -82,84 +70,90 @@ def measure(
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
     it if it took as long as the longest so far. What is left then is left to --resume.
     """
+    _require_flags(flags)
     contests = planned(suite, flags.device, flags.only)
-    before: Mapping[str, Any] = origin or {}
     _strike(flags.device, planned(suite, flags.device))
-    path = resume or out
-    if path and not resume and path.exists():
-        raise SuiteError(
-            f"--out {path}: expected a new directory, found one; --resume continues a run"
-        )
-    done = _finished(resume, suite, flags, contests) if resume else []
+    if out and not resume:
+        _require_new(out)
     tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a taken name is an error now, not when the report is written
-    chosen_by = choices.planned(flags.replicates, bool(pinned))
-    share = flags.replicates < FEWEST
-    runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
-    runner.pin(done)
-    try:
+    with ExitStack() as held:
+        if resume:
+            held.enter_context(store.locked(resume))
+        done = _finished(resume, suite, flags, contests) if resume else []
+        chosen_by = choices.planned(flags.replicates, bool(pinned))
+        share = flags.replicates < FEWEST
+        runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
+        held.callback(runner.kill)
+        runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
-        path = path or Path("runs") / f"{_now():%Y%m%d-%H%M%S}-{suite.name}-{runner.about['slug']}"
+        before = {**(origin or {}), "choices": chosen_by}
+        record = Record(suite.name, flags, len(contests) * flags.replicates, before, now())
         if resume:
             _same_place(resume, runner.about["environment"])
-            stopped = store.read(resume)
-            before = stopped.state
-            _same_choices(resume, before, chosen_by)
+            stopped, path = store.read(resume), resume
+            _same_choices(resume, stopped.state, chosen_by)
+            record = replace(record, before={**stopped.state, "choices": chosen_by})
             bundle.unseal(resume)
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings()
             environment = runner.about["environment"] | {"ceilings": ceilings}
-            store.create(path, suite.text, environment)
+            path = _created(out, suite, environment, record, runner.about["slug"])
+            held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        before = {**before, "choices": chosen_by}
         watch = Watch(flags.device, runner, told)
         try:
-            _rows(
-                runner, path, suite, flags, contests, wanted, done, progress, before, watch, until
-            )
+            _rows(runner, path, record, contests, wanted, done, progress, watch, until)
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
-    finally:
-        runner.kill()
     return path
 
 
-class Watch:
-    """What else is at work on the machine: before a run, and over all of it. Not where simulated.
+def _require_flags(flags: Flags) -> None:
+    """Refuse what no run can have; the command line refuses most of it before."""
+    if not LEAST_S <= flags.timeout_s <= MOST_S:
+        limits = f"seconds from {LEAST_S:g} to {MOST_S:g}"
+        raise SuiteError(f"--timeout: expected {limits}, found {flags.timeout_s}")
+    if not 1 <= flags.replicates <= store.REPLICATES:
+        limits = f"from 1 to {store.REPLICATES} (REPLICATES)"
+        raise SuiteError(f"--replicates: expected {limits}, found {flags.replicates}")
+    if flags.data and not flags.data.is_dir():
+        raise SuiteError(f"--data {flags.data}: expected a folder, found none")
 
-    The time of a worker counts as ours once it has ended.
-    """
 
-    def __init__(self, device: str, runner: Runner, told: Told) -> None:
-        """Look at the machine while the worker waits."""
-        self._kind = "" if simulated(device) else device.partition(":")[0]
-        self._began, self._told = fitness.read_spent(), told
-        self.found: dict[str, list[Finding]] = {}
-        if self._kind:
-            self._tell("before", fitness.before(self._kind, runner.about["identity"], runner.pid))
+def _require_new(out: Path) -> None:
+    """Refuse a directory that a run cannot be made in, before anything is measured."""
+    if not utf8(str(out)):
+        raise SuiteError(f"--out: expected a name in UTF-8, found {str(out)!a}")
+    if not store.is_new(out):
+        said = "expected a new directory, found one; --resume continues a run"
+        raise SuiteError(f"--out {out}: {said}")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SuiteError(f"--out {out}: expected a folder to write into, found {above}")
 
-    def end(self) -> None:
-        """Look again, when all workers have ended."""
-        if self._kind:
-            whole = fitness.host(self._began, fitness.read_spent(), self._kind)
-            self._tell("during", [whole])
 
-    @property
-    def json(self) -> dict[str, Any]:
-        """Return what goes into run.json."""
-        found = {when: [asdict(one) for one in several] for when, several in self.found.items()}
-        return {"fitness": found} if found else {}
-
-    def _tell(self, when: str, several: list[Finding]) -> None:
-        self.found[when] = several
-        for finding in several:
-            self._told(finding)
+def _created(
+    out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
+) -> Path:
+    """Make the run directory; without `out`, in runs/ under a name that no other run has."""
+    state = record.at("running", [], {})
+    named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
+    for number in count(1):
+        path = out or named.with_name(f"{named.name}-{number}" if number > 1 else named.name)
+        try:
+            store.create(path, suite.text, environment, state)
+            break
+        except ResultError:
+            if out or store.is_new(path):
+                raise
+    return path
 
 
 def _strike(device: str, contests: Sequence[Contest]) -> None:
@@ -173,50 +167,28 @@ def _strike(device: str, contests: Sequence[Contest]) -> None:
 def _rows(
     runner: Runner,
     path: Path,
-    suite: Suite,
-    flags: Flags,
+    record: Record,
     contests: list[Contest],
     wanted: Wanted,
     done: list[Row],
     progress: Progress,
-    before: Mapping[str, Any],
     watch: Watch,
     until: float,
 ) -> None:
-    """Measure what is left, appending contest by contest; run.json always tells the truth.
-
-    Of `before`, what run.json said until then, origins stay, and times are added to.
-    """
+    """Measure what is left, appending contest by contest; run.json always tells the truth."""
     seen = {(row.replicate, row.case.problem.id) for row in done}
-    spent_s = Counter[str](before.get("spent_s", {}))
-    total, finished = len(contests) * flags.replicates, len(seen)
-    now = _now()
-    started = before.get("started", now.isoformat(timespec="seconds"))
-    seconds = before.get("seconds", 0)
-    origin = {name: before[name] for name in ORIGINS if name in before}
+    spent_s = Counter[str](record.before.get("spent_s", {}))
+    total, finished = record.contests, len(seen)
     kept = [*done]
 
     def state(status: str, rows: list[Row] | None = None) -> dict[str, Any]:
         if rows is None:  # a stop may fall between writing a contest and counting it
             rows = store.rows(path)
-        contests_done = {(row.replicate, row.case.problem.id) for row in rows}
-        return {
-            "suite": suite.name,
-            **origin,
-            "choices": before["choices"],
-            "status": status,
-            "started": started,
-            "seconds": round(seconds + (_now() - now).total_seconds(), 1),
-            "flags": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(flags).items()},
-            "contests": {"done": len(contests_done), "of": total},
-            "cases": dict(Counter(row.status.value for row in rows if not row.reference)),
-            "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
-            **watch.json,
-        }
+        return record.at(status, rows, spent_s) | watch.json
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
-        for replicate in range(flags.replicates):
-            order = random.Random(f"{suite.name} {replicate}").sample(contests, len(contests))
+        for replicate in range(record.flags.replicates):
+            order = random.Random(f"{record.suite} {replicate}").sample(contests, len(contests))
             left = [c for c in order if (replicate, c.problem.id) not in seen]
             if monotonic() >= until:
                 break
@@ -291,10 +263,12 @@ def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -
     run = store.read(path)
     if run.suite_text != suite.text:
         raise SuiteError(f"--resume {path}: expected the run's own suite.yaml, found another suite")
+    if "ceilings" not in run.environment:
+        raise SuiteError(f"--resume {path}: expected ceilings in environment.json, found none")
     before = run.state["flags"]
-    for name, now in (("only", flags.only), ("replicates", flags.replicates)):
-        if before[name] != now:
-            raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {now!r}")
+    for name, given in (("only", flags.only), ("replicates", flags.replicates)):
+        if before[name] != given:
+            raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {given!r}")
     measures = possible(suite.measures, flags.device)
     expected = {
         contest.problem.id: {
@@ -336,7 +310,3 @@ def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> 
         again = "; reproduce or confirm with --out goes on with such a run"
         of_bundle = choices.choices(before) is Choices.BUNDLE
         raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

@@ -12,9 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sparsebench.harness.run.measure import Flags, Progress, measure
+from sparsebench.errors import SuiteError
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.runner import Log, Worker, pinned_by_process
-from sparsebench.harness.run.validate import data_of, own_suite, require_planned
+from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.validate import own_suite, require_planned
+from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
 from sparsebench.results.inspection import inspect
@@ -27,6 +31,7 @@ def reproduce(
     """Measure a bundle again and return the new run.
 
     ResultError and SuiteError as for `own_suite` and `require_planned`, before anything runs.
+    Its sources are below `data`: where they were on the machine that measured it tells nothing.
     """
     origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
     return again(whole(path), device, data, out, progress, origin)
@@ -55,9 +60,9 @@ def again(
     An `out` that is a run of the same origin is gone on with. What kernels chose is taken
     again on a device of the same kind; elsewhere they search anew.
     """
+    _require_comparable(run, device)
     suite = own_suite(run, data)
     require_planned(run, suite)
-    data = data_of(run, data)
     known = {field.name for field in fields(Flags)}
     recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
     flags = Flags(**{**recorded, "device": device, "data": data, **changed})
@@ -65,6 +70,15 @@ def again(
     pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
     stopped = out if out and _is_of(out, origin) else None
     return measure(suite, flags, out, stopped, progress, pinned, origin)
+
+
+def _require_comparable(run: Run, device: str) -> None:
+    """Refuse to measure what can then agree in no case: a simulated GPU is not a real one."""
+    faults(device)  # a description that cannot be read is said before a worker starts
+    before: str = run.state["flags"]["device"]
+    if simulated(device) != simulated(before) or (device == "cpu") != (before == "cpu"):
+        expected = f"one of the kind of {before}, on which {run.path} was measured"
+        raise SuiteError(f"--device: expected {expected}; found {device}")
 
 
 def _is_of(out: Path, origin: Mapping[str, Any]) -> bool:

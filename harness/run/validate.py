@@ -1,80 +1,109 @@
-"""Is a bundle whole? From the hashes of its files to the plan that its suite asks for.
+"""Is a bundle whole? From the digests of its files to the plan that its suite asks for.
 
-    files ─> rows ─> replicates ─> samples ─> operands ─> plan
+    files ─> published digest ─> rows ─> replicates ─> A/A pairs ─> samples ─> errors, times
+          ─> operands ─> plan
 
-The plan is checked where the suite can be expanded: its sources are at hand and its kernels
-installed. A GPU is not needed.
+None of a stranger's code runs: a suite that names modules of another package is not expanded unless
+that is allowed. What could not be checked is said, and has an exit code of its own. A GPU is not
+needed, nor is the folder that the sources were in, but without them the plan is not checked.
 """
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
+from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.timing import possible
-from sparsebench.harness.plan.selection import only
+from sparsebench.harness.bench.timing import (
+    BLOCKS,
+    BUDGET_MS,
+    MIN_SAMPLES,
+    SAMPLES_PER_BLOCK,
+    possible,
+)
+from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.results import bundle, peers, store
 from sparsebench.results.inspection import inspect
-from sparsebench.results.record import Case
+from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import Run
 
+DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
+"""A line of the page of published runs, as sha256sum writes and checks it."""
 
-def validate(path: Path, data: Path | None = None, beside: Iterable[Path] = ()) -> Iterator[str]:
-    """Check a bundle: a line for each thing checked; a ResultError at the first that is wrong.
+SPENT = 0.25, 2.0  # of BUDGET_MS; published rows took 0.4 to 1.2 of it
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A line on one thing, and whether it could be checked here."""
+
+    said: str
+    checked: bool = True
+
+
+def validate(
+    path: Path,
+    data: Path | None = None,
+    beside: Iterable[Path] = (),
+    *,
+    plugins: bool = False,
+) -> Iterator[Checked]:
+    """Check a bundle: a line for each thing; a ResultError at the first that is wrong.
 
     A warning is no error: who may not have been at their best, here or in the runs in `beside`.
+    `plugins` allows the suite to import modules of other packages.
     """
-    yield f"files: {', '.join(bundle.verify(path))}: as they were sealed"
+    yield Checked(f"files: {', '.join(bundle.verify(path))}: as they were sealed")
+    yield Checked(f"bundle: {_published(path)}")
     run = store.read(path)
-    yield from inspect(run)
-    yield from peers.told(run, beside)
+    for line in inspect(run):
+        yield Checked(line)
+    yield Checked(f"time taken: {_plausible(run)} rows, each about as long as samples were taken")
+    for line in peers.told(run, beside):
+        yield Checked(line)
     try:
-        suite = own_suite(run, data)
+        with nullcontext() if plugins else own_code_only():
+            count = require_planned(run, own_suite(run, data))
     except SuiteError as error:
-        yield f"plan: not checked, the suite cannot be expanded here: {error}"
+        why = f"not checked, the suite cannot be expanded here: {error}"
+        yield Checked(f"plan: {why}", checked=False)
         return
     part = f" with --only {chosen!r}" if (chosen := run.state["flags"]["only"]) else ""
-    count = require_planned(run, suite)
-    yield f"plan: {count} rows a replicate, all that suite.yaml asks for{part}"
-
-
-def data_of(run: Run, data: Path | None) -> Path | None:
-    """Return where a run's sources are: as given now, else as given then."""
-    recorded = run.state["flags"]["data"]
-    return data or (Path(recorded) if recorded else None)
+    yield Checked(f"plan: {count} rows a replicate, all that suite.yaml asks for{part}")
 
 
 def own_suite(run: Run, data: Path | None) -> Suite:
-    """Expand a run's own suite.yaml, under the name that it ran by.
+    """Expand a run's own suite.yaml, under the name that it ran by, with sources below `data`.
 
     SuiteError where that cannot be done here, or where the sources are no longer the same files.
     """
-    folder = data_of(run, data)
-    suite = read(str(run.path / "suite.yaml"), folder)
+    suite = replace(read(str(run.path / "suite.yaml"), data), name=run.state["suite"])
     here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
     then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}
     for gone in then.keys() - here.keys():
         said = f"expected {then[gone]} with SHA-256 {gone}, found other files"
-        raise SuiteError(f"{folder}: {said}")
+        raise SuiteError(f"{data}: {said}")
     for added in here.keys() - then.keys():
         if run.state["status"] == "finished":
             said = f"expected the files that were measured, found {here[added]} beside them"
-            raise SuiteError(f"{folder}: {said}")
-    return replace(suite, name=run.state["suite"])
+            raise SuiteError(f"{data}: {said}")
+    return suite
 
 
 def require_planned(run: Run, suite: Suite) -> int:
     """Return how many rows the suite asks of each replicate; ResultError where others are there.
 
-    A/A pairs are not the suite's, and are left out.
+    Twins are among them; the A/A pairs of the noise-floor contests are every run's own.
     """
     measures = possible(suite.measures, run.state["flags"]["device"])
     cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
     expected = {(case.id, *measure): case for case in cases for measure in measures}
-    rows = (row for row in run.rows if not row.case.contender.twin)
-    found = {(row.case.id, row.scope, row.cache): row.case for row in rows}
-    for key, case in {**expected, **found}.items():
+    found = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
+    for key, case in {**found, **expected}.items():
         if (key in expected) != (key in found):
             wanted, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
             where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
@@ -83,4 +112,55 @@ def require_planned(run: Run, suite: Suite) -> int:
 
 
 def _contests(run: Run, suite: Suite) -> list[Contest]:
-    return only(suite.contests, run.state["flags"]["only"])
+    """Return what the suite asks for, twins included."""
+    flags = run.state["flags"]
+    asked = planned(suite, flags["device"], flags["only"])
+    return [contest for contest in asked if not contest.reference]
+
+
+def _published(path: Path) -> str:
+    """Hold a bundle's digest against the page of published runs above it, if there is one.
+
+    Whoever changes rows and seals them anew changes it: the page is what they cannot seal.
+    """
+    digest, home = bundle.identity(path), path.resolve()
+    page = home.parent.parent / "README.md"
+    listed = dict[str, str]()
+    if page.is_file():
+        listed = {name: sha for sha, name in DIGEST.findall(page.read_text("utf-8", "replace"))}
+    name = home.relative_to(page.parent).as_posix()
+    if not listed:
+        return f"SHA-256 {digest}; results/published/README.md lists that of every published run"
+    if listed.get(name) != digest:
+        said = f"expected a manifest with SHA-256 {listed.get(name, 'none')} ({page})"
+        raise ResultError(f"{path}: {said}, found {digest}")
+    return f"SHA-256 {digest}, as {page.name} of the published runs lists it"
+
+
+def _plausible(run: Run) -> int:
+    """Return how many rows have as many samples as their time allows; ResultError at the first.
+
+    The plan of samples (timing.py) takes BUDGET_MS of a contender's time, within limits: rows whose
+    samples were divided by ten say that they took a tenth of it.
+    """
+    replayed = [r for r in [*run.reference, *run.rows] if r.status is Status.OK]
+    replayed = [row for row in replayed if row.clock == "graph"]
+    for row in replayed:
+        blocks, rest = divmod(len(row.samples_us), max(1, row.samples_per_block))
+        spent = 1e-3 * len(row.samples_us) * median(row.samples_us) / BUDGET_MS
+        fewer, more = len(row.samples_us) < BLOCKS * SAMPLES_PER_BLOCK, blocks > MIN_SAMPLES
+        whole = not rest and MIN_SAMPLES <= blocks <= BLOCKS and row.samples_per_block >= 1
+        if not whole or (fewer and spent < SPENT[0]) or (more and spent > SPENT[1]):
+            expected = f"samples that take about {BUDGET_MS:g} ms"
+            raise ResultError(f"{_named(run, row)}: expected {expected}, found {_taken(row)}")
+    return len(replayed)
+
+
+def _named(run: Run, row: Row) -> str:
+    label = row.case.contender.label
+    return f"{run.path / bundle.ROWS}: problem {row.case.problem.id} {label}"
+
+
+def _taken(row: Row) -> str:
+    count, each = len(row.samples_us), row.samples_per_block
+    return f"{count}, {each} a block, of {median(row.samples_us):g} µs"

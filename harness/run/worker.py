@@ -4,7 +4,8 @@
     < {"ceilings": {...}}              what the device can do at most
     > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}  (ContestOptions)
     < {"at": [case id, stage]}         before anything of a case runs
-    < {"rows": [...], "spent_s": {}}   or {"fatal": [case id, reason]}, and the process ends
+    < {"contest": problem id, "rows": [...], "spent_s": {}}
+                                       or {"fatal": [case id, reason]}, and the process ends
 
 Its first line describes the device. Whatever a kernel prints goes to stderr: answers have a
 descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA]
@@ -23,11 +24,13 @@ import torch
 from sparsebench.harness.bench import ceilings, contest
 from sparsebench.harness.bench.entry import ContestOptions, Fatal
 from sparsebench.harness.machine.device import environment, identity, slug
+from sparsebench.harness.machine.parent import end_with_parent
 from sparsebench.results.record import Contender, Problem
 
 
 def main() -> None:
     """Answer contests."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     device = torch.device(sys.argv[1])
@@ -51,8 +54,9 @@ def main() -> None:
 def _measure(
     asked: dict[str, Any], device: torch.device, data: Path | None, answers: IO[str]
 ) -> dict[str, Any]:
+    problem = Problem.from_json(asked.pop("problem"))
     rows, spent_s = contest.run(
-        Problem.from_json(asked.pop("problem")),
+        problem,
         [Contender(**contender) for contender in asked.pop("contenders")],
         device,
         data,
@@ -63,7 +67,8 @@ def _measure(
         gc.collect()  # cycles hold operands: the next contest needs the memory
         gc.freeze()  # modules and caches stay: a collection takes 1 ms without them, 100 with them
         torch.cuda.empty_cache()
-    return {"rows": [asdict(row) for row in rows], "spent_s": spent_s}
+    answer = {"rows": [asdict(row) for row in rows], "spent_s": spent_s}
+    return {"contest": problem.id, **answer}
 
 
 def _say(answers: IO[str], message: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import parse
+from sparsebench.results import files
 from sparsebench.results.record import Contender
 
 IQR_OF_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
@@ -45,7 +46,7 @@ Array = NDArray[np.float64]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Fault(_Model):
@@ -116,9 +117,9 @@ def read(device: str) -> Spec:
     if not file:
         return Spec()
     try:
-        text = Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SuiteError(f"--device {device}: expected a readable file, found {error}") from error
+        text = files.text(Path(file), files.YAML_BYTES, SuiteError)
+    except SuiteError as error:
+        raise SuiteError(f"--device {device}: {str(error).removeprefix(f'{file}: ')}") from error
     return parse(file, text, Spec)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from sparsebench.harness.bench.entry import ContestOptions
-from sparsebench.harness.machine.device import environment
+from sparsebench.harness.machine.device import environment, portable
+from sparsebench.harness.machine.parent import end_with_parent
 from sparsebench.harness.sim import contest as sim_contest
 from sparsebench.harness.sim.clock import Spec, read
 from sparsebench.results.ceilings import Ceilings
@@ -27,6 +28,7 @@ from sparsebench.results.record import Contender, Problem
 
 def main() -> None:
     """Answer contests until stdin closes."""
+    end_with_parent()
     device = sys.argv[1]
     spec = read(device)
     _say({"environment": _environment(device, spec), "identity": spec.identity, "slug": "sim"})
@@ -38,7 +40,8 @@ def main() -> None:
             rows = sim_contest.run(
                 spec, problem, contenders, ContestOptions.from_json(asked), _announce
             )
-            _say({"rows": [asdict(row) for row in rows], "spent_s": {}})
+            written = [asdict(row) for row in rows]
+            _say({"contest": problem.id, "rows": written, "spent_s": {}})
         else:
             _say({"ceilings": asdict(_ceilings(spec))})
 
@@ -53,7 +56,7 @@ def _environment(device: str, spec: Spec) -> dict[str, Any]:
         "spec_sha256": hashlib.sha256(written.encode()).hexdigest(),
     }
     here = environment(torch.device("cpu"))
-    return here | {"device": device, "gpu": gpu, "sim": json.loads(written)}
+    return here | {"device": portable(device), "gpu": gpu, "sim": json.loads(written)}
 
 
 def _ceilings(spec: Spec) -> Ceilings:

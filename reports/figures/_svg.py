@@ -51,7 +51,7 @@ COLOURED: list[tuple[str, Any]] = [
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "sparsebench",  # the same run draws the same bytes
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # a label may hold any text: $ is a dollar
     "font.size": 10,
     "axes.linewidth": 0.8,
     "axes.edgecolor": INK,

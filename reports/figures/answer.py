@@ -22,7 +22,7 @@ from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, st
 from sparsebench.reports.figures._sweep import log_ticks
 from sparsebench.results.answer import against, sentences, where, winner, word
 from sparsebench.results.views import ANY, View, ordered, views
-from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
+from sparsebench.results.words import FORMATS, between, duration, percent, plain, supported
 
 TITLE = "Which format wins"
 ORDER = 10
@@ -135,7 +135,7 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         paint,
         ink,
         f"{word(view.x, line.x)}{view.units}: {winner(line)}",
-        times(line.best_gain),
+        supported(line.best_gain, line.best_low, line.best_high),
         Markup("_<wbr>").join(_who(view, line).split("_")),
     )
 

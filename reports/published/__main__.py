@@ -14,6 +14,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.published._pages import pages
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import (
+    digests,
     figure,
     headline,
     list_of_runs,
@@ -36,6 +37,8 @@ processes are a look, not a verdict. "dense" marks a portfolio that chose a dens
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
 `make site` writes the report of every run as a site: `reports/site/index.html`.
 """
+DIGESTS = """The SHA-256 of its manifest names a bundle. `sparsebench validate` holds published runs
+against this list. So does `sha256sum --check`, which is given these lines in this folder."""
 
 
 def main() -> int:
@@ -77,6 +80,7 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
         "figure": figure(runs),
         "terminal": terminal(runs),
         "runs": list_of_runs(runs),
+        "digests": digests(runs),
         **{table.name: rendered(table, runs) for part in SECTIONS.values() for table in part},
         "pruning": "\n\n".join(map(pruned, sorted((home / "pruning").glob("*.json")))),
         "units": "\n\n".join(map(trained, sorted((home / "sparsity").glob("*.json")))),
@@ -86,7 +90,7 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
 def whole(made: Mapping[str, str]) -> str:
     """Return results/published/README.md, of blocks under their headings."""
     parts = [HEAD.rstrip(), "## Headline", made["headline"], made["figure"]]
-    parts += ["## Runs", made["runs"]]
+    parts += ["## Runs", made["runs"], DIGESTS, made["digests"]]
     for title, tables in SECTIONS.items():
         parts += [f"## {title}", *(made[table.name] for table in tables)]
     parts += ["## What pruning costs", made["pruning"]]

@@ -1,6 +1,7 @@
 """What is no pivot of cases: the list of runs, the headline, the figure's caption, two records.
 
 runs       a line a published run: what, where, how long, by which commit, verdict or look
+digests    a line a published run: the SHA-256 that names its bundle
 headline   a line a question that the project answers, with its best peer beside it
 figure     the picture of a sweep and what it shows at 90 %
 pruning    results/published/pruning/*.json     trained    results/published/sparsity/*.json
@@ -27,7 +28,7 @@ from sparsebench.reports.published._table import (
     matched,
 )
 from sparsebench.reports.terminal import Answer
-from sparsebench.results import pruning
+from sparsebench.results import bundle, pruning
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
 
@@ -51,6 +52,14 @@ def list_of_runs(runs: Mapping[str, Published]) -> str:
     header = ["run", "suite", "part (`--only`)", "GPU", "problems", "cases", "processes"]
     header += ["time", "date", "commit", "is a", "A/A pairs"]
     return markdown(header, [_of_run(run) for run in runs.values()])
+
+
+def digests(runs: Mapping[str, Published]) -> str:
+    """Return the SHA-256 of each bundle's manifest, as sha256sum writes and checks it."""
+    home = Path("results/published")
+    places = {Path(run.home).relative_to(home) / bundle.MANIFEST: run for run in runs.values()}
+    lines = [f"{bundle.identity(run.run.path)}  {place}" for place, run in places.items()]
+    return "\n".join(["```", *lines, "```"])
 
 
 def _of_run(run: Published) -> list[str]:

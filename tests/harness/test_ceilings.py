@@ -12,8 +12,8 @@ from sparsebench.harness.bench.ceilings import measure
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.references import references
 from sparsebench.harness.plan.suite import read as read_suite
-from sparsebench.harness.run.measure import Flags
 from sparsebench.harness.run.measure import measure as run_suite
+from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status

@@ -14,8 +14,9 @@ from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run import reproduce, runner
 from sparsebench.harness.run.confirm import confirm
-from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.runner import Log, Measured, pinned_by_process
+from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim import clock, contest, worker
 from sparsebench.results import store
 from sparsebench.results.agreement import agreement
@@ -139,7 +140,7 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 
 
 def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
-    device = verdict.state["flags"]["device"]
+    device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
     again = store.read(reproduce.reproduce(verdict.path, device, None, tmp_path / "again", quiet))
     assert choices(again.state) is Choices.BUNDLE
     assert settled(again) == settled(verdict)
@@ -152,7 +153,7 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
 
 @pytest.mark.exhaustive
 def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
-    given = verdict.path, verdict.state["flags"]["device"], None, tmp_path / "sure", quiet
+    given = verdict.path, f"sim:{verdict.path.parent / 'spec.yaml'}", None, tmp_path / "sure", quiet
     again = store.read(confirm(*given, cases=1, replicates=10))
     assert choices(again.state) is Choices.BUNDLE
     before = settled(verdict)

@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "scipy_bsr" in done.stdout.splitlines()[1]  # the answer is a sentence
     assert "Break-even" in done.stdout
     assert "runs on cuda, not on cpu: cuBLAS, cusparse_bsr" in " ".join(done.stdout.split())
-    assert "15/15 after " in done.stderr  # progress in a pipe
+    assert "25/25 after " in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
     return folder / "run"
@@ -160,6 +160,10 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
         (["report", "nowhere"], "nowhere: expected the directory of a run"),
         (["compare", "nowhere", "nowhere"], "nowhere: expected the directory of a run"),
         (["run", "--resume", "nowhere"], "nowhere: expected the directory of a run"),
+        (["run", "quick", "--timeout", "inf"], "--timeout"),
+        (["run", "quick", "--device", "cuda:99999"], "expected an NVIDIA GPU for 'cuda:99999'"),
+        (["run", "quick", "--device", "cuda:256"], "expected an NVIDIA GPU for 'cuda:256'"),
+        (["run", "quick", "--replicates", "1000000000"], "--replicates"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -169,6 +173,26 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, tmp_p
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for to in (tmp_path / "file" / "page.html", tmp_path / "no" / "page.html", tmp_path):
+        done = sparsebench("report", run, "--out", to)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+    done = sparsebench("run", run / "suite.yaml", "--device", "cpu", "--out", tmp_path / "file/x")
+    assert done.returncode == 2
+    assert "expected a folder to write into" in done.stderr
+
+
+def test_a_part_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> None:
+    out, part = tmp_path / "part", "sparsity=0.5 kernel=scipy_bsr"
+    flags = "--device", "sim", "--replicates", 1, "--only", part
+    assert sparsebench("run", run / "suite.yaml", *flags, "--out", out).returncode == 0
+    done = sparsebench("validate", out)
+    assert done.returncode == 0, done.stderr
+    assert f"all that suite.yaml asks for with --only '{part}'" in done.stdout
 
 
 def test_a_run_is_never_written_over(run: Path) -> None:

@@ -11,7 +11,8 @@ from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.measure import Flags, Progress, measure
+from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.state import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 

@@ -107,3 +107,34 @@ def test_suites_of_a_package_that_is_not_there_are_one_line(
     done = command_line("list")
     assert done.returncode == 2
     assert "suites: expected a package not_there, found: No module named 'not_there'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("raise SystemExit(0)", "found SystemExit: 0"),
+        ("import not_there", "found: No module named 'not_there'"),
+        ("1 / 0", "found ZeroDivisionError: division by zero"),
+        ("def", "found SyntaxError: invalid syntax"),
+        ("KERNEL = 5", "expected KERNEL to be a Kernel, found 5"),
+        ("", "expected broken.kernel to define KERNEL, found no such name"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, found: str
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "kernel.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("broken", "broken.kernel"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    suite = tmp_path / "s.yaml"
+    suite.write_text(
+        "schema: sparsebench/suite@1\ntitle: t\n"
+        "problems: [{op: linear, m: 4, n: 8, k: 8, dtype: fp32}]\n"
+        "contenders: [{format: dense, kernel: broken.kernel}]\n"
+    )
+    done = command_line("check", suite, "--device", "cpu")
+    assert done.returncode == 2
+    assert found in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from sparsebench.errors import SuiteError
 from sparsebench.harness import cli
 from sparsebench.harness.pruning import region, spensegpt, two_four
+from sparsebench.harness.pruning.command import prune_file
 from sparsebench.harness.pruning.gemma import Gemma, Layer
 from sparsebench.harness.pruning.gguf_file import read
 from sparsebench.harness.pruning.layer import (
@@ -533,3 +535,40 @@ def test_without_the_package_gguf_the_line_says_so(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(SuiteError, match="expected the package gguf"):
         read(tmp_path / "model.gguf", torch.device("cpu"))
+
+
+def test_a_mutated_model_is_one_line(tmp_path: Path) -> None:
+    whole, path, text = tmp_path / "whole.gguf", tmp_path / "m.gguf", tmp_path / "text.txt"
+    write_gguf(whole, small_model())
+    text.write_text("the quick brown fox " * 400)
+    content, draw = whole.read_bytes(), random.Random(0)
+    head = content.index(b"blk.0")  # in sizes, types and names more breaks than in values
+    for number in range(20):
+        changed = bytearray(content)
+        for _ in range(draw.randint(1, 3)):
+            changed[draw.randrange(head + 1000)] = draw.choice([0, 1, 8, 255, draw.randrange(256)])
+        cut = draw.choice([len(changed), len(changed), draw.randrange(len(changed))])
+        path.write_bytes(changed[:cut])
+        done = sparsebench(
+            *("prune", path, "--calibration", text, "--tokens", 1024, "--device", "cpu"),
+            *("--method", "magnitude", "--dense", 0.5),
+        )
+        assert done.returncode in (0, 2), (number, done.stderr)
+        assert done.returncode == 0 or done.stderr.count("\n") == 1
+
+
+def test_prune_never_writes_over_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:
+    weights, calibration = files
+    before = weights.read_bytes()
+    (tmp_path / "linked.safetensors").symlink_to(weights)
+    for out in (weights, tmp_path / "linked.safetensors", calibration):
+        with pytest.raises(SuiteError, match="expected another file to write than the input"):
+            prune_file(
+                weights,
+                [Recipe()],
+                torch.device("cpu"),
+                names=["u"],
+                calibration=calibration,
+                to=out,
+            )
+    assert weights.read_bytes() == before

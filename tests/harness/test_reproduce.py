@@ -195,7 +195,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_sealed_and_valid_when_it_ends(simulated: Path) -> None:
     done = sparsebench("validate", simulated)
     assert done.returncode == 0, done.stderr
-    assert "plan: 6 rows a replicate, all that suite.yaml asks for" in done.stdout
+    assert "plan: 9 rows a replicate, all that suite.yaml asks for" in done.stdout
 
 
 def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
 @pytest.mark.exhaustive
 def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
-    device = store.read(simulated).state["flags"]["device"]
+    device = f"sim:{simulated.parent / 'first.yaml'}"
     command = "reproduce", simulated, "--device", device, "--out", out
     assert sparsebench(*command).returncode == 0
     whole = store.rows(out)

@@ -11,11 +11,12 @@ import patience
 import pytest
 from sample import exhaustive
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import runner as runners
-from sparsebench.harness.run.measure import Flags, measure
-from sparsebench.harness.run.runner import Runner, WorkerError
+from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.runner import Runner
+from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 

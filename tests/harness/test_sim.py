@@ -15,7 +15,8 @@ from sample import exhaustive
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import read as read_suite
-from sparsebench.harness.run.measure import Flags, measure
+from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim.clock import Spec, call_us, read, samples
 from sparsebench.harness.sim.contest import _work
 from sparsebench.harness.sim.contest import run as run_contest

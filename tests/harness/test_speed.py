@@ -75,5 +75,6 @@ def test_a_report_of_24_problems(benchmark: Any, suite: Suite) -> None:
 
 
 def test_appending_hundreds_of_rows(benchmark: Any, suite: Suite, tmp_path: Path) -> None:
-    store.create(tmp_path / "run", suite.text, {})
+    state = {"suite": suite.name, "status": "running", "flags": {}}
+    store.create(tmp_path / "run", suite.text, {}, state)
     within(0.6, benchmark, store.append, tmp_path / "run", run(suite, 24, replicates=1).rows)

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> 
 def test_a_contender_may_be_for_some_values_of_a_field_alone(tmp_path: Path) -> None:
     problem = PROBLEM.replace("m: 8", "m: [8, 16, 32]")
     entry = "{at: {m: [8, 32], pattern: blocks}, format: csr, kernel: scipy_csr}"
-    contests = suite(tmp_path, problem, entry).contests
-    assert [len(contest.contenders) for contest in contests] == [1, 0, 1]
+    rest = "baselines: [{format: dense, kernel: torch_dense}]\n"
+    contests = suite(tmp_path, problem, entry, rest).contests
+    assert [len(contest.contenders) for contest in contests] == [2, 1, 2]
 
 
 def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(name: str, tmp_path: Pat
 def test_a_suite_that_is_not_there_is_said() -> None:
     with pytest.raises(SuiteError, match=r"found 'quik' \(did you mean quick\?\)"):
         read("quik")
-    with pytest.raises(SuiteError, match=r"nothing\.yaml: expected a readable suite"):
+    with pytest.raises(SuiteError, match=r"nothing\.yaml: expected a readable file"):
         read("nothing.yaml")
     with pytest.raises(SuiteError, match="expected --data DIR"):
         read("dlmc")
@@ -227,3 +229,12 @@ def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
         only(found.contests, "tokens=16")
     with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
         only(found.contests, "m=17")
+
+
+def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.smtx")).write_text("4, 8, 5\n0 1 2 4 5\n0 3 1 7 2\n")
+    problem = "{op: linear, m: 8, dtype: fp32, pattern: file, source: {file: '*.smtx'}}"
+    with pytest.raises(SuiteError, match=r"expected names in UTF-8, found .*a.udcff.smtx"):
+        suite(tmp_path, problem)

@@ -21,14 +21,14 @@ BSR = Contender("bsr", "bsr_triton")
 NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 
 
-def run(processes: int, bsr_us: float, **state: Any) -> Run:
+def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Run:
     """Return a run of one problem, with an A/A pair whose halves differ by the noise alone."""
     fields = {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9}
     problem = Problem("linear", {**fields, "block": 16})
     rows = [
         Row(Case(problem, c), Status.OK, p, bound_by="memory", samples_us=(us * np.exp(d),))
         for p, d in enumerate(NOISE[:processes])
-        for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, d)]
+        for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, noise * d)]
     ]
     return Run(Path("one"), {}, "", {}, {"status": "finished", **state}, rows)
 
@@ -64,13 +64,18 @@ def test_where_nothing_is_faster_than_dense_that_is_the_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bsr_us", "outcome"),
-    [(50.0, "faster"), (99.9, "no difference"), (200.0, "Nothing sparse is faster")],
+    ("bsr_us", "noise", "outcome"),
+    [
+        (50.0, 1, "faster"),
+        (99.4, 5, "inconclusive (+18 more processes)"),
+        (99.9, 1, "no difference"),
+    ],
 )
-def test_a_verdict_says_its_outcome(bsr_us: float, outcome: str) -> None:
-    text = said(run(8, bsr_us))
+def test_a_verdict_says_its_outcome(bsr_us: float, noise: float, outcome: str) -> None:
+    text = said(run(8, bsr_us, noise))
     assert "VERDICT: 8 processes" in text
     assert outcome in text
+    assert "Noise floor of one process: above 100 µs 0.5 %" in text
     assert "This run is reliable: 0 of 1 A/A pairs" in text
     assert "a look" not in text
 
@@ -132,7 +137,7 @@ def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None
 def test_a_script_is_told_the_same() -> None:
     made = run(8, 50.0)
     found = answer_json(made, analyse(made))
-    assert found["noise_floor"] == {"memory": 0.005}
+    assert found["noise_floor"] == {"above 100 µs": 0.005}
     assert found["reliability"] == "reliable"
     assert found["badges"] == ["VERDICT: 8 processes"]
     assert found["answer"][0].startswith("bsr_triton is 2.0")

@@ -8,12 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command import sparsebench
 from packaging.requirements import Requirement
 
-from sparsebench.errors import ResultError
-from sparsebench.harness.plan.suite import read
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness._cli import UNCHECKED
+from sparsebench.harness.bench import ceilings
+from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validate import validate
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, inspection, store
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Case, Row, Status
 
 SUITE = """
@@ -31,20 +35,24 @@ STATE = {"suite": "small", "status": "finished", "flags": FLAGS}
 CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
 
 
-def rows(suite: Path, data: Path | None = None) -> list[Row]:
-    """Return what a run of the suite in two processes gives."""
+def rows(suite: Path, data: Path | None = None, only: str = "") -> list[Row]:
+    """Return what a run of the suite in two processes gives: A/A pairs, then the suite's rows."""
+    asked = replace(read(str(suite), data), name="small")
     return [
         Row(
             Case(contest.problem, contender),
             Status.OK,
             replicate,
+            reference=contest.reference,
             device="a CPU",
             cache="hot",
+            error=1e-7,
+            error_of_bound=0.5,
             digest=contest.problem.id,
             samples_us=(1.5, 2.5),
         )
         for replicate in range(2)
-        for contest in read(str(suite), data).contests
+        for contest in planned(asked, "cpu", only)
         for contender in contest.contenders
     ]
 
@@ -52,9 +60,8 @@ def rows(suite: Path, data: Path | None = None) -> list[Row]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
-    store.create(path, SUITE, CPU)
+    store.create(path, SUITE, CPU, STATE)
     store.append(path, rows(path / "suite.yaml"))
-    store.set_state(path, STATE)
     bundle.seal(path)
     return path
 
@@ -69,6 +76,10 @@ def said(path: Path) -> str:
     return message.removeprefix(str(path))
 
 
+def lines(path: Path, data: Path | None = None) -> list[str]:
+    return [line.said for line in validate(path, data)]
+
+
 def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
     """Change the rows, seal them again, and return what is said."""
     store.keep(path, change(store.rows(path)))
@@ -77,28 +88,34 @@ def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
 
 
 def test_a_sealed_run_is_valid_and_each_check_is_a_line(run: Path) -> None:
-    assert list(validate(run)) == [
+    assert lines(run) == [
         "files: environment.json, lock.txt, rows.jsonl, run.json, suite.yaml: as they were sealed",
-        "rows: 8, complete, all of a CPU",
+        f"bundle: SHA-256 {bundle.identity(run)}; results/published/README.md lists that of every "
+        "published run",
+        "rows: 24, complete, all of a CPU",
         "replicates: 2, the same cases in each, none twice: a look; a verdict takes 6",
-        "samples: 16, all in ok rows, finite and positive",
-        "operands: of 2 problems, the same bits in every replicate",
-        "plan: 4 rows a replicate, all that suite.yaml asks for",
+        "A/A pairs: 3 in each replicate",
+        "samples: 48, all in ok rows, finite and positive",
+        "errors: of 24 ok rows, each within its bound",
+        "times: 0 held against a bound, none below it",
+        "operands: of 5 problems, the same bits in every replicate",
+        "time taken: 0 rows, each about as long as samples were taken",
+        "plan: 6 rows a replicate, all that suite.yaml asks for",
     ]
 
 
 def test_a_part_of_a_suite_is_said_to_be_a_part(run: Path) -> None:
-    store.keep(run, [row for row in store.rows(run) if row.case.problem["m"] == 4])
+    store.keep(run, rows(run / "suite.yaml", only="m=4"))
     store.set_state(run, STATE | {"flags": FLAGS | {"only": "m=4"}})
     bundle.seal(run)
-    plan = "plan: 2 rows a replicate, all that suite.yaml asks for with --only 'm=4'"
-    assert list(validate(run))[-1] == plan
+    plan = "plan: 4 rows a replicate, all that suite.yaml asks for with --only 'm=4'"
+    assert lines(run)[-1] == plan
 
 
 def test_a_bundle_moves_and_keeps_its_name(run: Path, tmp_path: Path) -> None:
     name = bundle.identity(run)
     moved = Path(shutil.move(run, tmp_path / "elsewhere"))
-    assert len(list(validate(moved))) == 6
+    assert len(lines(moved)) == 11
     assert bundle.identity(moved) == name
 
 
@@ -106,7 +123,7 @@ def test_compressed_rows_are_the_same_rows(run: Path) -> None:
     name, plain = bundle.identity(run), run / "rows.jsonl"
     (run / "rows.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes(), 9))
     plain.unlink()
-    assert len(list(validate(run))) == 6
+    assert len(lines(run)) == 11
     bundle.seal(run)
     assert bundle.identity(run) == name
 
@@ -114,7 +131,7 @@ def test_compressed_rows_are_the_same_rows(run: Path) -> None:
 def test_reports_and_logs_are_no_evidence(run: Path) -> None:
     (run / "report.html").write_text("written again")
     (run / "worker.log").write_text("chatter")
-    assert len(list(validate(run))) == 6
+    assert len(lines(run)) == 11
 
 
 def test_the_lock_can_be_installed_and_leaves_us_out() -> None:
@@ -150,7 +167,7 @@ def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: 
     for schema in OLDER_ROWS:
         (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, schema))
         bundle.seal(run)
-        assert len(list(validate(run))) == 6
+        assert len(lines(run)) == 11
     (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, "sparsebench/rows@99"))
     bundle.seal(run)
     assert said(run).endswith('and whole lines, found {"schema": "sparsebench/rows@99"}')
@@ -197,7 +214,7 @@ def test_rows_of_two_devices_are_refused(run: Path) -> None:
 
 def test_a_row_that_is_there_twice_is_refused(run: Path) -> None:
     message = damaged(run, lambda r: [*r, r[0]])
-    assert message.endswith("in replicate 0: expected one row, found two")
+    assert message.endswith("in replicate 0, found another in line 2")
 
 
 def test_a_row_that_one_replicate_has_not_is_refused(run: Path) -> None:
@@ -227,7 +244,7 @@ def test_other_operands_in_another_replicate_are_refused(run: Path) -> None:
 
 
 def test_a_case_that_the_suite_asks_for_is_missed(run: Path) -> None:
-    message = damaged(run, lambda r: [row for row in r if row.case.id != r[1].case.id])
+    message = damaged(run, lambda r: [row for row in r if row.case.contender.kernel != "scipy_csr"])
     assert "csr/scipy_csr kernel hot: expected a row, found none" in message
 
 
@@ -241,14 +258,14 @@ def test_a_case_that_the_suite_does_not_ask_for_is_refused(run: Path) -> None:
 def test_an_interrupted_run_is_sealed_but_not_whole(run: Path) -> None:
     store.set_state(run, {**STATE, "status": "interrupted"})
     bundle.seal(run)
-    assert said(run) == "/run.json: expected a finished run, found interrupted with 8 rows"
+    assert said(run) == "/run.json: expected a finished run, found interrupted with 24 rows"
 
 
 def test_a_suite_that_cannot_be_expanded_here_is_said(run: Path) -> None:
     suite = (run / "suite.yaml").read_text()
     (run / "suite.yaml").write_text(suite.replace("scipy_csr", "someone.elses"))
     bundle.seal(run)
-    assert list(validate(run))[-1].startswith("plan: not checked, the suite cannot be expanded")
+    assert lines(run)[-1].startswith("plan: not checked, the suite cannot be expanded")
 
 
 def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> None:
@@ -259,16 +276,103 @@ def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> 
         SUITE.replace("m: [4, 8], n: 32, k: 64", "m: 4, source: {file: '*.smtx'}")
         .replace("blocks, block: 8, sparsity: 0.5", "file")
     )  # fmt: skip
-    store.set_state(run, {**STATE, "flags": {**FLAGS, "data": str(data)}})
     store.keep(run, rows(run / "suite.yaml", data))
     bundle.seal(run)
-    assert list(validate(run))[-1].startswith("plan: 2 rows a replicate")
+    assert lines(run, data)[-1].startswith("plan: 4 rows a replicate")
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
-    assert "expected a.smtx with SHA-256 " in list(validate(run))[-1]
-    shutil.move(data, tmp_path / "moved")
-    assert list(validate(run))[-1].startswith("plan: not checked")
-    data = tmp_path / "moved"
+    assert "expected a.smtx with SHA-256 " in lines(run, data)[-1]
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
-    assert list(validate(run, data))[-1].startswith("plan: 2 rows a replicate")
     (data / "b.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
-    assert list(validate(run, data))[-1].endswith("measured, found b.smtx beside them")
+    assert lines(run, data)[-1].endswith("measured, found b.smtx beside them")
+
+
+def test_sources_are_looked_for_where_the_reader_says_and_nowhere_else(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
+    (run / "suite.yaml").write_text(
+        SUITE.replace("m: [4, 8], n: 32, k: 64", "m: 4, source: {file: '*.smtx'}")
+        .replace("blocks, block: 8, sparsity: 0.5", "file")
+    )  # fmt: skip
+    store.set_state(run, {**STATE, "flags": {**FLAGS, "data": str(tmp_path)}})
+    store.keep(run, rows(run / "suite.yaml", tmp_path))
+    bundle.seal(run)
+    *_, plan = validate(run)
+    assert not plan.checked
+    assert "expected --data DIR, the folder of *.smtx" in plan.said
+    for glob in ("/etc/*", "../*", "a/../../*"):
+        with pytest.raises(SuiteError, match="expected a GLOB of files below --data"):
+            expand("s", (run / "suite.yaml").read_text().replace("*.smtx", glob), tmp_path)
+
+
+def test_a_forged_row_is_refused(run: Path) -> None:
+    """Each is sealed anew, as a forger would."""
+    twin = "expected A/A pairs (reference rows), found none"
+    assert damaged(run, lambda r: [row for row in r if not row.reference]).endswith(twin)
+    store.keep(run, fresh := rows(run / "suite.yaml"))
+    message = damaged(run, lambda r: [replace(r[0], error_of_bound=1e6), *r[1:]])
+    assert message.endswith("expected error_of_bound of an ok row within 1, found 1000000.0")
+    message = damaged(run, lambda r: [replace(fresh[0], error=None), *r[1:]])
+    assert message.endswith("expected error of an ok row within inf, found None")
+    first = replace(fresh[0], clock="graph", bound_us=10.0, bound_by="memory")
+    ten = replace(first, samples_us=(0.001,) * 384, samples_per_block=8)
+    message = damaged(run, lambda r: [ten, *fresh[1:]])
+    assert message.endswith("expected at least 9.50 µs (memory), found 0.00 µs")
+    tenth = replace(first, samples_us=(50.0,) * 48, samples_per_block=1)  # 500 µs were measured
+    message = damaged(run, lambda r: [tenth, *fresh[1:]])
+    assert message.endswith("expected samples that take about 40 ms, found 48, 1 a block, of 50 µs")
+    without = [row for row in fresh if row.reference or not row.case.contender.twin]
+    assert "(twin) kernel hot: expected a row, found none" in damaged(run, lambda r: without)
+
+
+def test_bounds_are_held_to_the_same_part_as_when_measured() -> None:
+    assert inspection.LIGHT == ceilings.LIGHT
+
+
+def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_path: Path) -> None:
+    home = tmp_path / "published" / "gpu" / "small"
+    home.parent.mkdir(parents=True)
+    shutil.copytree(run, home)
+    page = tmp_path / "published" / "README.md"
+    page.write_text(f"```\n{bundle.identity(home)}  gpu/small/manifest.json\n```\n")
+    assert "as README.md of the published runs lists it" in lines(home)[1]
+    store.keep(home, [replace(row, samples_us=(0.15, 0.25)) for row in store.rows(home)])
+    bundle.seal(home)
+    assert "expected a manifest with SHA-256 " in said(home)
+
+
+def test_a_stranger_s_bundle_runs_none_of_its_code(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    mark = tmp_path / "it ran"
+    code = f"import pathlib\npathlib.Path({str(mark)!r}).write_text('')\nraise SystemExit(0)\n"
+    (tmp_path / "somebody_elses.py").write_text(code)
+    suite = (run / "suite.yaml").read_text()
+    for name in ("somebody_elses.kernel", "os.path"):
+        (run / "suite.yaml").write_text(suite.replace("scipy_csr", name))
+        bundle.seal(run)
+        done = sparsebench("validate", run)
+        assert done.returncode == UNCHECKED
+        assert f"plan: not checked, the suite cannot be expanded here: {run}" in done.stdout
+        assert "not imported, since" in done.stdout
+        assert not mark.exists()
+    (run / "suite.yaml").write_text(suite.replace("scipy_csr", "somebody_elses.kernel"))
+    bundle.seal(run)
+    done = sparsebench("validate", run, "--allow-plugins")
+    assert mark.exists()
+    assert done.returncode == UNCHECKED
+    assert "found SystemExit: 0" in done.stdout
+
+
+def test_a_gzip_bomb_is_one_line(run: Path) -> None:
+    (run / "rows.jsonl").unlink()
+    bomb = gzip.compress(bytes(2**20)) * 130  # members one after the other: 130 MiB
+    (run / "rows.jsonl.gz").write_bytes(bomb)
+    assert said(run).endswith("expected at most 134217728 bytes (ROWS_BYTES), found more")
+
+
+def test_a_billion_replicates_are_one_line(run: Path) -> None:
+    store.set_state(run, {**STATE, "flags": {**FLAGS, "replicates": 10**9}})
+    bundle.seal(run)
+    assert "flags.replicates: Input should be less than or equal to 1000" in said(run)

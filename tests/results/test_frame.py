@@ -323,3 +323,10 @@ def test_a_level_where_a_portfolio_chose_a_dense_kernel_is_not_faster() -> None:
     assert crossing(True, False, False).break_even == 0.8
     assert crossing(False, True, False).break_even == 0.9
     assert crossing(False, False, True).note == "not reached"
+
+
+def test_a_cell_of_a_csv_is_text_and_no_formula(tmp_path: Path) -> None:
+    table = pd.DataFrame({"=name": ["=1+1", "@x", "-5", "bsr", None], "us": [-1.0, 2, 3, 4, 5]})
+    to_csv(table, tmp_path / "t.csv")
+    lines = (tmp_path / "t.csv").read_text().splitlines()
+    assert lines == ["'=name,us", "'=1+1,-1.0", "'@x,2.0", "'-5,3.0", "bsr,4.0", ",5.0"]

@@ -22,11 +22,14 @@ ROWS = [
 ]
 
 
+FLAGS = {"device": "cpu", "replicates": 1, "only": ""}
+STATE = {"suite": "t", "status": "running", "flags": FLAGS}
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
-    store.create(path, "title: t\n", {"commit": None})
-    store.set_state(path, {"status": "running"})
+    store.create(path, "title: t\n", {"commit": None}, STATE)
     store.append(path, ROWS)
     return path
 
@@ -109,7 +112,7 @@ def test_another_schema_is_said(run: Path) -> None:
 
 def test_a_directory_that_is_there_is_left_alone(run: Path) -> None:
     with pytest.raises(ResultError, match="expected a new directory"):
-        store.create(run, "", {})
+        store.create(run, "", {}, STATE)
     assert store.read(run).rows == ROWS
 
 

@@ -1,0 +1,70 @@
+"""How much a suite may ask for: counted before anything is expanded, each limit with its name.
+
+PROBLEMS   points of all sweeps of `problems`     an entry has the product of its lists
+CASES      problems times contenders              a contender has the product of its lists
+SIZE       of a field, a block's side, a seed     what a kernel's 32-bit index can hold
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, prod
+from typing import Any
+
+from sparsebench.errors import SuiteError
+
+PROBLEMS = 20_000  # the largest packaged suite has 264
+CASES = 100_000
+SIZE = 2**31 - 1
+
+
+def require_few_problems(entries: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse more points than PROBLEMS; files of a source come on top."""
+    count = sum(points(entry) for entry in entries)
+    if count > PROBLEMS:
+        limit = f"{PROBLEMS} problems (PROBLEMS)"
+        raise SuiteError(f"problems: expected at most {limit}, found {_count(count)}")
+
+
+def require_few_cases(
+    problems: Iterable[Mapping[str, Any]], contenders: Iterable[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Refuse more cases than CASES: every contender is counted at every problem."""
+    each = sum(prod(points(part) for part in parts) for parts in contenders)
+    count = each * sum(points(entry) for entry in problems)
+    if count > CASES:
+        limit = f"{CASES} cases (CASES)"
+        raise SuiteError(f"contenders: expected at most {limit}, found {_count(count)}")
+
+
+def points(entry: Mapping[str, Any]) -> int:
+    """Return how many points the product of an entry's lists has."""
+    return prod(len(value) for value in entry.values() if isinstance(value, list))
+
+
+def require_seeds(where: str, seeds: Iterable[Any]) -> None:
+    """Refuse a seed that is no integer, or that operands cannot be drawn from."""
+    for seed in seeds:
+        if type(seed) is not int or not 0 <= seed <= SIZE:
+            raise SuiteError(f"{where}: expected an integer from 0 to {SIZE}, found {seed!r}")
+
+
+def require_sizes(where: str, fields: Mapping[str, Any]) -> None:
+    """Refuse a size that is larger than SIZE."""
+    for name, value in fields.items():
+        for size in value if isinstance(value, list) else [value]:
+            if isinstance(size, int | float) and not abs(size) <= SIZE:
+                limit = f"{SIZE} (SIZE)"
+                raise SuiteError(f"{where}.{name}: expected at most {limit}, found {size}")
+
+
+def require_values(where: str, point: Mapping[str, Any]) -> None:
+    """Refuse what a contender's parameter or option cannot hold."""
+    for name, value in point.items():
+        whole = isinstance(value, list) and all(type(item) is int for item in value)
+        number = isinstance(value, float) and isfinite(value)
+        if not (whole or number or value is None or isinstance(value, bool | int | str)):
+            expected = "a number, a text, true, false or a list of integers"
+            raise SuiteError(f"{where}.{name}: expected {expected}; found {str(value)[:60]!r}")
+
+
+def _count(count: int) -> str:
+    return str(count) if count < 10**18 else "more than 10^18"

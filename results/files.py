@@ -1,0 +1,165 @@
+"""Files that somebody else may have written, read within limits. Whatever is wrong is one line.
+
+    no regular file (a FIFO, a device)    refused: reading it may never end
+    too many bytes, also once unzipped    refused before they are in memory
+    too many values in YAML               refused: ten aliases can stand for a billion of them
+    a key twice in one mapping of YAML    refused: one of them would win in silence
+
+Each function takes the error to raise: a SuiteError or a ResultError.
+"""
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sparsebench.errors import ResultError, SparsebenchError
+
+YAML_BYTES = 2**18  # the largest packaged suite has 4 KiB
+YAML_DEPTH = 32
+YAML_NODES = 100_000
+INTEGER_DIGITS = 100
+JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
+ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
+
+Raised = type[SparsebenchError]
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 30 times as fast, where libyaml is
+
+
+def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
+    """Return the bytes of a regular file."""
+    try:
+        if file.exists() and not file.is_file():
+            raise raised(f"{file}: expected a readable file, found no regular file")
+        with file.open("rb") as opened:
+            data = opened.read(most + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, SparsebenchError):
+            raise
+        raise raised(f"{file}: expected a readable file, found {error}") from error
+    return _within(file, data, most, raised)
+
+
+def unzipped(file: Path, most: int, raised: Raised = ResultError) -> bytes:
+    """Return the bytes of a gzip file, unzipped; a bomb costs `most` bytes of memory."""
+    content(file, most, raised)
+    try:
+        with gzip.open(file) as opened:
+            data = opened.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise raised(f"{file}: expected a readable file, found {error}") from error
+    return _within(file, data, most, raised)
+
+
+def text(file: Path, most: int, raised: Raised = ResultError) -> str:
+    """Return the text of a regular file in UTF-8."""
+    return decoded(file, content(file, most, raised), raised)
+
+
+def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
+    """Return the text of bytes in UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise raised(f"{file}: expected a readable text file, found {error}") from error
+
+
+def from_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds."""
+    try:
+        data = json.loads(text(file, JSON_BYTES))
+    except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
+        raise ResultError(f"{file}: expected JSON, found {error}") from error
+    if not isinstance(data, dict):
+        raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:
+    """Return the data of a YAML text, which `where` names."""
+    size = len(written.encode(errors="replace"))
+    if size > YAML_BYTES:
+        raise raised(f"{where}: expected at most {YAML_BYTES} bytes (YAML_BYTES), found {size}")
+    try:
+        _require_small(written)
+        return yaml.load(written, _Loader)
+    except SparsebenchError as error:
+        raise raised(f"{where}: {error}") from error
+    except Exception as error:  # SafeLoader's constructors raise a dozen types on bad scalars
+        found = " ".join(str(error).split())
+        raise raised(f"{where}: expected YAML, found {found}") from error
+
+
+def utf8(name: str) -> bool:
+    """Say whether a text can be written: a file's name may hold bytes that are no UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _within(file: Path, data: bytes, most: int, raised: Raised) -> bytes:
+    if len(data) > most:
+        names = {YAML_BYTES: "YAML_BYTES", JSON_BYTES: "JSON_BYTES", ROWS_BYTES: "ROWS_BYTES"}
+        limit = f"{most} bytes ({names.get(most, 'the limit of such a file')})"
+        raise raised(f"{file}: expected at most {limit}, found more")
+    return data
+
+
+def _require_small(written: str) -> None:
+    """Count the nodes that aliases stand for, and levels, before anything is built."""
+    sizes: dict[str, int] = {}
+    open_: list[tuple[str | None, int]] = [(None, 0)]  # anchor and nodes of each open collection
+    for event in yaml.parse(written, _Base):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        anchor, nodes = getattr(event, "anchor", None), 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_.append((anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, nodes = open_.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes = 1
+        elif isinstance(event, yaml.AliasEvent):
+            if anchor not in sizes:
+                raise SparsebenchError(f"line {line}: expected an anchor before *{anchor}")
+            nodes, anchor = sizes[anchor], None
+        if anchor and nodes:
+            sizes[anchor] = nodes
+        open_[-1] = open_[-1][0], open_[-1][1] + nodes
+        _at_most(line, "levels", len(open_) - 1, "YAML_DEPTH", YAML_DEPTH)
+        _at_most(line, "values", open_[-1][1], "YAML_NODES", YAML_NODES)
+
+
+def _at_most(line: int, what: str, found: int, name: str, most: int) -> None:
+    if found > most:
+        raise SparsebenchError(f"line {line}: expected at most {most} {what} ({name}), found more")
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Safe YAML in which a key stands once, and every text can be written as UTF-8."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for written, _ in node.value:
+            key = self.construct_object(written, deep=True)
+            if isinstance(key, (list, dict)):
+                continue  # SafeLoader says it
+            if key in seen:
+                line = node.start_mark.line + 1
+                raise SparsebenchError(f"line {line}: expected each key once, found {key!r} twice")
+            seen.add(key)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        value, line = super().construct_scalar(node), node.start_mark.line + 1
+        if node.tag.endswith(":int") and len(value) > INTEGER_DIGITS:
+            limit = f"{INTEGER_DIGITS} digits (INTEGER_DIGITS)"
+            raise SparsebenchError(f"line {line}: expected at most {limit}, found {len(value)}")
+        if isinstance(value, str) and not utf8(value):
+            raise SparsebenchError(f"line {line}: expected text in Unicode, found {value!a}")
+        return value

@@ -1,0 +1,361 @@
+"""Runs under attack: two at once, grandchildren, orphans, workers that do not start, full disks."""
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from command import sparsebench
+from places import ROOT
+
+from sparsebench.errors import ResultError
+from sparsebench.harness import _cli
+from sparsebench.harness.machine import parent
+from sparsebench.harness.plan.suite import Contest, Suite, expand
+from sparsebench.harness.run import runner as runners
+from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.runner import Log, Lost, Runner, Worker
+from sparsebench.harness.run.state import Flags
+from sparsebench.results import store
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
+PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
+CONTEST = Contest(PROBLEM, (Contender("dense", "torch_dense", baseline=True),))
+OPTIONS = {"measures": [("kernel", "hot")]}
+SUITE = """
+schema: sparsebench/suite@1
+title: Simulated
+problems:
+  - {op: linear, m: 64, n: 512, k: 512, dtype: bf16, pattern: blocks, block: 64, sparsity: 0.5}
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+HELLO = 'import json, os, subprocess, sys, time\nprint(\'{"identity": "x"}\', flush=True)\n'
+ASKED = HELLO + "asked = json.loads(sys.stdin.readline())\n"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "START_PAUSE_S", 0.0)
+    monkeypatch.setattr(runners, "LEFT_S", 0.2)
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:
+    """Ask one contest of a worker that is this script."""
+    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    worker = Worker("cpu", None, Log())
+    try:
+        return worker.measure(CONTEST, OPTIONS, timeout_s)
+    finally:
+        worker.kill()
+
+
+def gone(pid: int, within_s: float = 20.0) -> bool:
+    """Say whether a process ends; a zombie, which nobody here waits for, has ended."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("then", ["sys.exit(3)", "time.sleep(600)"])
+def test_the_children_of_a_kernel_end_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, then: str
+) -> None:
+    """They hold the pipes of their parent open: nobody waits for that."""
+    note = tmp_path / "pid"
+    child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    told = f"open({str(note)!r}, 'w').write(str(child.pid))\n"
+    start = time.monotonic()
+    lost = answered(monkeypatch, f"{ASKED}{child}{told}{then}\n", timeout_s=5.0)
+    assert time.monotonic() - start < 60
+    assert isinstance(lost, Lost)
+    assert lost.status is (Status.TIMEOUT if "sleep" in then else Status.FAILED)
+    assert gone(int(note.read_text()))
+
+
+def test_a_child_that_leaves_the_group_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+    script = f"{ASKED}{child}start_new_session=True)\nsys.exit(3)\n"
+    start = time.monotonic()
+    lost = answered(monkeypatch, script, timeout_s=60)
+    assert isinstance(lost, Lost)
+    assert "exit code 3" in lost.detail
+    assert time.monotonic() - start < 50
+
+
+def test_a_worker_ends_with_its_parent() -> None:
+    worker = (
+        "import sys, time\nfrom sparsebench.harness.machine import parent\n"
+        "parent.GRACE_S = 0.1\nparent.end_with_parent()\nprint('on', flush=True)\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    start = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-P', '-c', {worker!r}],"
+        " start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as middle:
+        assert middle.stdout
+        orphan = int(middle.stdout.readline())
+        middle.kill()
+    assert gone(orphan)
+    assert 1 <= parent.GRACE_S <= 30
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("{'rows': []}", "KeyError('contest')"),
+        ("{'contest': 'x', 'rows': [], 'spent_s': {}}", "found 'x'"),
+        ("{'contest': name, 'rows': [], 'spent_s': {}}", "expected 1 rows, each once, found 0"),
+        ("{'contest': name, 'rows': [{}], 'spent_s': {}}", "KeyError('case')"),
+        ("['rows']", "expected an answer in JSON"),
+        ("{'at': []}", "IndexError"),
+    ],
+)
+def test_an_answer_names_its_contest_and_is_complete(
+    monkeypatch: pytest.MonkeyPatch, answer: str, said: str
+) -> None:
+    script = f"{ASKED}name = {PROBLEM.id!r}\nprint(json.dumps({answer}), flush=True)\n"
+    lost = answered(monkeypatch, f"{script}time.sleep(600)\n")
+    assert isinstance(lost, Lost)
+    assert lost.status is Status.FAILED
+    assert said in lost.detail
+
+
+def test_where_no_worker_starts_again_every_case_has_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first starts, and is lost over the contest; each later one says why it cannot."""
+    mark = tmp_path / "second"
+    script = (
+        f"import os, sys\nif os.path.exists({str(mark)!r}): sys.exit('no GPU left')\n"
+        f"open({str(mark)!r}, 'w')\n{ASKED}sys.exit(1)\n"
+    )
+    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    runner = Runner("cpu", None, timeout_s=60)
+    try:
+        (measured,) = runner.run([CONTEST])
+    finally:
+        runner.kill()
+    (row,) = measured.rows
+    assert row.status is Status.FAILED
+    assert "no GPU left" in row.detail
+
+
+def test_a_worker_that_starts_at_the_second_attempt_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mark = tmp_path / "second"
+    script = (
+        f"import os, sys\nif not os.path.exists({str(mark)!r}):\n"
+        f"    open({str(mark)!r}, 'w')\n    sys.exit('busy')\n{HELLO}"
+    )
+    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    runner = Runner("cpu", None, timeout_s=60)
+    runner.kill()
+    assert "busy" in "".join(runner.log.kept)
+
+
+def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
+    """A closed terminal sends SIGHUP; a scheduler repeats itself."""
+    before = {stop: signal.getsignal(stop) for stop in _cli.STOPS}
+    written = []
+
+    def interrupted() -> None:
+        with _cli.measuring():
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(10)
+            finally:
+                for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    os.kill(os.getpid(), again)
+                time.sleep(0.05)
+                written.append(True)
+
+    with pytest.raises(typer.Exit) as stopped:
+        interrupted()
+    assert written
+    assert stopped.value.exit_code == _cli.INTERRUPTED
+    assert {stop: signal.getsignal(stop) for stop in _cli.STOPS} == before
+
+
+def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _cli.measuring():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    return expand("small.yaml", SUITE)
+
+
+@pytest.fixture(scope="module")
+def run(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the simulated GPU, whose description and data are somewhere on this machine."""
+    folder = tmp_path_factory.mktemp("safety")
+    (folder / "mine.yaml").write_text("schema: sparsebench/sim@1\nseed: 3\n")
+    flags = Flags(f"sim:{folder / 'mine.yaml'}", data=folder, replicates=1)
+    return measure(suite, flags, folder / "run", None)
+
+
+def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
+    before = (run / "rows.jsonl").read_bytes()
+    with (
+        store.locked(run),
+        pytest.raises(ResultError, match="expected no other process, found another"),
+    ):
+        measure(suite, Flags("sim", replicates=1), None, run)
+    assert (run / "rows.jsonl").read_bytes() == before
+    with store.locked(run):
+        pass
+
+
+def test_a_row_that_is_there_twice_is_not_read(run: Path, tmp_path: Path) -> None:
+    text = (run / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(text + text.splitlines(keepends=True)[-1])
+    with pytest.raises(ResultError, match=r"line \d+: expected one row of .*, found another"):
+        store.rows(tmp_path)
+
+
+def test_two_runs_that_start_in_one_second_have_two_names(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsebench.harness.run import measure as measuring
+
+    monkeypatch.chdir(tmp_path)
+    record = measuring.Record(suite.name, Flags("sim"), 1, {}, measuring.now())
+    paths = {measuring._created(None, suite, {}, record, "sim") for _ in range(3)}
+    assert len(paths) == 3
+    assert all((path / "run.json").exists() for path in paths)
+
+
+def test_no_file_of_a_run_names_a_path_or_the_host(run: Path) -> None:
+    hidden = [str(run.parent), str(Path.home()), str(ROOT), socket.gethostname()]
+    for file in run.iterdir():
+        text = file.read_text()
+        assert not [name for name in hidden if name in text and len(name) > 5], file
+        if file.name != "lock.txt":
+            assert not re.search(r'"(/|~/)[\w.-]+/', text), file
+    assert store.read(run).state["flags"]["device"] == "sim:mine.yaml"
+    assert store.read(run).state["flags"]["data"] is None
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("ImportError: /home/joe/lib/x.so: no", "ImportError: x.so: no"),
+        ("in '/usr/lib/joe' or ~/a/b.py:12", "in 'PATH' or b.py:12"),
+        ("PATH=/home/joe:/srv/joe", "PATH=PATH:PATH"),
+        ("12 GB/s, dense/cublas, 1 / 2, https://a.org/b", None),
+        (f"on {socket.gethostname()}x", None),
+    ],
+)
+def test_what_a_kernel_says_is_kept_without_paths(said: str, kept: str | None) -> None:
+    assert store.without_paths(said) == (said if kept is None else kept)
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_directory_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "set_state", full)
+        with pytest.raises(ResultError, match="No space left on device"):
+            store.create(tmp_path / "run", SUITE, {}, {})
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "run").mkdir()  # as an older version left it
+    store.create(tmp_path / "run", SUITE, {}, {})
+    assert {file.name for file in (tmp_path / "run").iterdir()} >= {"run.json", "rows.jsonl"}
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_met_a_full_disk_goes_on(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
+    """The second contest is torn in its first row, and run.json cannot be replaced."""
+    append, contests = store.append, list[int]()
+
+    def nearly_full(path: Path, rows: list[Row]) -> None:
+        if contests:
+            with (path / "rows.jsonl").open("a") as file:
+                file.write('{"case": {')
+            full()
+        append(path, rows)
+        contests.append(len(rows))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "append", nearly_full)
+        patch.setattr(store, "_replace", lambda file, text, whole=store._replace: (
+            full() if "interrupted" in text else whole(file, text)
+        ))  # fmt: skip
+        with pytest.raises(OSError, match="No space left"):
+            measure(suite, Flags("sim", replicates=1), tmp_path / "run", None)
+    assert store.read(tmp_path / "run").state["status"] == "running"
+    measure(suite, Flags("sim", replicates=1), None, tmp_path / "run")
+    assert store.read(tmp_path / "run").state["status"] == "finished"
+    assert len(store.rows(tmp_path / "run")) == len(store.rows(run))
+
+
+@pytest.mark.parametrize("what", ["fifo", "device"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, what: str) -> None:
+    path = Path("/dev/zero")
+    if what == "fifo":
+        os.mkfifo(path := tmp_path / "pipe.yaml")
+    else:
+        (tmp_path / "pipe.yaml").symlink_to(path)
+    done = sparsebench("check", tmp_path / "pipe.yaml", "--device", "cpu")
+    assert done.returncode == 2
+    assert "found no regular file" in done.stderr
+
+
+def test_exit_codes_are_documented_in_one_place() -> None:
+    table = re.findall(r"^\| (\d+) \|", (ROOT / "harness" / "README.md").read_text(), re.MULTILINE)
+    codes = [_cli.GATE_FAILED, _cli.BAD_INPUT, _cli.SOME_FAILED, _cli.UNFIT, _cli.UNCHECKED]
+    assert [int(code) for code in table] == [0, *codes, _cli.DEFECT, _cli.INTERRUPTED]
+
+
+def test_a_defect_of_ours_is_one_line_with_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparsebench.harness.catalog.listing", lambda: {}["nothing"])
+    done = sparsebench("list")
+    assert done.returncode == _cli.DEFECT
+    assert "an error of sparsebench: KeyError: 'nothing'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_simulated_gpu_does_not_reproduce_a_real_one(run: Path, tmp_path: Path) -> None:
+    start = json.loads((run / "run.json").read_text())
+    done = sparsebench("reproduce", run, "--device", "cpu", "--out", tmp_path / "again")
+    assert done.returncode == 2
+    assert "--device: expected one of the kind of sim:mine.yaml" in done.stderr
+    assert not (tmp_path / "again").exists()
+    assert start["status"] == "finished"
