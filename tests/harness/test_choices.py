@@ -12,10 +12,11 @@ import pytest
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import Contest, read
-from sparsebench.harness.run import reproduce, runner
+from sparsebench.harness.run import child, reproduce
+from sparsebench.harness.run.child import Log, Measured
 from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.runner import Log, Measured, pinned_by_process
+from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim import clock, contest, worker
 from sparsebench.results import store
@@ -51,7 +52,7 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 """
 
 
-class Here(runner.Worker):
+class Here(child.Worker):
     """A worker of the simulated GPU without a process of its own: starting one takes seconds."""
 
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
@@ -83,7 +84,7 @@ class Here(runner.Worker):
 @pytest.fixture(autouse=True, scope="module")
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Worker", Here)
+        patch.setattr(child, "Worker", Here)
         patch.setattr(reproduce, "Worker", Here)
         yield
 
