@@ -127,7 +127,7 @@ def best_places(lines: pd.DataFrame) -> list[str]:
         won = own[own.wins]
         line = f"{gpu}: the fastest in {len(won)} of {contests} contests"
         if len(won) and won.gain.notna().any():
-            top = won.loc[won.gain.idxmax()]
+            top = won.sort_values("gain", kind="stable", na_position="first").iloc[-1]
             line += f"; {times(top.gain)} at most, {_problem(top)}, {percent(top.level)}"
         said.append(f"{line}.")
     return said
