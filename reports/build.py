@@ -27,7 +27,7 @@ from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.results.analysis import analyse
-from sparsebench.results.answer import badges
+from sparsebench.results.answer import badges, told
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Status
@@ -59,14 +59,13 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
     page = rendered(
         first=[(figure, body) for figure, body in drawn if body and figure.name == FIRST],
         sections=[(figure, body) for figure, body in drawn if body and figure.name != FIRST],
-        badges=badges(frames.cases, frames.noise, run.environment),
+        badges=_badges(frames),
         links=_links(run.path, out_path),
         facts=_facts(frames),
         trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
         device=device_name(run.environment),
-        status=str(run.state.get("status", "unknown")),
     )
     if out_path:
         out_path.write_text(page, "utf-8")
@@ -100,6 +99,13 @@ def _drawn(figure: Figure, frames: Frames) -> Markup:
         return figure.draw(frames)
     except Exception as error:
         raise RuntimeError(f"figure {figure.name}: {type(error).__name__}: {error}") from error
+
+
+def _badges(frames: Frames) -> list[tuple[str, str, str]]:
+    """Return the class, the text and the reason of each badge."""
+    run, cases = frames.run, frames.cases
+    found = badges(cases, frames.noise, run.environment, run.state)
+    return [(badge.name.lower(), told(badge, cases), why) for badge, why in found]
 
 
 def _facts(frames: Frames) -> list[tuple[str, str]]:

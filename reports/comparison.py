@@ -22,15 +22,14 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
-from sparsebench.reports._headline import badges
 from sparsebench.reports._sheet import Cell, Sheet
-from sparsebench.reports._words import duration, kernel, percent, plus_minus, significant
-from sparsebench.reports.terminal import shown, split
+from sparsebench.reports.terminal import labels, shown, split
 from sparsebench.results.analysis import analyse
 from sparsebench.results.changes import Changes, Word, changes
 from sparsebench.results.compare import KEYS, Comparison
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.store import Run
+from sparsebench.results.words import duration, estimate, kernel, percent, rounded, significant
 
 LINES = 30
 FACTS_SHOWN = 8
@@ -109,7 +108,7 @@ def notes(found: Compared) -> list[str]:
     """Return what a reader must know to believe the table."""
     told = {name: _badges(run) for name, run in found.runs.items()}
     said = []
-    looks = [name for name, words in told.items() if words[0].startswith("LOOK")]
+    looks = [name for name, words in told.items() if any(word.startswith("LOOK") for word in words)]
     if looks:
         said.append(
             f"{', '.join(looks)}: a look, no verdict. Ranges are compared, and an unlucky process "
@@ -144,7 +143,7 @@ def table(found: Compared) -> Sheet:
     for case, line in zip(ordered, first, strict=True):
         base = " (baseline)" if line["is_baseline"] else ""
         own: list[Cell] = [shown(name, line[name]) for name in varying]
-        own += [kernel(line["label"]) + base, significant(line["speedup_a"])]
+        own += [kernel(line["label"]) + base, rounded(line["speedup_a"], line["uncertainty_a"])]
         for name in found.others:
             own += _of(case[name]) if name in case else [""] * len(ADDED)
         cells.append(own)
@@ -227,7 +226,7 @@ def _about(run: Run) -> str:
 
 def _badges(run: Run) -> list[str]:
     found = analyse(run)
-    return badges(run, found.cases, found.noise)
+    return [text for _, text in labels(run, found.cases, found.noise)]
 
 
 def _joined(found: Compared) -> list[dict[str, dict[Any, Any]]]:
@@ -256,9 +255,9 @@ def _of(line: Mapping[Any, Any]) -> list[Cell]:
     word = line["word"]
     bounds = [percent(round(line[f"of_bound_{s}"], 2)) for s in "ab" if line[f"of_bound_{s}"] > 0]
     times = [duration(line[f"median_us_{side}"]) for side in ("a", "b")]
-    ratio = plus_minus(line["ratio"], line["low"], line["high"])
+    ratio = estimate(line["ratio"], line["low"], line["high"], line["uncertainty"])
     return [
-        significant(line["speedup_b"]),
+        rounded(line["speedup_b"], line["uncertainty_b"]),
         (ratio, STYLES.get(word, "")),
         (str(word), STYLES.get(word, "")),
         ", ".join(bounds) or "-",
@@ -268,11 +267,12 @@ def _of(line: Mapping[Any, Any]) -> list[Cell]:
 
 
 def _side(line: Mapping[Any, Any], side: str) -> str:
-    ends = [line[f"speedup{end}_{side}"] for end in ("", "_low", "_high")]
+    names = "speedup", "speedup_low", "speedup_high", "uncertainty"
+    ends = [line[f"{name}_{side}"] for name in names]
     said = line[f"outcome_{side}"].replace("_", " ")
     if pd.isna(ends[0]):
         return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
-    return f"{plus_minus(*ends)} {said}".rstrip()
+    return f"{estimate(*ends)} {said}".rstrip()
 
 
 PAGE = """<!doctype html>

@@ -1,7 +1,7 @@
 """The answer of a run on a terminal, or in Markdown: sentences, each format, the fastest, trust.
 
     device, suite, badges          what a reader must know before any number
-    sentences                      _headline.py
+    sentences                      results/answer.py, as on the page
     formats                        each format once, or why it has no time
     fastest                        of each problem, a table for each op, pattern and dtype
     break-even                     of each format, by its first contender
@@ -20,43 +20,28 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from sparsebench.reports._headline import (
-    Format,
-    badges,
-    beyond,
-    condition,
-    formats,
-    sentences,
-    sparse_format,
-    unfit,
-)
 from sparsebench.reports._sheet import Cell, Sheet
-from sparsebench.reports._words import (
-    FORMATS,
-    duration,
-    format_of,
-    kernel,
-    percent,
-    plus_minus,
-    winner,
-)
 from sparsebench.results.analysis import Analysis
+from sparsebench.results.answer import Badge, answers, badges, told, unfit
+from sparsebench.results.contests import kinds, raced
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
-from sparsebench.results.noise import Reliability
+from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import NoCrossing, break_even, winners
+from sparsebench.results.words import FORMATS, duration, estimate, kernel, percent
 
 VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
+LEVEL = 0.9  # that the formats are compared at, or the nearest that was measured
 LINES = 30  # of a table on a terminal; the report and Markdown have them all
 REASONS = 12
 PARTS = ["op", "pattern", "dtype"]  # a table each
 CONTEST = ["problem_id", "scope", "cache"]
 USUAL = {("scope", "kernel"), ("cache", "cold"), ("block", "1"), ("skew", "iid"), ("block", "")}
 OUTCOMES = {"faster": "good", "slower": "bad", "inconclusive": "unsure", "no_difference": "quiet"}
-GOOD, BAD = ("VERDICT", "LOOK"), "bold red"
+GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,9 @@ class Answer:
         """Yield every part, top to bottom."""
         cases = by_size(self.found.cases)
         yield _title(self.run, cases, self.found)
-        yield from (Text(line, style="bold") for line in sentences(cases))
+        for about, said in answers(cases):
+            yield from (Text(line, style="bold") for line in said)
+            yield Text(f"({about})")
         if not (cases.status == Status.OK).any():
             yield Text("Nothing was measured.", style=BAD)
         for sheet in sheets(cases):
@@ -85,8 +72,10 @@ class Answer:
 def answer_markdown(run: Run, found: Analysis) -> str:
     """Return the answer as Markdown, for pasting; with every line of every table."""
     cases = by_size(found.cases)
-    title = f"**{_heading(run)}** ({'; '.join(badges(run, cases, found.noise))})"
-    parts = [title, *sentences(cases), *(sheet.markdown() for sheet in sheets(cases))]
+    marked = [text for _, text in labels(run, cases, found.noise)]
+    said = ["\n".join([*said, f"({about})"]) for about, said in answers(cases)]
+    parts = [f"**{_heading(run)}** ({'; '.join(marked)})", *said]
+    parts += [sheet.markdown() for sheet in sheets(cases)]
     return "\n\n".join([*parts, *trust(run, cases, found)]) + "\n"
 
 
@@ -96,9 +85,18 @@ def answer_json(run: Run, found: Analysis) -> dict[str, Any]:
     tables = {"winners": winners(cases), "break_even": break_even(cases)}
     said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
     word, why = found.noise.reliability
-    head = {"answer": sentences(cases), "badges": badges(run, cases, found.noise)}
+    head: dict[str, Any] = {
+        "answer": [{"where": about, "sentences": lines} for about, lines in answers(cases)],
+        "badges": [text for _, text in labels(run, cases, found.noise)],
+    }
     floors = {"noise_floor": found.noise.floors}
     return head | said | floors | {"reliability": word, "reliability_why": why}
+
+
+def labels(run: Run, cases: pd.DataFrame, noise: Noise) -> list[tuple[Badge, str]]:
+    """Return a run's badges and their texts, the gravest first."""
+    found = badges(cases, noise, run.environment, run.state)
+    return [(badge, told(badge, cases)) for badge, _ in found]
 
 
 def counted(found: Analysis) -> dict[str, int]:
@@ -117,12 +115,12 @@ def sheets(cases: pd.DataFrame) -> list[Sheet]:
     """Return the tables of an answer."""
     found = []
     if (cases.status == Status.OK).any():
-        found.append(_formats(formats(cases)))
+        found.append(_formats(cases))
         raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
         several = raced[raced.groupby(CONTEST).label.transform("nunique") > 1]
         parts = winners(several).groupby(PARTS, sort=False, dropna=False)
         found += [_fastest(part) for _, part in parts]
-        even = break_even(cases[sparse_format(cases)])
+        even = break_even(cases[kinds(cases) != "dense"])
         even = even[even.first_level < even.last_level]
         found += [] if even.empty else [_crossings(even)]
     missing = _missing(cases)
@@ -132,7 +130,7 @@ def sheets(cases: pd.DataFrame) -> list[Sheet]:
 def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
     """Return sentences on how far the numbers can be trusted."""
     noise = found.noise
-    busy = "; ".join(unfit(run))
+    busy = "; ".join(unfit(run.state))
     lines = [f"The machine was busy, so no number here is to be trusted: {busy}."] if busy else []
     lines.append(noise.sentence)
     if noise.reliability[0] is not Reliability.UNKNOWN:
@@ -140,7 +138,7 @@ def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
     if (cases.processes < FEWEST).all():
         few = f"Fewer than {FEWEST} processes give a look, not a verdict"
         lines.append(f"{few}: --replicates {VERDICT} gives one.")
-    above = len(beyond(cases))
+    above = len(_beyond(cases))
     if above:
         why = "more than zeros can save. There the baseline is slow, by itself or by other work"
         is_are = "speed-up is" if above == 1 else "speed-ups are"
@@ -152,7 +150,7 @@ def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
 
 
 def outcome(line: Mapping[Any, Any]) -> Cell:
-    """Write `faster`, `no difference`, `inconclusive (+3 more processes)`, or a dash for none."""
+    """Write `faster`, `no difference`, `inconclusive (+3)` for 3 more processes, or a dash."""
     more, words = line["more_processes"], line["outcome"].replace("_", " ") or "-"
     return words if pd.isna(more) else f"{words} (+{more})", OUTCOMES.get(line["outcome"], "")
 
@@ -197,8 +195,8 @@ def _heading(run: Run) -> str:
 
 def _title(run: Run, cases: pd.DataFrame, found: Analysis) -> Text:
     line = Text(_heading(run))
-    for badge in badges(run, cases, found.noise):
-        line.append("  ").append(f"[{badge}]", style="" if badge.startswith(GOOD) else BAD)
+    for badge, text in labels(run, cases, found.noise):
+        line.append("  ").append(f"[{text}]", style="" if badge in GOOD else BAD)
     return line
 
 
@@ -211,26 +209,75 @@ def _shortened(sheet: Sheet) -> Sheet:
     return Sheet(more, sheet.columns, sheet.lines[:LINES], sheet.words, sheet.spare)
 
 
-def _formats(found: list[Format]) -> Sheet:
-    places = {_place(entry.best) if entry.best else entry.why for entry in found}
+def _formats(cases: pd.DataFrame) -> Sheet:
+    """Return each format once, at the level nearest to LEVEL, over the fastest dense contender."""
+    found = raced(cases)
+    sparse = found[found.side != "dense"]
+    best = {name: _nearest(group) for name, group in sparse.groupby("kind", sort=False)}
+    top = max(best.values(), key=lambda case: case["gain"], default=None)
+    dense = _dense(found, top)
     lines: list[list[Cell]] = []
-    for entry in found:
-        best = entry.best
-        if not best:
-            lines.append([entry.name, "-", "", "", (f"not measured: {entry.why}", "quiet")])
+    for name, group in cases[~cases.twin.astype(bool)].groupby(kinds(cases), sort=False):
+        case, word = dense if name == "dense" else best.get(name), FORMATS.get(str(name), str(name))
+        if case is None:
+            reasons = group.detail[group.status != Status.OK].mode()
+            why = str(reasons.iloc[0]) if len(reasons) else "no time"
+            lines.append([word, "-", "", "", (f"not measured: {why}", "quiet")])
             continue
-        ratio = "baseline" if best["label"] == best["baseline_label"] else _ratio(best)
-        lines.append([entry.name, winner(best), duration(best["median_us"]), ratio, _place(best)])
-    columns: tuple[str, ...] = ("format", "fastest kernel", "time", "× baseline", "where")
-    title = "Each format at its best"
+        lines.append([word, who(case), duration(case["median_us"]), _gain(case), _place(case)])
+    lines.sort(key=lambda line: line[0] != "dense")
+    columns: tuple[str, ...] = ("format", "fastest kernel", "time", "× dense", "where")
+    title, places = "Each format at its best", {_text(line[-1]) for line in lines}
     if len(places) == 1:
         columns, lines = columns[:-1], [line[:-1] for line in lines]
         title = f"{title}: {places.pop()}"
     return Sheet(title, columns, lines, frozenset({"format", "fastest kernel", "where"}))
 
 
+def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
+    """Return the fastest case at the level nearest to LEVEL."""
+    away = (group.level - LEVEL).abs().fillna(1).round(6)
+    near = group[away == away.min()].assign(haste=-group.median_us)
+    return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
+
+
+def _dense(found: pd.DataFrame, top: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
+    """Return the fastest dense case of the contest of `top`; without one that of all."""
+    dense = found[(found.side == "dense") & (found.gain == 1)]
+    if top is not None:
+        dense = dense[(dense[CONTEST] == pd.Series(top)[CONTEST]).all(axis=1)]
+    return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
+
+
+def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the sparse weights faster by more than 1 / (1 - sparsity): the baseline was slow."""
+    sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+    sparse = sparse[(sparse["format"] != "dense") & (sparse.level > 0) & (sparse.level < 1)]
+    return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
+
+
+def _condition(case: Mapping[Any, Any]) -> str:
+    """Say how sparse a case is: `90 %, blocks of 128`; `29 of 5632 units on`."""
+    block = str(case.get("block", ""))
+    said = [percent(case["level"])] if case["level"] > 0 else []
+    said += [f"blocks of {block}"] if block not in ("", "1", "nan") else []
+    if pd.notna(case.get("active")):
+        said.append(f"{case['active']:g} of {case['n']} units on")
+    if pd.notna(case.get("source")):
+        said.append(str(case["source"]).rpartition("/")[2])
+    return ", ".join(said)
+
+
 def _place(best: Mapping[Any, Any]) -> str:
-    return f"{best['op']}, m = {best['m']}, {condition(best)}".rstrip(", ")
+    return f"{best['op']}, m = {best['m']}, {_condition(best)}".rstrip(", ")
+
+
+def who(case: Mapping[Any, Any]) -> str:
+    """Name what ran: of a portfolio the kernel that it chose, and by whom."""
+    chosen, own = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
+    if not chosen or chosen.startswith(str(case["kernel"])):
+        return chosen or own
+    return f"{chosen} (by {case['kernel']})"
 
 
 def _fastest(best: pd.DataFrame) -> Sheet:
@@ -242,7 +289,7 @@ def _fastest(best: pd.DataFrame) -> Sheet:
     lines: list[list[Cell]] = [
         [
             *(shown(name, line[name]) for name in varying),
-            winner(line),
+            who(line),
             duration(line["median_us"]),
             _ratio(line),
             outcome(line),
@@ -263,7 +310,7 @@ def _fastest(best: pd.DataFrame) -> Sheet:
 def _crossings(even: pd.DataFrame) -> Sheet:
     """Return from which sparsity on each format is faster, by its first contender."""
     even = even.assign(
-        ran_as=[_family(line) for line in even.to_dict("records")],
+        ran_as=[FORMATS.get(kind, kind) for kind in kinds(even)],
         order=even.break_even.mask(even.note == NoCrossing.BELOW, 0.0).fillna(2.0),
     )
     names = list(even.columns)
@@ -284,11 +331,6 @@ def _crossings(even: pd.DataFrame) -> Sheet:
     columns = (*varying, "format", "first contender", "faster than the baseline")
     words = frozenset({"format", "first contender", "op", "pattern", "dtype"})
     return Sheet("Break-even, by sparsity", columns, lines, words)
-
-
-def _family(line: Mapping[Any, Any]) -> str:
-    name = format_of({**line, "chosen": ""})
-    return FORMATS.get(name, name)
 
 
 def _missing(cases: pd.DataFrame) -> Sheet:
@@ -314,9 +356,19 @@ def _missing(cases: pd.DataFrame) -> Sheet:
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:
     """Write a speed-up, coloured by its outcome; of a look by its interval."""
+    if line["label"] == line["baseline_label"]:
+        return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]
     style = OUTCOMES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
-    return plus_minus(line["speedup"], low, high), style
+    return estimate(line["speedup"], low, high, line["uncertainty"]), style
+
+
+def _gain(case: Mapping[Any, Any]) -> Cell:
+    """Write a gain over dense, coloured where it is settled."""
+    style = ("good" if case["gain"] > 1 else "bad") if case["settled"] else "unsure"
+    if case["side"] == "dense":
+        return "1", ""
+    return estimate(*(case[name] for name in ("gain", "low", "high", "half"))), style
 
 
 def _text(cell: Cell) -> str:

@@ -1,6 +1,6 @@
 """The answer of a run in sentences, for the page, the terminal and the site.
 
-    badges      VERDICT · LOOK · SIMULATED · UNRELIABLE, each with its reason
+    badges      LOOK: 3 processes · SIMULATED · UNRELIABLE · BUSY MACHINE, each with its reason
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
     sentences   BSR beats dense: blocks of 16 from 64 %; of 32, 64 and 128 already at 50 %.
                 At 90 %: BSR in blocks of 128, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
@@ -12,6 +12,7 @@ the fastest dense contender of the same contest (contests.py). Dense winning is 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ import pandas as pd
 from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.summary import NoCrossing, crossing
-from sparsebench.results.views import ANY, View, ordered
+from sparsebench.results.views import ANY, View, ordered, views
 from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, times
 
+MOST = 4  # answers of a run, each of its own op or pattern
 ASKED = {"level": (0.5, 0.9), "m": (16, 4096)}  # what readers ask about, where it was measured
 
 
@@ -33,6 +35,8 @@ class Badge(StrEnum):
     LOOK = "LOOK"
     SIMULATED = "SIMULATED"
     UNRELIABLE = "UNRELIABLE"
+    BUSY = "BUSY MACHINE"
+    UNFINISHED = "NOT FINISHED"
     EMPTY = "NO TIMES"
 
 
@@ -41,7 +45,8 @@ class BreakEven:
     """From which level on a format is faster than dense, in one row of a view.
 
     `low` and `high` are where the ends of its interval cross. `settled`: the levels on both sides
-    of the crossing are beyond the noise. `note` is why there is none, as in summary.break_even.
+    of the crossing are beyond the noise; without one the first or last level is. `note` is why
+    there is none, as in summary.break_even.
     """
 
     kind: str
@@ -56,24 +61,61 @@ class BreakEven:
 
 
 def badges(
-    cases: pd.DataFrame, noise: Noise, environment: Mapping[str, Any]
+    cases: pd.DataFrame,
+    noise: Noise,
+    environment: Mapping[str, Any],
+    state: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[tuple[Badge, str]]:
-    """Return the badges of a run with their reasons, the gravest first."""
+    """Return the badges of a run with their reasons, the gravest first; `state` is its run.json."""
     word, why = noise.reliability
     found = []
     if "sim" in environment:
         found.append((Badge.SIMULATED, "No GPU ran: a model of one made these times."))
     if word is Reliability.UNRELIABLE:
         found.append((Badge.UNRELIABLE, why))
+    if busy := "; ".join(unfit(state)):
+        reason = f"The machine was busy, so no number here is to be trusted: {busy}."
+        found.append((Badge.BUSY, reason))
+    if (status := state.get("status", "finished")) != "finished":
+        found.append((Badge.UNFINISHED, f"This run is not finished: its status is {status}."))
     timed = cases[cases.median_us.notna()]
     if timed.empty:
         return [*found, (Badge.EMPTY, "No case of this run has a time.")]
     count = int(timed.processes.max())
-    runs = f"{count} process{'es' if count > 1 else ''}"
     if count < FEWEST:
         need = f"a verdict takes {FEWEST} or more."
-        return [*found, (Badge.LOOK, f"{runs}: a look, no verdict; {need}")]
-    return [*found, (Badge.VERDICT, f"{runs}. {why}")]
+        return [*found, (Badge.LOOK, f"{_processes(count)}: a look, no verdict; {need}")]
+    return [*found, (Badge.VERDICT, f"{_processes(count)}. {why}")]
+
+
+def told(badge: Badge, cases: pd.DataFrame) -> str:
+    """Write a badge: `LOOK: 3 processes`, `SIMULATED`."""
+    if badge not in (Badge.LOOK, Badge.VERDICT):
+        return badge.value
+    return f"{badge.value}: {_processes(int(cases[cases.median_us.notna()].processes.max()))}"
+
+
+def unfit(state: Mapping[str, Any]) -> list[str]:
+    """Return what made the machine unfit before or during the run, as run.json has it."""
+    fitness = state.get("fitness", {})
+    return [
+        f"{when} the run {finding['found']} ({finding['check']})"
+        for when in ("before", "during")
+        for finding in fitness.get(when, [])
+        if finding["level"] == "warning"
+    ]
+
+
+def answers(cases: pd.DataFrame) -> list[tuple[str, list[str]]]:
+    """Return what a page shows first of each op and pattern, at most MOST: `where`, sentences.
+
+    Where nothing sparse was measured is left out, unless there is nothing else.
+    """
+    first: dict[tuple[str, ...], View] = {}
+    for view in views(cases):
+        first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
+    found = [view for view in first.values() if view.cells.best_median_us.notna().any()]
+    return [(where(view), sentences(view)) for view in (found or [*first.values()])[:MOST]]
 
 
 def where(view: View) -> str:
@@ -102,7 +144,7 @@ def sentences(view: View) -> list[str]:
     if view.cells.best_gain.isna().all():
         return ["No dense contender has a time here: there is nothing to compare with."]
     if not (view.cells.best_gain > 1).any():
-        top = view.cells.loc[view.cells.best_gain.idxmax()]
+        top = view.cells.nlargest(1, "best_gain").iloc[0]
         near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {_place(view, top)}."
         return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
     first = _crossings(view) if view.x == "level" else _spans(view)
@@ -117,6 +159,10 @@ def break_evens(view: View) -> list[BreakEven]:
     found = [_break_even(str(kind), row, cells.sort_values("x")) for (kind, row), cells in groups]
     rows = {plain(value): i for i, value in enumerate(ordered(view.formats.y))}
     return sorted(found, key=lambda each: (each.kind, rows[plain(each.row)]))
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count != 1 else ''}"
 
 
 def contender(line: Any, side: str) -> str:
@@ -142,7 +188,9 @@ def word(name: str, value: Any) -> str:
 def _shared(view: View, name: str) -> str:
     if view.choice.get(name) == ANY:
         return ANY
-    values = view.cells[name].dropna().map(plain).unique() if name in view.cells else []
+    if name not in view.cells:
+        return ""
+    values = list(view.cells[name].dropna().map(plain).unique())
     constant = len(values) == 1 and values[0] not in ("", "1" if name == "block" else "")
     return str(values[0]) if constant else ""
 
@@ -151,10 +199,10 @@ def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
     logs = {name: np.log(cells.set_index("x")[name]) for name in ("gain", "low", "high")}
     found = crossing(logs["gain"])
     ends = [crossing(logs[name].fillna(logs["gain"])) for name in ("high", "low")]
-    near = (
-        cells[cells.x >= found["break_even"]].head(1),
-        cells[cells.x < found["break_even"]].tail(1),
-    )
+    above, below = cells.x >= found["break_even"], cells.x < found["break_even"]
+    near = [cells[above].head(1), cells[below].tail(1)]
+    if found["note"]:
+        near = [cells.head(1) if found["note"] == NoCrossing.BELOW else cells.tail(1)]
     low, high = (end["break_even"] for end in ends)
     return BreakEven(
         kind,
@@ -202,7 +250,8 @@ def _level(view: View, level: float) -> str:
 
 def _from(view: View, each: BreakEven) -> str:
     if each.note == NoCrossing.BELOW:
-        return f"already at {percent(each.first)}{view.units}"
+        unsure = "" if each.settled else " (not settled)"
+        return f"already at {percent(each.first)}{view.units}{unsure}"
     if each.note:
         return f"not up to {percent(each.last)}{view.units}"
     level = _level(view, each.level)
@@ -275,7 +324,7 @@ def winner(line: "pd.Series[Any]") -> str:
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         named = "best sparse peer" if other == "peer" else "best of ours"
-        beside = f"; {named} {line[f'{other}_name']} {times(line[f'{other}_gain'])}"
+        beside = f"; {named} {line[f'{other}_name']} {_short(line, other)}"
     peer = " (a peer)" if other == "ours" else ""
     best = f"{contender(line, 'best')}{peer}"
     if line.best_gain > 1:
@@ -287,8 +336,12 @@ def winner(line: "pd.Series[Any]") -> str:
     return f"{dense}; nearest {best}, {_gain(line)}"
 
 
+def _short(line: Any, side: str) -> str:
+    return times(line[f"{side}_gain"], line[f"{side}_half"])
+
+
 def _gain(line: Any) -> str:
-    return between(line.best_gain, line.best_low, line.best_high)
+    return between(line.best_gain, line.best_low, line.best_high, line.best_half)
 
 
 def _place(view: View, line: Any) -> str:

@@ -4,6 +4,7 @@
             baseline of its own run; of a baseline itself, and where there is none, the ratio of
             times, if both ran on the same kind of device
     low     and high: from the ends of both intervals; so a case is called different rather late
+    uncertainty   of the ratio: the farther end, at least what the two speed-ups' are together
 
     slower           equal                 faster
    [======]     |    [====|===]     |     [======]      anything else is unclear
@@ -131,7 +132,12 @@ def _with_ratios(cases: pd.DataFrame, same_device: bool) -> pd.DataFrame:
         alone = cases[f"{over}_us_a"] / cases[f"{under}_us_b"]
         columns[name] = ratio.where(speed, alone if same_device else np.nan)
     floor = cases[["floor_a", "floor_b"]].max(axis=1).fillna(LEAST)
-    return cases.assign(is_baseline=is_baseline, by_speedup=speed, larger_floor=floor, **columns)
+    part_a, part_b = (cases[f"uncertainty_{s}"] / cases[f"speedup_{s}"] for s in ("a", "b"))
+    ratio = columns["ratio"]
+    least = (ratio * (part_a**2 + part_b**2) ** 0.5).where(speed)
+    far = pd.concat([ratio - columns["low"], columns["high"] - ratio, least], axis=1).max(axis=1)
+    columns |= {"is_baseline": is_baseline, "by_speedup": speed, "larger_floor": floor}
+    return cases.assign(**columns, uncertainty=far)
 
 
 def _word(line: Mapping[Any, Any]) -> Word:

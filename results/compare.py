@@ -37,7 +37,7 @@ OPPOSITE = {(Outcome.FASTER, Outcome.SLOWER), (Outcome.SLOWER, Outcome.FASTER)}
 
 KEYS = ["case_id", "scope", "cache"]
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
-SIDES += ["speedup", "speedup_low", "speedup_high", "baseline_label"]
+SIDES += ["speedup", "speedup_low", "speedup_high", "uncertainty", "baseline_label"]
 SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
 SIDES += ["of_bound", "detail", "choice", "code", "mark"]
 

@@ -5,6 +5,7 @@
 
     gain      time of the fastest dense contender / time of the case, process by process. It is
               `speedup` where the baseline is that contender
+    half      how far `gain` may be off, as `uncertainty` of a speed-up (verdict.py)
     settled   the interval of `gain` is beyond the noise floor, and the verdict says so too
 
 A portfolio that chose a dense kernel is a dense contender. Sparse activations have dense weights:
@@ -21,10 +22,11 @@ from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, Outcome, hodges_lehmann
 from sparsebench.results.summary import CONTEST, chose_dense
+from sparsebench.results.verdict import uncertainty
 
 SIDES = ("best", "ours", "peer", "dense")
-SAID = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "settled"]
-SAID += ["median_us", "outcome", "case_id"]
+SAID = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
+SAID += ["settled", "median_us", "outcome", "case_id"]
 DECIDED = (Outcome.FASTER, Outcome.SLOWER)
 
 
@@ -33,7 +35,7 @@ def raced(cases: pd.DataFrame) -> pd.DataFrame:
 
     Dense contenders are peers too; here `peer` are the sparse ones.
 
-    side   ours, peer or dense              gain   over the fastest dense contender, with low, high
+    side   ours, peer or dense              gain   over the fastest dense one, with low, high, half
     kind   the format, or `activations`     tile   the block that the format stores
     name   of the kernel with its options   settled
     """
@@ -41,17 +43,21 @@ def raced(cases: pd.DataFrame) -> pd.DataFrame:
     found = found[found.median_us.notna()]
     if found.empty:
         return found
-    families = found.kernel.map(family)
-    active = (families == "sparse_activations") & (found.format == "dense")
-    dense = ((found.format == "dense") & ~active) | chose_dense(found)
-    sides = np.select([dense, families.isin(OURS)], ["dense", "ours"], "peer")
+    kind = kinds(found)
+    dense, own = (kind == "dense") | chose_dense(found), found.kernel.map(family).isin(OURS)
     found = found.assign(
-        side=sides,
-        kind=found.format.mask(active, "activations"),
+        side=np.select([dense, own], ["dense", "ours"], "peer"),
+        kind=kind,
         name=_names(found),
         tile=_tiles(found),
     )
     return _against_dense(found)
+
+
+def kinds(cases: pd.DataFrame) -> pd.Series:
+    """Return the formats of cases; `activations` where weights are dense and activations sparse."""
+    active = (cases.kernel.map(family) == "sparse_activations") & (cases["format"] == "dense")
+    return cases["format"].astype(str).mask(active, "activations")
 
 
 def contests(cases: pd.DataFrame) -> pd.DataFrame:
@@ -97,7 +103,9 @@ def _against_dense(cases: pd.DataFrame) -> pd.DataFrame:
         for line in cases.to_dict("records")
     ]
     table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "settled"])
-    return cases.assign(**{str(name): column for name, column in table.items()})
+    half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
+    half = half.mask((table.low == 1) & (table.high == 1), 0.0)  # that contender itself
+    return cases.assign(**{str(name): column for name, column in table.items()}, half=half)
 
 
 def _over(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, float, float, bool]:

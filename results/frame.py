@@ -78,7 +78,7 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV, without the times of single blocks."""
-    path.write_text(as_csv(table.drop(columns="blocks_us")), "utf-8")
+    path.write_text(as_csv(table.drop(columns="blocks_us", errors="ignore")), "utf-8")
 
 
 def as_csv(table: pd.DataFrame) -> str:

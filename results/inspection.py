@@ -17,12 +17,11 @@ from typing import Any
 
 from sparsebench.errors import ResultError
 from sparsebench.results.bundle import ROWS
+from sparsebench.results.ceilings import LIGHT
 from sparsebench.results.environment import device_name
 from sparsebench.results.record import Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-
-LIGHT = 0.95  # of the bound, as the harness has it (harness/bench/ceilings.py): a test holds them
 
 
 def inspect(run: Run) -> Iterator[str]:

@@ -17,7 +17,7 @@ from sparsebench.results.noise import Noise
 from sparsebench.results.pairing import between
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import IntervalKind, Ratio, ratio, student
-from sparsebench.results.verdict import with_verdicts
+from sparsebench.results.verdict import uncertainty, with_verdicts
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
@@ -66,7 +66,8 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest case of each problem, baselines included, and its lead; `ran` names it.
 
     The fastest case has the largest speed-up; without a baseline it has the least median time.
-    `lead` is how many times as fast it is as the runner-up, by block and process as a speed-up is.
+    `lead` is how many times as fast it is as the runner-up, by block and process as a speed-up is,
+    and `lead_half` its uncertainty.
     `tied` says that the lead is not told from 1: its interval is not above 1; or, with fewer than
     FEWEST processes, equal kernels come out as far apart (the noise floor).
     """
@@ -83,9 +84,16 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     least: pd.Series = best.floor / np.sqrt(best.processes.astype("float64"))
     return best.drop(columns="blocks").assign(
         runner_up=second.ran,
-        lead=[lead.value if lead else np.nan for lead in leads],
+        **_leads(leads, best),
         tied=[_tied(lead, far) for lead, far in zip(leads, least, strict=True)],
     )
+
+
+def _leads(leads: list[Ratio | None], best: pd.DataFrame) -> dict[str, pd.Series]:
+    ends = [(lead.value, lead.low, lead.high) if lead else (np.nan,) * 3 for lead in leads]
+    found = pd.DataFrame(ends, best.index, ["lead", "low", "high"], dtype="float64")
+    half = uncertainty(found.lead, found.low, found.high, best.floor, best.processes)
+    return {"lead": found.lead, "lead_half": half}
 
 
 def _tied(lead: Ratio | None, least: float) -> bool:

@@ -3,8 +3,8 @@
     outcome              by the interval of the speed-up (statistics.py); faster and slower also
                          need q <= 5 %, else inconclusive: among many equal cases some look faster
     more_processes       how many more would decide an inconclusive case
-    uncertainty          of a speed-up, in its own unit: half its interval, at least what the A/A
-                         pairs of the run allow, speedup x floor / sqrt(processes)
+    uncertainty          of a speed-up: to the farther end of its interval, at least what the A/A
+                         pairs of the run allow, speedup x floor / sqrt(processes); of a baseline 0
     speedup_above_floor  (baseline - launch) / (case - launch), where baseline is speedup x case;
                          launch is the time of an almost empty op
 
@@ -36,11 +36,14 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     table = cases.assign(
         floor=floor,
         q=np.nan,
-        uncertainty=_uncertainty(cases, floor),
+        uncertainty=uncertainty(
+            cases.speedup, cases.speedup_low, cases.speedup_high, floor, cases.processes
+        ),
         speedup_above_floor=_above_floor(cases, noise),
         outcome=pd.Series("", cases.index, dtype="str"),
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
+    table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
     fit = cases.t_low.notna() & compared(cases)
     table.loc[fit & floor.isna(), "outcome"] = NO_FLOOR
     lines = table[fit & floor.notna()]
@@ -63,15 +66,18 @@ def compared(cases: pd.DataFrame) -> pd.Series:
     return named & ~cases.twin.astype(bool)
 
 
+def uncertainty(
+    ratio: pd.Series, low: pd.Series, high: pd.Series, floor: pd.Series, processes: pd.Series
+) -> pd.Series:
+    """Return how far ratios may be off: to the farther end, at least what A/A pairs allow."""
+    least: pd.Series = ratio * floor / np.sqrt(processes.astype("float64"))
+    apart: pd.Series = pd.concat([ratio - low, high - ratio, least], axis=1).max(axis=1)
+    return apart
+
+
 def _outcome(low: float, high: float, q: float) -> Outcome:
     found = outcome(low, high)
     return Outcome.INCONCLUSIVE if found in DIFFERENT and q > FALSE_DISCOVERIES else found
-
-
-def _uncertainty(cases: pd.DataFrame, floor: pd.Series) -> pd.Series:
-    low, high = cases.speedup - cases.speedup_low, cases.speedup_high - cases.speedup
-    least: pd.Series = cases.speedup * floor / np.sqrt(cases.processes.astype("float64"))
-    return pd.concat([low, high, least], axis=1).max(axis=1)
 
 
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:

@@ -27,7 +27,7 @@ from sparsebench.results.words import plain
 ACROSS = ("level", "m", "shape", "block")  # x is the first of them that is swept
 ROWS = ("block", "m", "shape")  # y is the one with most values
 ANY = "any"
-MOST = 120  # views of a page; the last ones, by shape, are left out
+MOST = 60  # views of a page; the last ones, by shape, are left out
 COLUMNS = 12  # more levels than these are rounded to whole per cents
 
 
@@ -85,7 +85,7 @@ def asked(found: pd.DataFrame) -> pd.DataFrame:
 
 def _of_units(found: pd.DataFrame) -> bool:
     weights = found.level.where(found.level.notna(), 0).round(3)
-    return "active" in found and found.active.notna().any() and weights.nunique() < 2
+    return "active" in found and bool(found.active.notna().any()) and weights.nunique() < 2
 
 
 def across(found: pd.DataFrame) -> str:
@@ -148,16 +148,21 @@ def _options(group: pd.DataFrame, name: str) -> list[str]:
 
 
 def _cells(found: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFrame:
-    """Return a line a cell: the median one of equal blocks, and of all blocks the best."""
-    gain = found[gains[0]]
-    table = found.assign(x=found[x], y=found[y] if y else "", gain_=gain, known_=gain.notna())
-    table = table.sort_values(["known_", "gain_"], kind="stable", na_position="first")
-    place = ["x", "y", *(name for name in gains[1:])]
-    groups = table[table.x.notna()].groupby([*place, "block"], sort=False, dropna=False)
-    counts, ranks = groups.x.transform("size"), groups.cumcount()
-    middle = table.loc[counts.index][ranks == (counts - 1) // 2].assign(count=counts)
+    """Return a line a cell: the median one of equal blocks, and of all blocks the best.
+
+    `gains` are the column of the gain, and others that split a cell.
+    """
+    rows = found[y] if y else ""
+    narrow = found[[*gains[1:], "block"]].assign(x=found[x], y=rows, gain_=found[gains[0]])
+    narrow = narrow[narrow.x.notna()].sort_values("gain_", kind="stable", na_position="first")
+    place = ["x", "y", *gains[1:]]
+    groups = narrow.groupby([*place, "block"], sort=False, dropna=False)
+    counts, known = groups.x.transform("size"), groups.gain_.transform("count")
+    median = (counts - known + (known - 1) // 2).clip(upper=counts - 1)
+    middle = narrow[groups.cumcount() == median]
     best = middle.groupby(place, sort=False, dropna=False).tail(1)
-    return best.drop(columns=["gain_", "known_"]).reset_index(drop=True)
+    cells = found.loc[best.index].assign(x=best.x, y=best.y, count=counts.reindex(best.index))
+    return cells.reset_index(drop=True)
 
 
 def _formats(cases: pd.DataFrame) -> pd.DataFrame:

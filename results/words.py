@@ -1,11 +1,81 @@
-"""How numbers and names are written wherever a result is read: pages and the terminal."""
+"""How numbers and names are written, wherever a result is read: pages, the terminal, documents.
 
+    5.6234 with an uncertainty of 0.083   ─>   5.62, 5.62 ± 0.09, 5.62× [5.54, 5.71]
+    29.31 µs, 90 %, a, b and c
+
+No ratio has a digit that its measurement does not support. The uncertainty of a speed-up is a
+column of the cases (verdict.py) and of the contests (contests.py): half its interval, and at least
+what A/A pairs of the same length of call allow. It is rounded up to one digit, and the value ends
+at the same place.
+"""
+
+from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
 import pandas as pd
 
 FORMATS = {"bsr": "BSR", "csr": "CSR", "spense": "2:4", "activations": "sparse activations"}
 """What readers call a format; one that is not here is called by its name."""
+
+NONE = "–"
+MOST = 3  # digits after the point, however small the uncertainty
+WIDE = 0.3  # of the value
+
+
+def rounded(value: float, uncertainty: float = nan) -> str:
+    """Write a value to the last digit that is supported: `5.62`; a dash for NaN.
+
+    Without an uncertainty (NaN or 0) it has two digits.
+    """
+    if pd.isna(value) or not isfinite(value):
+        return NONE
+    if not _known(uncertainty):
+        return f"{value:.{max(0, 1 - _place(value))}f}"
+    places = -min(_place(_up(uncertainty)), _place(value))
+    return f"{round(value, places):.{min(MOST, max(0, places))}f}"
+
+
+def plus_minus(value: float, uncertainty: float = nan) -> str:
+    """Write a value with its uncertainty: `5.62 ± 0.09`; without one as `rounded` does."""
+    if pd.isna(value) or not isfinite(value) or not _known(uncertainty):
+        return rounded(value, uncertainty)
+    least = max(_up(uncertainty), 10.0**-MOST)
+    return f"{rounded(value, uncertainty)} ± {least:.{max(0, -_place(least))}f}"
+
+
+def estimate(value: float, low: float, high: float, uncertainty: float = nan) -> str:
+    """Write `5.62 ± 0.09`; where that is WIDE, both ends: `2 [2.1, 24]`."""
+    own = uncertainty if _known(uncertainty) else max(high - value, value - low)
+    if _known(own) and own > WIDE * abs(value) and high > low:
+        return f"{rounded(value, min(own, value / 10))} [{interval(low, high, own)}]"
+    return plus_minus(value, own)
+
+
+def times(ratio: float, uncertainty: float = nan) -> str:
+    """Write a ratio to the last digit that is supported, with its sign: `5.62×`."""
+    said = rounded(ratio, uncertainty)
+    return said if said == NONE else f"{said}×"
+
+
+def between(ratio: float, low: float, high: float, uncertainty: float = nan) -> str:
+    """Write a ratio with its interval: `5.58× [5.54, 5.60]`; both end at the same place.
+
+    Without an uncertainty it is that of the interval, its farther end.
+    """
+    own = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
+    if pd.isna(ratio) or pd.isna(low) or high <= low:
+        return times(ratio, own)
+    return f"{times(ratio, own)} [{interval(low, high, own)}]"
+
+
+def interval(low: float, high: float, uncertainty: float = nan) -> str:
+    """Write both ends with one digit more than a half of it has: `5.54, 5.60`."""
+    own = uncertainty if _known(uncertainty) else (high - low) / 2
+    if not _known(own):
+        return f"{rounded(low)}, {rounded(high)}"
+    step = 10.0 ** _place(_up(own))
+    ends = (rounded(end, min(step, 10.0 ** (_place(end) - 1))) for end in (low, high))
+    return ", ".join(ends)
 
 
 def plain(value: Any) -> str:
@@ -15,41 +85,25 @@ def plain(value: Any) -> str:
 
 def percent(level: float) -> str:
     """Write a sparsity in percent, with at most two decimals."""
-    return "–" if pd.isna(level) else f"{round(100 * level, 2):g} %"
-
-
-def times(ratio: float) -> str:
-    """Write a ratio with three significant digits and its sign: 12.3×."""
-    return "–" if pd.isna(ratio) else f"{three(ratio)}×"
-
-
-def three(ratio: float) -> str:
-    """Write a ratio with three significant digits, at most three after the point: 12.3."""
-    return f"{ratio:.{max(0, min(3, 2 - _magnitude(ratio)))}f}"
-
-
-def between(ratio: float, low: float, high: float) -> str:
-    """Write a speed-up with its interval: 5.58× [5.54, 5.60]; a dash for NaN."""
-    if pd.isna(ratio):
-        return "–"
-    return times(ratio) if pd.isna(low) else f"{times(ratio)} [{three(low)}, {three(high)}]"
+    return NONE if pd.isna(level) else f"{round(100 * level, 2):g} %"
 
 
 def significant(value: Any, digits: int = 3) -> str:
     """Write a number with so many significant digits and no exponent; a dash for NaN."""
     if pd.isna(value):
-        return "–"
+        return NONE
     if value == 0:
         return "0"
-    return f"{float(value):,.{max(0, digits - 1 - _magnitude(float(value)))}f}"
+    near = float(f"{float(value):.{digits}g}")
+    return f"{float(value):,.{max(0, digits - 1 - _place(near))}f}"
 
 
 def duration(us: float) -> str:
     """Write a time in the unit that people use for it: 52.0 µs, 3.70 ms, 1.20 s."""
     if pd.isna(us):
-        return "–"
+        return NONE
     for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
+        if float(f"{us:.3g}") >= size:
             return f"{significant(us / size)} {unit}"
     return f"{significant(us)} µs"
 
@@ -59,5 +113,21 @@ def listed(words: list[str]) -> str:
     return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
 
 
-def _magnitude(value: float) -> int:
-    return len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else int(f"{value:e}"[-3:])
+def kernel(label: str) -> str:
+    """Name a contender without its format: `torch_bsr tuned=True`, `cublas`."""
+    return label.partition("/")[2] or label
+
+
+def _known(uncertainty: float) -> bool:
+    return not pd.isna(uncertainty) and isfinite(uncertainty) and uncertainty > 0
+
+
+def _up(uncertainty: float) -> float:
+    """Round up to one digit."""
+    unit = 10.0 ** _place(uncertainty)
+    return ceil(round(uncertainty / unit, 6)) * unit
+
+
+def _place(value: float) -> int:
+    """Return the power of ten of the first digit."""
+    return floor(log10(abs(value)) + 1e-12) if value else 0

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
-from math import inf
+from math import exp, inf
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any
+
+import numpy as np
 
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
@@ -33,8 +34,10 @@ from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
 from sparsebench.results.choices import Choices
 from sparsebench.results.files import utf8
+from sparsebench.results.pairing import logs_over
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.statistics import FEWEST
+from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -248,14 +251,13 @@ def describe(contest: Contest) -> str:
 def leader(rows: Sequence[Row]) -> str:
     """Say who was the fastest in a contest, for a line of progress; "" of a reference contest."""
     timed = [row for row in rows if row.status is Status.OK and row.samples_us]
-    base = [row for row in timed if row.case.contender.baseline]
-    if not base or len(timed) == 1 or timed[0].reference:
+    over = next((row for row in timed if row.case.contender.baseline), None)
+    if over is None or len(timed) == 1 or timed[0].reference:
         return ""
-    best, over = (min(some, key=lambda row: median(row.samples_us)) for some in (timed, base))
-    ratio = median(over.samples_us) / median(best.samples_us)
-    kernel = best.case.contender.kernel
-    said = f"{ratio:.2g} x {over.case.contender.kernel}" if best is not over else "the baseline"
-    return f"; last: {kernel}, {said}"
+    logs = [float(np.median(logs_over(row, over))) for row in timed]
+    best = timed[logs.index(max(logs))]
+    ratio = f"{rounded(exp(max(logs)))} x {over.case.contender.kernel}"
+    return f"; last: {best.case.contender.kernel}, {'the baseline' if best is over else ratio}"
 
 
 def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:

@@ -8,6 +8,8 @@ from itertools import repeat
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.results.frame import as_csv
+
 PLAIN_BYTES = 20_000  # of CSV; more is packed, to a tenth
 
 
@@ -64,17 +66,9 @@ def folded(title: str, body: Markup) -> Markup:
 
 def download(name: str, data: pd.DataFrame) -> Markup:
     """Return a link to these lines as CSV. The link holds them: the page is one file."""
-    safe = data.apply(lambda column: column.map(_harmless) if column.dtype.kind == "O" or
-                      isinstance(column.dtype, pd.StringDtype) else column)  # fmt: skip
-    data_bytes, kind, name = safe.to_csv(index=False).encode(), "text/csv", f"{name}.csv"
+    data_bytes, kind, name = as_csv(data).encode(), "text/csv", f"{name}.csv"
     if len(data_bytes) > PLAIN_BYTES:
         data_bytes, kind = gzip.compress(data_bytes, mtime=0), "application/gzip"
         name += ".gz"
     link = '<a class="csv" download="{}" href="data:{};base64,{}">{}</a>'
     return Markup(link).format(name, kind, base64.b64encode(data_bytes).decode(), name)
-
-
-def _harmless(value: object) -> object:
-    """Put a quote before text that a spreadsheet would run as a formula."""
-    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if formula else value

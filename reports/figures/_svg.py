@@ -190,7 +190,8 @@ def _titled(text: str, values: Mapping[str, Sequence[str]]) -> str:
 def _swatch(look: dict[str, Any]) -> Markup:
     """Draw 30 × 12 pixels by hand: a legend has many, and needs no ids for its markers."""
     marker, pattern = MarkerStyle(look.get("marker", "")), look.get("linestyle", "-")
-    shape = marker.get_path().transformed(marker.get_transform()).to_polygons()
+    path = marker.get_path().transformed(marker.get_transform())
+    shape: Any = path.to_polygons()
     points = [f"{15 + 5 * x:.1f} {6 - 5 * y:.1f}" for x, y in shape[0]] if shape else []
     dashes = (
         " ".join(f"{1.5 * step:g}" for step in pattern[1]) if pattern not in ("-", "none") else ""

@@ -166,9 +166,9 @@ def _roles(
     said = {}
     for side in ("peer", "ours"):
         own = cases[cases.side == side].sort_values(quantity.column, kind="stable")
-        keep = "last" if quantity.best == "most" else "first"
+        own = own[::-1] if quantity.best == "most" else own
         at = own[axis.name].round(4)
-        best = own[~at.duplicated(keep=keep)] if own.source.isna().all() else own
+        best = own[~at.duplicated()] if own.source.isna().all() else own
         look = {"markersize": 4.6, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
         said[f"of {side}"] = _line(axes, best, axis, quantity, look, f"of {side}")
     return said
@@ -187,8 +187,7 @@ def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:
     """Return limits where the data and the baseline are; they span NARROWEST: noise stays small."""
-    kept = cases[cases.side != "dense"] if quantity.best else cases
-    kept = kept if len(kept) else cases
+    kept = cases
     logs = np.log(kept[[quantity.low, quantity.high, quantity.column]].to_numpy(dtype=float))
     if quantity.best:
         logs = logs[_near(kept, quantity)]
@@ -204,7 +203,8 @@ def _near(cases: pd.DataFrame, quantity: Quantity) -> NDArray[np.bool_]:
     best = value.groupby([cases.problem_id, cases.side]).transform(
         "max" if quantity.best == "most" else "min"
     )
-    return np.asarray(np.maximum(value / best, best / value) <= FAR, dtype=bool)
+    base = cases.label == cases.baseline_label
+    return np.asarray((np.maximum(value / best, best / value) <= FAR) | base, dtype=bool)
 
 
 def _line(

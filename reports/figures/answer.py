@@ -20,7 +20,7 @@ from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import download, table
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
 from sparsebench.reports.figures._sweep import log_ticks
-from sparsebench.results.answer import ASKED, against, sentences, where, winner, word
+from sparsebench.results.answer import against, sentences, where, winner, word
 from sparsebench.results.views import ANY, View, ordered, views
 from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
 
@@ -113,6 +113,7 @@ def _map(view: View) -> Markup:
     ]
     heads = [Markup('<span class="unseen">{}</span>').format(HEADS.get(view.y, view.y or "case"))]
     words = [percent(value) if view.x == "level" else word(view.x, value) for value in columns]
+    words = [text.removeprefix("n × k ") for text in words]
     read = "Each cell: the fastest sparse contender over the fastest dense one, and who wins. "
     read += "Hatched: not settled. A cell leads to its case."
     if (view.cells["count"] > 1).any():
@@ -134,7 +135,7 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         paint,
         ink,
         f"{word(view.x, line.x)}{view.units}: {winner(line)}",
-        times(line.best_gain),
+        times(line.best_gain, line.best_half),
         Markup("_<wbr>").join(_who(view, line).split("_")),
     )
 
@@ -160,9 +161,10 @@ def _along(view: View) -> tuple[str, pd.DataFrame, str]:
         best = cells.sort_values("best_gain").drop_duplicates("x", keep="last")
         return view.x, best.assign(at=best.x), "the best block" if view.y else ""
     values = ordered(cells.x)
-    chosen = [value for value in ASKED.get(view.x, ()) if value in values][-1:] or values[-1:]
-    at = cells[cells.x == chosen[0]]
-    said = word(view.x, chosen[0]) + view.units
+    usual = {"level": 0.9, "m": 16}.get(view.x)
+    chosen = usual if usual in values else values[-1 if view.x == "level" else 0]
+    at = cells[cells.x == chosen]
+    said = word(view.x, chosen) + view.units
     return view.y, at.assign(at=at.y), said if view.x == "level" else f"at {said}"
 
 
@@ -212,7 +214,7 @@ def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
     axes.vlines(cells.place, low, high, color=look["color"], linewidth=1.4, alpha=0.7)
     return [
         f"{word(name, line['at'])}: {line[f'{side}_label']} "
-        f"{between(line[f'{side}_gain'], line[f'{side}_low'], line[f'{side}_high'])}, "
+        f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
         for _, line in cells.iterrows()
     ]

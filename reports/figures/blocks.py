@@ -58,6 +58,6 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
         paint,
         ink,
         "≈ " if line.tied else "",
-        times(line.speedup),
+        times(line.speedup, line.uncertainty),
         line.label,
     )

@@ -33,7 +33,7 @@ def draw(frames: Frames) -> Markup:
     columns = [said[name].map(_text) for name in names]
     columns += [said[name].map(write) for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
-    same = [n for n in ["op", *fields(cases), *MEASURE] if n not in names]
+    same = [n for n in ["op", *fields(cases), *MEASURE] if n not in [*names, "sparsity"]]
     constant = " ".join(_text(cases[name].iloc[0]) for name in same)
     whole = Markup("All columns of these {} lines: {}.")
     return (

@@ -17,7 +17,7 @@ from sparsebench.reports.figures._figure import (
 from sparsebench.reports.figures._html import note, table, without_dashes
 from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
 from sparsebench.results.summary import winners
-from sparsebench.results.words import percent, plain, significant, three, times
+from sparsebench.results.words import interval, percent, plain, significant, times
 
 TITLE = "The fastest at every shape and level"
 ORDER = 15
@@ -71,17 +71,17 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
         percent(line.level) if x == "level" else f"{x} {plain(line[x])}",
         Markup("<b>{}</b>").format(line.ran),
         named(line, WEIGHTS) or "–",
-        times(line.speedup),
+        times(line.speedup, line.uncertainty),
         _interval(line),
         outcome(line),
         above_floor(line),
         significant(line.median_us),
         "–" if pd.isna(line.runner_up) else line.runner_up,
-        "tie" if line.tied else times(line.lead),
+        "tie" if line.tied else times(line.lead, line.lead_half),
     ]
 
 
 def _interval(line: "pd.Series[Any]") -> str:
     if np.isnan(line.speedup):
         return "–"
-    return f"[{three(line.speedup_low)}–{three(line.speedup_high)}]"
+    return f"[{interval(line.speedup_low, line.speedup_high, line.uncertainty)}]"

@@ -16,17 +16,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from sparsebench._discovery import modules
 from sparsebench.errors import ResultError
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name, flat
+from sparsebench.results.families import ours
 from sparsebench.results.noise import Noise
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import chose_dense
-
-OURS = {"bsr", "spense", "sparse_activations"}  # families, folders of kernels/
 
 
 @dataclass(frozen=True)
@@ -87,17 +85,12 @@ def _read(root: Path, path: Path) -> Published:
     return Published(run, home.as_posix(), report.as_posix(), cases, found.noise)
 
 
-def _ours() -> list[str]:
-    """Name our kernels: sparsebench.kernels.FAMILY.NAME of one of OURS."""
-    return [name for name, place in modules("kernels").items() if place.split(".")[2] in OURS]
-
-
 def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
     sizes = zip(cases.n, cases.k, strict=True)
     return cases.assign(
         run=run,
         shape=[f"{n} × {k}" for n, k in sizes],
         asked=[f"{np.round(100 * level, 2):g} %" for level in cases.level],
-        ours=cases.kernel.isin(_ours()),
+        ours=cases.kernel.isin(ours()),
         dense=chose_dense(cases),
     )

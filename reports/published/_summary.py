@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,6 @@ from sparsebench.reports.published._runs import Published
 from sparsebench.reports.published._table import (
     PROBLEM,
     Table,
-    digits,
     fastest,
     markdown,
     matched,
@@ -31,6 +31,7 @@ from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle, pruning
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
+from sparsebench.results.words import rounded, significant
 
 LEVEL = 0.9  # that the caption names
 BLOCK, COLUMNS = "64", 72  # of the example of a terminal
@@ -99,7 +100,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     cases = run.cases[(run.cases.status == "ok") & run.cases.speedup.notna()]
     here = np.logical_and.reduce([cases[name] == line[name] for name in PROBLEM])
     peers = fastest(cases[here & ~cases.ours & ~cases.twin.astype(bool)])
-    peer = "none" if peers.empty else f"`{peers.kernel.iloc[0]}` {digits(peers.speedup.iloc[0])}"
+    peer = "none" if peers.empty else f"`{peers.kernel.iloc[0]}` {_said(peers.iloc[0])}"
     active = line.get("active")
     level = line["asked"] if pd.isna(active) else f"{active:g} of {line['n']} on"
     count = f"{run.processes} process{'es' if run.processes > 1 else ''}, a {run.weight}"
@@ -122,13 +123,16 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     ]
 
 
+def _said(line: "pd.Series[Any]") -> str:
+    return rounded(line.speedup, line.uncertainty)
+
+
 def figure(runs: Mapping[str, Published]) -> str:
     """Return the picture of the sweep with its caption."""
     run = runs[PICTURED]
     cases, level = drawn(run.cases), f"{100 * LEVEL:g} %"
     ours = cases[cases.ours & (cases.level == LEVEL)].sort_values("block", key=lambda b: b.map(int))
-    pairs = zip(ours.speedup, ours.block, strict=True)
-    said = ", ".join(f"{digits(speedup)} with blocks of {block}" for speedup, block in pairs)
+    said = ", ".join(f"{_said(line)} with blocks of {line.block}" for _, line in ours.iterrows())
     base = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
     first = run.cases.iloc[0]
     return "\n\n".join(
@@ -151,7 +155,7 @@ def terminal(runs: Mapping[str, Published]) -> str:
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
     console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
-    lines = text.getvalue().partition("\nBreak-even")[0].rstrip().splitlines()
+    lines = text.getvalue().partition("\nFastest")[0].rstrip().splitlines()
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 
@@ -186,7 +190,7 @@ def trained(path: Path) -> str:
         most = max(layer["most"] for layer in layers)
         counted = [f"{100 * zeros.mean():.2f} % ({100 * zeros.min():.2f})"]
         counted += [
-            digits(active.mean()),
+            significant(active.mean()),
             str(most),
             f"{100 * dead.mean() / sizes['hidden']:.0f} %",
         ]

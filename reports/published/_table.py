@@ -6,7 +6,8 @@
 
 A ratio of two contenders is defined as a speed-up is, with `over` in the place of the baseline:
 block by block, process by process (results/pairing.py). It has the 95 % interval from FEWEST
-processes on, the range below, and in one process the value alone.
+processes on, the range below, and in one process the value alone. No digit is shown that its
+uncertainty does not support (results/words.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,8 @@ import pandas as pd
 from sparsebench.errors import ResultError
 from sparsebench.reports.published._runs import Published
 from sparsebench.results.pairing import Blocks, between
-from sparsebench.results.statistics import IntervalKind
+from sparsebench.results.verdict import uncertainty
+from sparsebench.results.words import interval, rounded
 
 CONTENDER = ("format", "kernel", "label", "options")
 PROBLEM = ["run", "problem_id", "scope", "cache"]
@@ -60,22 +62,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its interval or range; both ends are NaN where one process gave it."""
+    """A ratio with its interval or range; both ends are NaN where one process gave it."""
 
     value: float
     low: float
     high: float
+    uncertainty: float = np.nan
 
     def __str__(self) -> str:
         """Write it as `4.85 [4.79, 4.90]`."""
+        value = rounded(self.value, self.uncertainty)
         if np.isnan(self.low):
-            return digits(self.value)
-        return f"{digits(self.value)} [{digits(self.low)}, {digits(self.high)}]"
-
-
-def digits(value: float) -> str:
-    """Write three digits, or all before the point."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+            return value
+        return f"{value} [{interval(self.low, self.high, self.uncertainty)}]"
 
 
 def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -101,15 +100,20 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     if ours.empty:
         raise ResultError(f"table {table.name}: expected cases of {table.ours}, found none")
     if table.value == "us":
-        figures = _figures(ours, "median_us", "low_us", "high_us")
+        apart_us = ours.high_us - ours.median_us, ours.median_us - ours.low_us
+        half = pd.concat(apart_us, axis=1).max(axis=1)
+        figures = _figures(ours, ours.median_us, ours.low_us, ours.high_us, half)
         return ours.assign(figure=figures, opponent="")
     if not table.over:
-        figures = _figures(ours, "speedup", "speedup_low", "speedup_high")
+        ends = ours.speedup, ours.speedup_low, ours.speedup_high
+        figures = _figures(ours, *ends, ours.uncertainty)
         return ours.assign(figure=figures, opponent=ours.baseline_label)
     theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "blocks"]]
     both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="many_to_one")
     pairs = zip(both.blocks, both.blocks_over, strict=True)
-    figures = pd.Series([_ratio(*pair) for pair in pairs], both.index, dtype=object)
+    found = pd.DataFrame([_ratio(*pair) for pair in pairs], both.index, ["ratio", "low", "high"])
+    ends = found.ratio, found.low, found.high
+    figures = _figures(both, *ends, uncertainty(*ends, both.floor, both.processes))
     return both.assign(figure=figures, opponent=both.label_over)
 
 
@@ -126,19 +130,17 @@ def rendered(table: Table, runs: Mapping[str, Published]) -> str:
     return "\n\n".join([f"**{table.title}.** {_shared(table, found, runs)}", body])
 
 
-def _figures(cases: pd.DataFrame, value: str, low: str, high: str) -> pd.Series:
+def _figures(
+    cases: pd.DataFrame, value: pd.Series, low: pd.Series, high: pd.Series, half: pd.Series
+) -> pd.Series:
     one = cases.processes < 2
-    ends = cases[low].mask(one), cases[high].mask(one)
-    figures = [Figure(*line) for line in zip(cases[value], *ends, strict=True)]
-    return pd.Series(figures, cases.index, dtype=object)
+    lines = zip(value, low.mask(one), high.mask(one), half, strict=True)
+    return pd.Series([Figure(*line) for line in lines], cases.index, dtype=object)
 
 
-def _ratio(ours: Blocks, theirs: Blocks) -> Figure:
+def _ratio(ours: Blocks, theirs: Blocks) -> tuple[float, float, float]:
     found = between(ours, theirs)
-    if found is None:
-        return Figure(np.nan, np.nan, np.nan)
-    one = found.interval_kind == IntervalKind.QUARTILES
-    return Figure(found.value, *((np.nan, np.nan) if one else (found.low, found.high)))
+    return (found.value, found.low, found.high) if found else (np.nan, np.nan, np.nan)
 
 
 def _grid(table: Table, found: pd.DataFrame) -> str:
@@ -168,11 +170,12 @@ def _counts(table: Table, found: pd.DataFrame) -> str:
     lines = []
     for key, group in _ordered(found, table.rows).groupby(list(table.rows), sort=False):
         values = np.array([figure.value for figure in group.figure])
-        mean = digits(float(np.exp(np.log(values).mean())))
-        counted = str(len(values)), str((values > 1).sum())
-        lines.append(
-            [_value(table, key), *counted, mean, digits(values.min()), digits(values.max())]
-        )
+        ranked = sorted(group.figure, key=lambda figure: figure.value)
+        parts = np.array([figure.uncertainty / figure.value for figure in ranked])
+        mean = float(np.exp(np.log(values).mean()))
+        ends = [rounded(end.value, end.uncertainty) for end in (ranked[0], ranked[-1])]
+        counted = str(len(values)), str((values > 1).sum()), rounded(mean, mean * parts.mean())
+        lines.append([_value(table, key), *counted, *ends])
     names = ["problems", "ahead in", "geometric mean", "least", "most"]
     return markdown([_words(table, table.rows), *names], lines)
 

@@ -12,10 +12,11 @@ import pytest
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.plan.suite import Contest, read
-from sparsebench.harness.run import reproduce, runner
+from sparsebench.harness.run import child, reproduce
+from sparsebench.harness.run.child import Log, Measured
 from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.runner import Log, Measured, pinned_by_process
+from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim import clock, contest, worker
 from sparsebench.results import store
@@ -51,7 +52,7 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 """
 
 
-class Here(runner.Worker):
+class Here(child.Worker):
     """A worker of the simulated GPU without a process of its own: starting one takes seconds."""
 
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
@@ -83,7 +84,7 @@ class Here(runner.Worker):
 @pytest.fixture(autouse=True, scope="module")
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Worker", Here)
+        patch.setattr(child, "Worker", Here)
         patch.setattr(reproduce, "Worker", Here)
         yield
 
@@ -140,7 +141,7 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 
 
 def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
-    device = verdict.state["flags"]["device"]
+    device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
     again = store.read(reproduce.reproduce(verdict.path, device, None, tmp_path / "again", quiet))
     assert choices(again.state) is Choices.BUNDLE
     assert settled(again) == settled(verdict)
@@ -153,7 +154,7 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
 
 @pytest.mark.exhaustive
 def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
-    given = verdict.path, verdict.state["flags"]["device"], None, tmp_path / "sure", quiet
+    given = verdict.path, f"sim:{verdict.path.parent / 'spec.yaml'}", None, tmp_path / "sure", quiet
     again = store.read(confirm(*given, cases=1, replicates=10))
     assert choices(again.state) is Choices.BUNDLE
     before = settled(verdict)

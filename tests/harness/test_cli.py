@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "scipy_bsr" in done.stdout.splitlines()[1]  # the answer is a sentence
     assert "Break-even" in done.stdout
     assert "runs on cuda, not on cpu: cuBLAS, cusparse_bsr" in " ".join(done.stdout.split())
-    assert "15/15 after " in done.stderr  # progress in a pipe
+    assert "25/25 after " in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
     return folder / "run"

@@ -83,7 +83,8 @@ def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
     contenders = [Contender("dense", "cublas"), Contender("dense", f"hostile_gpu.{name}")]
     options = ContestOptions(measures=(("kernel", "cold"), ("op", "cold")))
     found, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
-    assert [row.status for row in found] == [Status.OK] * 2 + [Status.WRONG] * 2
+    assert [row.status for row in found[:2]] == [Status.OK] * 2
+    assert {row.status for row in found[2:]} <= {Status.WRONG, Status.FAILED}
     assert not any(row.samples_us for row in found[2:])
 
 

@@ -13,7 +13,7 @@ from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import runner as runners
+from sparsebench.harness.run import child as children
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.state import Flags
@@ -86,14 +86,14 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
 
 def test_a_contest_nobody_is_to_blame_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
-    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
     (found,) = rows()
     assert found.status is Status.FAILED
     assert "exit code 0" in found.detail
 
 
 def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')"))
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')"))
     with pytest.raises(WorkerError, match="no disk"):
         Runner("cpu", None, 1)
 

@@ -20,9 +20,10 @@ from sparsebench.errors import ResultError
 from sparsebench.harness import _cli
 from sparsebench.harness.machine import parent
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run import runner as runners
+from sparsebench.harness.run import child as children
+from sparsebench.harness.run.child import Log, Lost, Worker
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.runner import Log, Lost, Runner, Worker
+from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
@@ -47,13 +48,13 @@ ASKED = HELLO + "asked = json.loads(sys.stdin.readline())\n"
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "START_PAUSE_S", 0.0)
-    monkeypatch.setattr(runners, "LEFT_S", 0.2)
+    monkeypatch.setattr(children, "START_PAUSE_S", 0.0)
+    monkeypatch.setattr(children, "LEFT_S", 0.2)
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:
     """Ask one contest of a worker that is this script."""
-    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
     worker = Worker("cpu", None, Log())
     try:
         return worker.measure(CONTEST, OPTIONS, timeout_s)
@@ -151,7 +152,7 @@ def test_where_no_worker_starts_again_every_case_has_a_row(
         f"import os, sys\nif os.path.exists({str(mark)!r}): sys.exit('no GPU left')\n"
         f"open({str(mark)!r}, 'w')\n{ASKED}sys.exit(1)\n"
     )
-    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
     runner = Runner("cpu", None, timeout_s=60)
     try:
         (measured,) = runner.run([CONTEST])
@@ -170,7 +171,7 @@ def test_a_worker_that_starts_at_the_second_attempt_is_taken(
         f"import os, sys\nif not os.path.exists({str(mark)!r}):\n"
         f"    open({str(mark)!r}, 'w')\n    sys.exit('busy')\n{HELLO}"
     )
-    monkeypatch.setattr(runners, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
     runner = Runner("cpu", None, timeout_s=60)
     runner.kill()
     assert "busy" in "".join(runner.log.kept)
@@ -248,7 +249,7 @@ def test_two_runs_that_start_in_one_second_have_two_names(
     from sparsebench.harness.run import measure as measuring
 
     monkeypatch.chdir(tmp_path)
-    record = measuring._Record(suite.name, Flags("sim"), 1, {}, measuring._now())
+    record = measuring.Record(suite.name, Flags("sim"), 1, {}, measuring.now())
     paths = {measuring._created(None, suite, {}, record, "sim") for _ in range(3)}
     assert len(paths) == 3
     assert all((path / "run.json").exists() for path in paths)

@@ -64,8 +64,9 @@ def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> 
 def test_a_contender_may_be_for_some_values_of_a_field_alone(tmp_path: Path) -> None:
     problem = PROBLEM.replace("m: 8", "m: [8, 16, 32]")
     entry = "{at: {m: [8, 32], pattern: blocks}, format: csr, kernel: scipy_csr}"
-    contests = suite(tmp_path, problem, entry).contests
-    assert [len(contest.contenders) for contest in contests] == [1, 0, 1]
+    rest = "baselines: [{format: dense, kernel: torch_dense}]\n"
+    contests = suite(tmp_path, problem, entry, rest).contests
+    assert [len(contest.contenders) for contest in contests] == [2, 1, 2]
 
 
 def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from places import KERNELS, PUBLISHED, ROOT
 from sparsebench.errors import ResultError
 from sparsebench.reports.published import __main__ as command
 from sparsebench.reports.published._pages import pages
-from sparsebench.reports.published._runs import Published, _ours, published
+from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import headline
 from sparsebench.reports.published._table import Figure, Table, matched, rendered
 from sparsebench.reports.published.tables import PEERS, QUESTIONS, SECTIONS
+from sparsebench.results.families import ours
 
 EVERY = [table for part in SECTIONS.values() for table in part]
 
@@ -39,7 +40,9 @@ def test_a_cell_is_the_speed_up_of_the_harness(runs: dict[str, Published]) -> No
     known = {(line.case_id, line.scope, line.cache): line for line in cases.itertuples()}
     for line in matched(table(), runs).itertuples():
         case = known[line.case_id, line.scope, line.cache]
-        assert line.figure == Figure(case.speedup, case.speedup_low, case.speedup_high)
+        assert line.figure == Figure(
+            case.speedup, case.speedup_low, case.speedup_high, case.uncertainty
+        )
     over = matched(table(over="kernel == 'cublas'"), runs)
     for line in over.itertuples():  # over the baseline by name: the same, process by process
         assert line.figure.value == pytest.approx(line.speedup)
@@ -68,9 +71,8 @@ def test_kernels_are_ours_by_their_folder() -> None:
         files = (KERNELS / folder).glob("*.py")
         return {file.stem for file in files if not file.stem.startswith("_")}
 
-    ours = names("bsr") | names("spense") | names("sparse_activations")
-    assert set(_ours()) == ours
-    assert not set(_ours()) & (names("dense") | names("peers"))
+    assert set(ours()) == names("bsr") | names("spense") | names("sparse_activations")
+    assert not set(ours()) & (names("dense") | names("peers"))
 
 
 def test_the_best_peer_of_a_cell_is_the_fastest_of_all_that_are_not_ours(

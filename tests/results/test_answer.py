@@ -56,7 +56,7 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
         "bsr_wgmma, 0.800× [0.798, 0.802]."
     )
     assert said[2] == "At 90 %: BSR in blocks of 64, bsr_wgmma, 5.00× [4.99, 5.02], 20.0 µs; " + (
-        "best sparse peer torch_bsr 2.00×."
+        "best sparse peer torch_bsr 2.000×."
     )
     assert where(view(found)).endswith("blocks of 64 · against dense (cublas, 100 µs)")
 

@@ -13,11 +13,10 @@ from packaging.requirements import Requirement
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness._cli import UNCHECKED
-from sparsebench.harness.bench import ceilings
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validate import validate
-from sparsebench.results import bundle, inspection, store
+from sparsebench.results import bundle, store
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Case, Row, Status
 
 SUITE = """
@@ -92,13 +91,13 @@ def test_a_sealed_run_is_valid_and_each_check_is_a_line(run: Path) -> None:
         "files: environment.json, lock.txt, rows.jsonl, run.json, suite.yaml: as they were sealed",
         f"bundle: SHA-256 {bundle.identity(run)}; results/published/README.md lists that of every "
         "published run",
-        "rows: 24, complete, all of a CPU",
+        "rows: 32, complete, all of a CPU",
         "replicates: 2, the same cases in each, none twice: a look; a verdict takes 6",
-        "A/A pairs: 3 in each replicate",
-        "samples: 48, all in ok rows, finite and positive",
-        "errors: of 24 ok rows, each within its bound",
+        "A/A pairs: 5 in each replicate",
+        "samples: 64, all in ok rows, finite and positive",
+        "errors: of 32 ok rows, each within its bound",
         "times: 0 held against a bound, none below it",
-        "operands: of 5 problems, the same bits in every replicate",
+        "operands: of 7 problems, the same bits in every replicate",
         "time taken: 0 rows, each about as long as samples were taken",
         "plan: 6 rows a replicate, all that suite.yaml asks for",
     ]
@@ -258,7 +257,7 @@ def test_a_case_that_the_suite_does_not_ask_for_is_refused(run: Path) -> None:
 def test_an_interrupted_run_is_sealed_but_not_whole(run: Path) -> None:
     store.set_state(run, {**STATE, "status": "interrupted"})
     bundle.seal(run)
-    assert said(run) == "/run.json: expected a finished run, found interrupted with 24 rows"
+    assert said(run) == "/run.json: expected a finished run, found interrupted with 32 rows"
 
 
 def test_a_suite_that_cannot_be_expanded_here_is_said(run: Path) -> None:
@@ -323,10 +322,6 @@ def test_a_forged_row_is_refused(run: Path) -> None:
     assert message.endswith("expected samples that take about 40 ms, found 48, 1 a block, of 50 µs")
     without = [row for row in fresh if row.reference or not row.case.contender.twin]
     assert "(twin) kernel hot: expected a row, found none" in damaged(run, lambda r: without)
-
-
-def test_bounds_are_held_to_the_same_part_as_when_measured() -> None:
-    assert inspection.LIGHT == ceilings.LIGHT
 
 
 def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_page_and_a_pull_request_have_every_case_as_text() -> None:
 
 def test_simulated_and_other_devices_are_said() -> None:
     other = run("b", "B")
-    simulated = replace(other, environment={**other.environment, "device": "sim"})
+    simulated = replace(other, environment={**other.environment, "sim": {"seed": 0}})
     text = " ".join(said(run("a"), simulated).split())
     assert "what differs says nothing of a GPU" in text
     assert "between devices, A and B" in text

@@ -251,6 +251,8 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(
 ) -> None:
     if dtype == "fp8" and (op != "linear" or cublas.unsupported_fp8(CUDA)):
         pytest.skip("fp8 is of linear, on a device that has it")
+    if dtype == "fp8" and shape[1] % 16:
+        pytest.skip("cuBLASLt multiplies fp8 with n in multiples of 16")
     product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32"))
     seen = taking(monkeypatch, lambda way: True)
     cublas.fastest_way(product)

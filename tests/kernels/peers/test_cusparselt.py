@@ -209,7 +209,8 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     operands = operands_of(dtype)
     launch = cusparselt.prepare(operands)
     layouts = 2 if dtype == "fp8" else 8
-    found = 2 if dtype == "fp8" else 4  # the library's search finds nothing where X.T is copied
+    # The library's search finds nothing where X.T is copied, and is not asked where it traps.
+    found = {"fp8": 2, "fp16": 2}.get(dtype, 4)
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
     few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
     numbered += len(cusparselt.PADDED) * few
@@ -418,7 +419,7 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
     if reason := cusparselt.unsupported(operands.problem, operands.device):
         pytest.skip(reason)
     wanted, x = wanted_of(operands), operands.activations["x"]
-    ways = cusparselt.every_number(wanted, cusparselt.Way())
+    ways = cusparselt.numbers(wanted, [cusparselt.Way()])
     products, _ = cusparselt.accepted(wanted, ways)
     assert products
     for one in products:

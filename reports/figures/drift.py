@@ -1,0 +1,89 @@
+"""The run as it went: the baseline's time, the clock and the temperature, contest by contest.
+
+    % │ ●  ●   ●             the time of a contest's baseline over its median of all processes
+    0 ┼──●──●─●──●──         x: contests in the order taken; vertical lines: processes
+      └─────────────         ◆ marked: throttled or limited by power while it was timed
+
+A speed-up is a ratio within one contest, so a drift moves both of its times.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
+from sparsebench.reports.figures._html import download, note
+from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
+from sparsebench.results.record import Status
+
+TITLE = "Drift and throttling"
+ORDER = 76
+
+SIZE, LEAST = (620, 150), 0.02  # the least span of an axis: 2 % of the median
+TELEMETRY = {"sm_mhz": "SM clock, MHz", "temperature_c": "°C", "power_w": "power, W"}
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw the baseline's drift, and each sensor that was read, over the contests of the run."""
+    taken = _contests(frames.rows)
+    if len(taken) < 2:
+        return NOTHING
+    drawn = []
+    if taken.replicate.nunique() > 1:
+        drawn.append(("drift", "baseline time against its median, %"))
+    drawn += [(name, words) for name, words in TELEMETRY.items() if taken[name].notna().sum() > 1]
+    if not drawn:
+        return NOTHING
+    marked = int((taken["mark"] != "").sum())
+    words = f"{named(taken.iloc[0], MEASURE).capitalize()}, contests in the order taken. "
+    words += f"{marked} of {len(taken)} are marked (diamonds): slowed down while they were timed. "
+    words += "Vertical lines: a new process. Both times of a speed-up are of one contest."
+    with style():
+        panels = [_panel(taken, name, title) for name, title in drawn]
+    columns = ["contest", "replicate", "problem_id", "median_us", "drift", *TELEMETRY, "mark"]
+    return note(words) + Markup("").join(panels) + download("drift", taken[columns])
+
+
+def _contests(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the baseline's row of each contest of the first measure, in the order taken."""
+    base = rows[(rows.status == Status.OK) & rows.baseline.astype(bool) & rows.median_us.notna()]
+    if base.empty:
+        return base
+    base = base[(base[MEASURE] == base[MEASURE].iloc[0]).all(axis=1)]
+    base = base.drop_duplicates(["problem_id", "replicate", "attempt"])
+    typical = base.groupby("problem_id").median_us.transform("median")
+    order = np.arange(1, len(base) + 1)
+    return base.assign(drift=100 * (base.median_us / typical - 1), contest=order)
+
+
+def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
+    known = taken[taken[name].notna()]
+    figure, axes = canvas(SIZE)
+    for gid, chosen, look in (
+        ("of calm", known["mark"] == "", series(0) | {"marker": "o"}),
+        ("of marked", known["mark"] != "", series(6) | {"marker": "D"}),
+    ):
+        points = known[chosen]
+        axes.plot(points.contest, points[name], gid=gid, **look | {"linestyle": "none"})
+    starts = taken.contest[taken.replicate.diff().fillna(0) != 0]
+    for start in starts:
+        axes.axvline(start - 0.5, color=INK, linewidth=0.6, alpha=0.35)
+    low, high = known[name].min(), known[name].max()
+    least = 100 * LEAST if name == "drift" else LEAST * abs(high)
+    margin = max(0.08 * (high - low), (least - (high - low)) / 2)
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlabel("contest")
+    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
+    said = {
+        gid: [_said(line, name) for _, line in known[chosen].iterrows()]
+        for gid, chosen in (("of calm", known["mark"] == ""), ("of marked", known["mark"] != ""))
+    }
+    drawing = svg(figure, title, said)
+    return Markup('<figure class="wide"><h3>{}</h3>{}</figure>').format(title, drawing)
+
+
+def _said(line: "pd.Series[Any]", name: str) -> str:
+    marked = f", {line['mark']}" if line["mark"] else ""
+    return f"contest {line.contest}, process {line.replicate}: {line[name]:.4g}{marked}"
