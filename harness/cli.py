@@ -48,6 +48,7 @@ from sparsebench.harness._cli import (
 )
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
+from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import new_gpu
 
 
@@ -280,6 +281,7 @@ def report(
 
 
 app.command()(compare)
+app.command()(publish)
 
 
 @app.command()

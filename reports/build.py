@@ -48,7 +48,21 @@ class Figure:
     draw: Callable[[Frames], Markup]
 
 
-def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None) -> str:
+@dataclass(frozen=True)
+class Surrounding:
+    """HTML that a site adds to a report: in the head of the file, above the page and below it."""
+
+    head: str = ""
+    top: str = ""
+    foot: str = ""
+
+
+def build(
+    run: Run,
+    out_path: Path | None = None,
+    pruning: Pruning | None = None,
+    surrounding: Surrounding = Surrounding(),
+) -> str:
     """Return the report, and write it if a path is given; RuntimeError names a figure that fails.
 
     `pruning` has the errors that one figure draws against the run's speed-ups.
@@ -61,6 +75,7 @@ def build(run: Run, out_path: Path | None = None, pruning: Pruning | None = None
         sections=[(figure, body) for figure, body in drawn if body and figure.name != FIRST],
         badges=_badges(frames),
         links=_links(run.path, out_path),
+        surrounding=surrounding,
         facts=_facts(frames),
         trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),

@@ -32,8 +32,12 @@ def seal(path: Path) -> None:
     (path / LOCK).write_text(lock())
     found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     found = {name for name in found if not name.endswith(UNFINISHED)}
-    names = sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED)
-    files = {name: _sha256(_content(path, name)) for name in names}
+    seal_files(path, sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED))
+
+
+def seal_files(path: Path, names: list[str]) -> None:
+    """Write manifest.json of these files alone."""
+    files = {name: _sha256(content(path, name)) for name in names}
     sealed = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
     fresh = path / (MANIFEST + UNFINISHED)
     fresh.write_text(sealed + "\n")
@@ -50,14 +54,14 @@ def unseal(path: Path) -> None:
 def identity(path: Path) -> str:
     """Return the name of a bundle: the SHA-256 of its manifest."""
     _manifest(path)
-    return _sha256(_content(path, MANIFEST))
+    return _sha256(content(path, MANIFEST))
 
 
 def verify(path: Path) -> list[str]:
     """Check every file by its digest and return the names; ResultError at the first difference."""
     sealed = _manifest(path)
     for name, expected in sealed.items():
-        found = _sha256(_content(path, name))
+        found = _sha256(content(path, name))
         if found != expected:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {found}")
     _require_whole_lines(path)
@@ -101,7 +105,7 @@ def _manifest(path: Path) -> dict[str, str]:
 
 def _require_whole_lines(path: Path) -> None:
     """Refuse a torn last line, which the reader would leave out, and rows of no known schema."""
-    text = files.decoded(path / ROWS, _content(path, ROWS))
+    text = files.decoded(path / ROWS, content(path, ROWS))
     first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
     known = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
     if first not in known or last:
@@ -109,7 +113,7 @@ def _require_whole_lines(path: Path) -> None:
         raise ResultError(f"{path / ROWS}: expected {known[0]} and whole lines, found {found}")
 
 
-def _content(path: Path, name: str) -> bytes:
+def content(path: Path, name: str) -> bytes:
     """Return the bytes of a file; for rows that were compressed, the bytes of their text."""
     file, zipped = path / name, path / f"{ROWS}.gz"
     if name == ROWS and not file.exists() and zipped.exists():

@@ -32,6 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write tests/compiled.txt anew")
+    parser.addoption(
+        "--browser-required", action="store_true", help="no test in Chromium is skipped"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

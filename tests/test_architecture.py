@@ -71,6 +71,7 @@ WAYS_IN = {
     "_cli_make",
     "_cli_compare",
     "_cli_survey",
+    "_cli_publish",
     "pytest_plugin",
     "_pytest_nodes",
 }  # these may import every group

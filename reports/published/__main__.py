@@ -35,6 +35,7 @@ cache (`results/frame.py`). In brackets is the 95 % interval (Hodges-Lehmann) fr
 and below that the range over processes. One process gives a value without a range. Fewer than 6
 processes are a look, not a verdict. "dense" marks a portfolio that chose a dense kernel: its figure
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
+`make site` writes the report of every run, as a site.
 """
 DIGESTS = """The SHA-256 of its manifest names a bundle. `sparsebench validate` holds published runs
 against this list. So does `sha256sum --check`, which is given these lines in this folder."""

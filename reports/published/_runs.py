@@ -29,11 +29,10 @@ from sparsebench.results.summary import chose_dense
 
 @dataclass(frozen=True)
 class Published:
-    """A published run. `home` is the folder of its bundle and `report` its page, from the root."""
+    """A published run. `home` is the folder of its bundle, from the root."""
 
     run: Run
     home: str
-    report: str
     cases: pd.DataFrame
     noise: Noise
 
@@ -80,9 +79,8 @@ def _read(root: Path, path: Path) -> Published:
     run = store.read(path)
     found = analyse(run)
     home = path.relative_to(root)
-    report = Path("reports/site") / path.parent.name / f"{path.name}.html"
     cases = _with_names(found.cases, path.name)
-    return Published(run, home.as_posix(), report.as_posix(), cases, found.noise)
+    return Published(run, home.as_posix(), cases, found.noise)
 
 
 def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:

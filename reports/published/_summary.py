@@ -35,7 +35,7 @@ from sparsebench.results.words import rounded, significant
 
 LEVEL = 0.9  # that the caption names
 BLOCK, COLUMNS = "64", 72  # of the example of a terminal
-PICTURE, PICTURED = "reports/site/nvidia-h200/speedup.svg", "sparsity-4096"
+PICTURE, PICTURED = "results/published/speedup.svg", "sparsity-4096"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Question:
 def list_of_runs(runs: Mapping[str, Published]) -> str:
     """Return a line a published run."""
     header = ["run", "suite", "part (`--only`)", "GPU", "problems", "cases", "processes"]
-    header += ["time", "date", "commit", "is a", "A/A pairs", "report"]
+    header += ["time", "date", "commit", "is a", "A/A pairs"]
     return markdown(header, [_of_run(run) for run in runs.values()])
 
 
@@ -81,7 +81,6 @@ def _of_run(run: Published) -> list[str]:
         commit,
         run.weight,
         run.noise.reliability[0],
-        f"[{Path(run.report).name}](/{run.report})",
     ]
 
 

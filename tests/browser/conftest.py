@@ -1,0 +1,120 @@
+"""Chromium by Playwright, and what it opens: a report and a site, each made once."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import sparsebench
+from places import PUBLISHED
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+SIMULATED = """\
+schema: sparsebench/suite@1
+title: <script>alert("a title")</script> 'quoted' & "quoted"/slashed
+problems:
+  - op: linear
+    m: [16, 4096]
+    shape: [{n: 4096, k: 4096}]
+    dtype: bf16
+    pattern: blocks
+    block: [16, 64]
+    sparsity: [0.5, 0.9]
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+  - {format: bsr, kernel: torch_bsr, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip without a browser; `make browser` asks for one, so there it is an error."""
+    missing = [name for name in ("playwright", "axe_playwright_python") if not find_spec(name)]
+    missing += [] if CHROMIUM else ["chromium"]
+    own = [item for item in items if item.get_closest_marker("browser")]
+    if missing and own and config.option.browser_required:
+        raise pytest.UsageError(f"tests/browser: expected {', '.join(missing)}, found none")
+    for item in own if missing else ():
+        reason = f"needs {', '.join(missing)}: make browser"
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@dataclass
+class Seen:
+    """An open page, and what it wrote to the console and asked for."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+Show = Callable[..., Seen]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def show(browser: Any) -> Iterator[Show]:
+    """Return a function that opens a file: show(path, width=, colors=, media=, address=)."""
+    opened = []
+
+    def open_(
+        path: Path,
+        width: int = 1280,
+        colors: str = "light",
+        media: str = "screen",
+        address: str = "",
+    ) -> Seen:
+        page = browser.new_page(
+            viewport={"width": width, "height": 800}, color_scheme=colors, offline=True
+        )
+        opened.append(page)
+        seen = Seen(page)
+        page.on("console", lambda said: said.type == "error" and seen.errors.append(said.text))
+        page.on("pageerror", lambda error: seen.errors.append(str(error)))
+        page.on("request", lambda request: seen.requests.append(request.url))
+        page.emulate_media(media=media)
+        page.goto(path.as_uri() + address)
+        return seen
+
+    yield open_
+    for page in opened:
+        page.close()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return a simulated run, whose title attacks the page, and a published one."""
+    folder = tmp_path_factory.mktemp("runs")
+    suite = folder / "attack.yaml"
+    suite.write_text(SIMULATED)
+    done = sparsebench("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
+    assert done.returncode == 0, done.stderr
+    return [folder / "sim", PUBLISHED / "nvidia-h200" / "ffn-step"]
+
+
+@pytest.fixture(scope="session")
+def report(runs: list[Path]) -> Path:
+    return runs[0] / "report.html"
+
+
+@pytest.fixture(scope="session")
+def site(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site") / "site"
+    done = sparsebench("publish", *runs, "--to", folder)
+    assert done.returncode == 0, done.stderr
+    return folder

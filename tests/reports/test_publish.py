@@ -1,0 +1,156 @@
+"""A site of runs: what is added stays, no user and no host is on it, bad input is a line."""
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from command import sparsebench
+from places import PUBLISHED
+
+from sparsebench.errors import ResultError
+from sparsebench.harness._cli_publish import address
+from sparsebench.reports.publish._card import Card
+from sparsebench.reports.publish._pages import Site, page_of, pages
+from sparsebench.reports.publish.site import publish
+from sparsebench.results import bundle, redaction, store
+
+STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
+NAMED = "<script>alert(1)</script> \"quoted\" 'name'/slash" + 200 * "x"
+
+
+def unchecked(run: Path) -> None:
+    """Publish whatever it is: what is refused has its own test."""
+
+
+def copied(to: Path, **environment: str) -> Path:
+    """Return a published run again, sealed with another environment."""
+    shutil.copytree(STEP, to)
+    file = to / "environment.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **environment}))
+    bundle.seal(to)
+    return to
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("published") / "site"
+    publish([STEP], to, Site(base="https://sparsebench.example/x/"), unchecked)
+    return to
+
+
+def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
+    (run,) = (site / "runs").iterdir()
+    for name in ("index.html", "rows.csv", "rows.jsonl.gz", "bundle.tar.gz", "summary.json"):
+        assert (run / name).stat().st_size > 0
+    assert bundle.identity(run) == bundle.identity(STEP)
+    with tarfile.open(run / "bundle.tar.gz") as archive:
+        assert f"{run.name}/manifest.json" in archive.getnames()
+    feed = ElementTree.parse(site / "feed.xml").getroot()
+    atom = "{http://www.w3.org/2005/Atom}"
+    (entry,) = feed.findall(f"{atom}entry")
+    assert entry.findtext(f"{atom}id") == f"urn:sha256:{bundle.identity(STEP)}"
+    places = [e.text for e in ElementTree.parse(site / "sitemap.xml").getroot().iter() if e.text]
+    assert f"https://sparsebench.example/x/runs/{run.name}/" in places
+    cited = yaml.safe_load((site / "CITATION.cff").read_text())
+    assert cited["references"][0]["notes"] == f"manifest SHA-256 {bundle.identity(STEP)}"
+    ElementTree.parse(site / "badges" / f"{run.name}.svg")
+    assert 'property="og:title"' in (run / "index.html").read_text()
+    assert (site / "formats" / "activations.html").exists()
+    assert (site / "kernels" / "ffn_step_sparse.html").exists()
+
+
+def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in site.glob("runs/*/*")}
+    done = publish([copied(tmp_path / "other", commit="1" * 40)], site, Site(), unchecked)
+    assert len(done.slugs) == 2
+    assert len(done.written) == 1
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    again = publish([STEP], site, Site(), unchecked)
+    assert again.written == []
+    assert again.slugs == done.slugs
+    shutil.rmtree(site / "runs" / done.written[0])
+    assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
+
+
+def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
+    path = "/home/lovelace/my models/gate.safetensors"
+    run = copied(
+        tmp_path / "run", tuned=path, hostname="node17", note="lovelace on node17: ~/x/y.py"
+    )
+    (run / "worker.log").write_text("lovelace")
+    (tmp_path / "clean").mkdir()
+    removed = redaction.redact(run, tmp_path / "clean")
+    text = (tmp_path / "clean" / "environment.json").read_text()
+    assert not any(word in text for word in ("lovelace", "node17", "/home", "hostname"))
+    assert json.loads(text)["tuned"] == "gate.safetensors"
+    assert removed.of == bundle.identity(run) != bundle.identity(tmp_path / "clean")
+    assert removed.texts["a path: gate.safetensors"] == 1
+    assert removed.texts["a field: hostname"] == 1
+    assert removed.files == ["worker.log"]
+    assert bundle.verify(tmp_path / "clean")
+    assert [row.case.id for row in store.rows(tmp_path / "clean")] == [
+        row.case.id for row in store.rows(run)
+    ]
+
+
+@pytest.mark.parametrize("text", ["https://a.b/c/d", "GB/s at 1 / (1 - s)", "n/k and/or", "a/b"])
+def test_what_is_no_path_stays(text: str, tmp_path: Path) -> None:
+    run = copied(tmp_path / "run", note=text)
+    (tmp_path / "clean").mkdir()
+    assert redaction.redact(run, tmp_path / "clean").texts == {}
+
+
+def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
+    (summary,) = list(site.glob("runs/*/summary.json"))[:1]
+    data = json.loads(summary.read_text())
+    lines = [{**line, "kernel": NAMED, "name": NAMED, "kind": NAMED} for line in data["lines"]]
+    texts = {"gpu": NAMED, "suite": NAMED, "only": NAMED, "sentences": [NAMED], "gain": NAMED}
+    made = dict(pages([Card(**{**data, **texts, "lines": lines})], Site(base="https://a.b/")))
+    assert not any("<script>alert" in text for name, text in made.items() if "json" not in name
+                   and "CITATION" not in name)  # fmt: skip
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                "0123456789_-./") for name in made)  # fmt: skip
+    assert len(page_of("kernel", NAMED)) < 100
+    assert redaction.slug(NAMED, NAMED, 64 * "a").startswith("script-alert-1-script-quoted")
+    assert len(redaction.slug(NAMED, NAMED, 64 * "a")) <= 71
+    ElementTree.fromstring(made["feed.xml"])
+
+
+def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").write_text("mine")
+    broken = copied(tmp_path / "broken")
+    (broken / "suite.yaml").write_text("changed")
+    to = tmp_path / "to"
+    for given, said in (
+        ([STEP, "--to", full], "expected a new or an empty folder, or a site; found thesis.tex"),
+        ([STEP, STEP, "--to", to], "expected each run once, found it also as"),
+        ([tmp_path / "none", "--to", to], "expected manifest.json"),
+        ([broken, "--to", to], "expected SHA-256"),
+        ([STEP, "--to", to, "--base-url", "javascript:x"], "--base-url: expected an address"),
+        ([STEP, "--to", full / "thesis.tex"], "expected a folder, found a file"),
+        (["--to", to], "Missing argument"),
+    ):
+        done = sparsebench("publish", *given)
+        assert done.returncode == 2, given
+        assert said in " ".join(done.stderr.split())
+        assert not to.exists()
+    assert [file.name for file in full.iterdir()] == ["thesis.tex"]
+
+
+def test_no_run_and_a_state_of_something_else_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="expected one run or more, found none"):
+        publish([], tmp_path / "to", Site(), unchecked)
+    (tmp_path / ".state.json").write_text('{"schema": "other@1"}')
+    with pytest.raises(ResultError, match="expected schema sparsebench/site@1, found other@1"):
+        publish([STEP], tmp_path, Site(), unchecked)
+
+
+def test_an_address_ends_with_a_slash() -> None:
+    assert address("https://a.example/x") == address("https://a.example/x/")
+    assert address("") == ""
