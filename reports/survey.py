@@ -29,7 +29,7 @@ from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, table
 from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
-from sparsebench.results.answer import Badge, badges, sentences, winner, word
+from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
 from sparsebench.results.contests import contests, raced
 from sparsebench.results.elsewhere import Elsewhere, elsewhere, fields
 from sparsebench.results.summary import NoCrossing
@@ -93,7 +93,8 @@ def _page(
     return build.rendered(
         first=[(first, _warned(fitness) + _answer(found))],
         sections=named,
-        badges=_badges(found),
+        badges=_badges(survey["left"], found),
+        surrounding=build.Surrounding(),
         links=[*reports, ("survey.json", "survey.json")],
         facts=[("budget", duration(1e6 * survey["budget_s"])), ("steps", ", ".join(steps))],
         trust=_trust(found),
@@ -101,18 +102,23 @@ def _page(
         about=f"Suite {survey['suite']}: one process looks at every problem, and what decides is "
         "measured anew in several. No number of the look is in a verdict.",
         device=device,
-        status="finished" if not survey["left"] else f"stopped in {listed([*survey['left']])}",
     )
 
 
-def _badges(found: dict[str, Frames]) -> list[tuple[Badge, str]]:
-    """Return the badges of both runs; a reason says which part it is of."""
+def _badges(left: dict[str, str], found: dict[str, Frames]) -> list[tuple[str, str, str]]:
+    """Return the badges of both runs: class, text and reason, which says what part it is of."""
     parts = {"decide": "Verdicts", "screen": "Look"}
-    several: dict[Badge, str] = {}
+    several: dict[Badge, tuple[str, str]] = {}
+    if left:
+        why = f"The survey stopped in {listed([*left])}; new-gpu --resume goes on."
+        several[Badge.UNFINISHED] = str(Badge.UNFINISHED), why
     for name, frames in found.items():
         for badge, why in badges(frames.cases, frames.noise, frames.run.environment):
-            several.setdefault(badge, why if badge is Badge.SIMULATED else f"{parts[name]}: {why}")
-    return list(several.items()) or [(Badge.EMPTY, "Nothing was measured.")]
+            said = why if badge is Badge.SIMULATED else f"{parts[name]}: {why}"
+            several.setdefault(badge, (told(badge, frames.cases), said))
+    if not found:
+        several[Badge.EMPTY] = str(Badge.EMPTY), "Nothing was measured."
+    return [(badge.name.lower(), *said) for badge, said in several.items()]
 
 
 def _trust(found: dict[str, Frames]) -> list[str]:
@@ -229,8 +235,14 @@ def _crossings(there: Elsewhere) -> Markup:
         [*(_field(line[name]) for name in varying), line["label"], *map(_from, _sides(line))]
         for line in found.to_dict("records")
     ]
+    found = found.sort_values([*varying, "label"], kind="stable", key=_sortable)
     title = note("Faster than the baseline from this sparsity on, by the levels of both devices:")
     return title + table([*varying, "contender", ">here", ">there"], rows)
+
+
+def _sortable(column: "pd.Series[Any]") -> "pd.Series[Any]":
+    numbers = pd.to_numeric(column, errors="coerce")
+    return column.astype(str) if numbers.isna().any() else numbers
 
 
 def _sides(line: dict[Any, Any]) -> list[dict[str, Any]]:

@@ -132,6 +132,5 @@ def _meet(run: Run, there: Run) -> bool:
     return not {row.case.id for row in run.rows}.isdisjoint(row.case.id for row in there.rows)
 
 
-def _logs(speedups: "pd.Series[float]", levels: "pd.Series[float]") -> "pd.Series[float]":
-    logs: pd.Series[float] = np.log(speedups).groupby(levels.round(6)).mean()
-    return logs
+def _logs(speedups: "pd.Series[Any]", levels: "pd.Series[Any]") -> "pd.Series[Any]":
+    return pd.Series(np.log(speedups), speedups.index).groupby(levels.round(6)).mean()
