@@ -75,7 +75,7 @@ def card(run: Run, slug: str, identity: str) -> Card:
         cases=int(found.cases[~found.cases.twin.astype(bool)].case_id.nunique()),
         badges=[
             [badge.name.lower(), badge.value, why]
-            for badge, why in badges(found.cases, found.noise, run.environment)
+            for badge, why in badges(found.cases, found.noise, run.environment, run.state)
         ],
         where=where(ways[0]) if ways else "",
         sentences=sentences(ways[0]) if ways else ["No case of this run has a time."],
@@ -146,7 +146,8 @@ def _gain(view: View) -> str:
     chosen = cells[cells.x == 0.9] if view.x == "level" else cells
     top = (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
     place = f" at {percent(top.x)}" if view.x == "level" else ""
-    return f"{times(top.best_gain)}{place}" if top.best_gain > 1 else f"dense wins{place}"
+    gain = times(top.best_gain, top.best_half)
+    return f"{gain}{place}" if top.best_gain > 1 else f"dense wins{place}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
