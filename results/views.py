@@ -57,7 +57,7 @@ def views(cases: pd.DataFrame) -> list[View]:
     lines = contests(cases)
     found = asked(lines)
     x, names = across(found), _selectors(found)
-    by_format, units = _formats(cases), " of units off" if _of_units(lines) else ""
+    by_format = _formats(cases)
     ways = [
         View(
             choice,
@@ -65,7 +65,7 @@ def views(cases: pd.DataFrame) -> list[View]:
             y,
             _cells(chosen, x, y, ["best_gain"]),
             _by_kind(chosen, by_format, x, y),
-            units,
+            " of units off" if bool(chosen.of_units.all()) else "",
         )
         for choice, y, chosen in _choices(found, x, [name for name in names if name != x])
     ]
@@ -74,18 +74,21 @@ def views(cases: pd.DataFrame) -> list[View]:
 
 def asked(found: pd.DataFrame) -> pd.DataFrame:
     """Add `shape`; where weights have one sparsity, the level is the fraction of units off."""
-    level = found.level
-    if _of_units(found):
-        level = level.mask(found.active.notna(), 1 - found.active / found.n.astype("float64"))
+    level, of_units = found.level, _of_units(found)
+    if of_units.any():
+        level = level.mask(of_units, 1 - found.active / found.n.astype("float64"))
     digits = 2 if level.round(3).nunique() > COLUMNS else 4
     sizes = zip(found.n, found.k, strict=True)
     shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]
-    return found.assign(shape=shape, level=level.round(digits))
+    return found.assign(shape=shape, level=level.round(digits), of_units=of_units)
 
 
-def _of_units(found: pd.DataFrame) -> bool:
+def _of_units(found: pd.DataFrame) -> "pd.Series[bool]":
+    """Say of each line whether units are on and off, and the weights of its op have one level."""
+    if "active" not in found:
+        return pd.Series(False, found.index)
     weights = found.level.where(found.level.notna(), 0).round(3)
-    return "active" in found and bool(found.active.notna().any()) and weights.nunique() < 2
+    return found.active.notna() & (weights.groupby(found.op).transform("nunique") < 2)
 
 
 def across(found: pd.DataFrame) -> str:
