@@ -13,7 +13,7 @@ is not the usual one (harness/bench/usual.py), or larger than would be right but
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ ERRORS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias"]
 SHARES = ["sparsity_achieved", "bytes_of_dense", "error_of_usual"]
 SAMPLE_TIMES = ["median_us", "q1_us", "q3_us", "min_us"]
 OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
-TIMES = [*SAMPLE_TIMES, *OTHER_TIMES, "default_us"]  # the default's, in the search of `prepare`
+TIMES = [*SAMPLE_TIMES, *OTHER_TIMES]
 RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
 TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 SENSORS = ["energy_j", *TELEMETRY]
@@ -155,7 +155,6 @@ def _measured(row: Row) -> dict[str, Any]:
         "q1_us": q1,
         "q3_us": q3,
         "min_us": samples.min(),
-        "default_us": _default_us(row.candidates),
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
@@ -163,13 +162,6 @@ def _measured(row: Row) -> dict[str, Any]:
         "error_of_usual": _ratio(row.error, row.usual_error),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
     }
-
-
-def _default_us(candidates: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return what a search found of its default, its first candidate; None of no search."""
-    first = candidates[0] if candidates else {}
-    found: float | None = first.get("median_us", first.get("least_us"))
-    return found
 
 
 def _mark(telemetry: Mapping[str, float]) -> str:

@@ -1,8 +1,10 @@
 """Was everybody at their best? What casts doubt on a tuned contender, ours included.
 
-    slower than its default    in the same contest (`tuned=True` beside `tuned=False`), or in the
-                               search that its row tells of (Row.candidates, the default first)
+    slower than its default    in the same contest: `tuned=True` beside `tuned=False`
     another run                the same case on the same kind of GPU took another time there
+
+A search's own times (Row.candidates) are no judge: short calls take 5 % less there than in a
+contest, and a contender of several products has a search for each.
 
 A finding is no error: the rows are what was measured. It says that a lead over this contender may
 be a lead over a bad choice. Nothing here needs more than frames (frame.py).
@@ -10,7 +12,6 @@ be a lead over a bad choice. Nothing here needs more than frames (frame.py).
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,13 +66,12 @@ class Line:
     label: str
     case: str
     median_us: float
-    default_us: float
 
 
 def doubts(table: pd.DataFrame, run: str = "") -> list[Finding]:
     """Return the tuned contenders of a run that are slower than their defaults."""
     lines = _lines(table)
-    return [*_beside(lines, run), *_in_search(lines, run)]
+    return list(_beside(lines, run))
 
 
 def apart(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
@@ -122,7 +122,7 @@ def siblings(path: Path) -> list[Path]:
 def _lines(table: pd.DataFrame) -> list[Line]:
     """Return a line a case, scope and cache state of those that ran, twins left out."""
     named = [*fields(table), "op", "label", "format", "kernel", "params", "options"]
-    columns = [*KEY, "problem_id", *named, "median_us", "default_us"]
+    columns = [*KEY, "problem_id", *named, "median_us"]
     right = table[(table.status == Status.OK) & ~table.twin.astype(bool)][columns]
     cases: dict[tuple[str, ...], list[dict[Any, Any]]] = {}
     for row in right.to_dict("records"):
@@ -134,11 +134,8 @@ def _lines(table: pd.DataFrame) -> list[Line]:
         case = f"{row['op']} {values} {row['label']} ({row['scope']}, {row['cache']})"
         contest = row["problem_id"], row["scope"], row["cache"]
         recipe = row["format"], row["kernel"], row["params"]
-        times = (
-            median([row[name] for row in rows if not pd.isna(row[name])] or [nan])
-            for name in ("median_us", "default_us")
-        )
-        found.append(Line(key, contest, recipe, row["options"], row["label"], case, *times))
+        median_us = median(row["median_us"] for row in rows)
+        found.append(Line(key, contest, recipe, row["options"], row["label"], case, median_us))
     return found
 
 
@@ -154,14 +151,6 @@ def _beside(lines: list[Line], run: str) -> Iterator[Finding]:
         if tuned and default and tuned.median_us > SLOWER * default.median_us:
             expected = f"at most {default.median_us:.1f} µs, as {default.label}"
             yield Finding(run, tuned.case, expected, f"{tuned.median_us:.1f} µs")
-
-
-def _in_search(lines: list[Line], run: str) -> Iterator[Finding]:
-    """Yield those that are slower than their search found their default to be."""
-    for line in lines:  # searches time as scope kernel, cold
-        if line.key[1:] == ("kernel", "cold") and line.median_us > SLOWER * line.default_us:
-            expected = f"at most {line.default_us:.1f} µs, the default's in its search"
-            yield Finding(run, line.case, expected, f"{line.median_us:.1f} µs")
 
 
 def _asked(options: str) -> tuple[str, str]:

@@ -50,14 +50,9 @@ def test_contenders_of_other_kernels_or_options_are_not_each_others_defaults() -
     assert not found(*(row(us, options=way) for us, way in zip((20.0, 18.0), ways, strict=True)))
 
 
-def test_a_choice_is_held_against_the_default_of_its_own_search() -> None:
+def test_the_times_of_a_search_are_no_judge() -> None:
     lines = {"choice": {}, "median_us": 10.0}, {"choice": {"warps": 4}, "median_us": 9.0}
-    assert found(row(12.0, candidates=lines)) == [
-        "at most 10.0 µs, the default's in its search; 12.0 µs"
-    ]
-    assert not found(row(10.4, candidates=lines))
-    dropped = {"choice": {}, "least_us": 30.0}, {"choice": {"warps": 4}, "median_us": 9.0}
-    assert not found(row(12.0, candidates=dropped))
+    assert not found(row(12.0, candidates=lines))
 
 
 def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one() -> None:
