@@ -195,7 +195,6 @@ def run(
         path = measure(asked, flags, to, resume, show, told=warn)
     measured = store.read(path)
     page = path / "report.html"
-    build(measured, page)
     found = analyse(measured)
     counts = counted(found)
     if as_json:
@@ -206,6 +205,8 @@ def run(
     else:
         wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
+    build(measured, page)  # the answer need not wait for the page
+    if not as_json and not markdown:
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if browse:
         show_page(page)
