@@ -123,7 +123,7 @@ def create(
     try:
         fresh.chmod(0o755)  # mkdtemp's are the owner's alone
         (fresh / "suite.yaml").write_text(suite_text)
-        _write_json(fresh / "environment.json", {"schema": ENVIRONMENT_SCHEMA, **environment})
+        write_json(fresh / "environment.json", {"schema": ENVIRONMENT_SCHEMA, **environment})
         (fresh / "rows.jsonl").write_text(json.dumps({"schema": ROWS_SCHEMA}) + "\n")
         set_state(fresh, state)
         fresh.rename(path)
@@ -181,7 +181,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 def set_state(path: Path, state: Mapping[str, Any]) -> None:
     """Replace run.json atomically: a reader sees the old file or the new one."""
-    _write_json(path / "run.json", {"schema": RUN_SCHEMA, **state})
+    write_json(path / "run.json", {"schema": RUN_SCHEMA, **state})
 
 
 def keep(path: Path, rows: Iterable[Row]) -> None:
@@ -287,7 +287,8 @@ def _first(error: ValidationError) -> str:
     return f"{place}: {first['msg']}; {str(first['input'])[:60]!r}"
 
 
-def _write_json(file: Path, data: Mapping[str, Any]) -> None:
+def write_json(file: Path, data: Any) -> None:
+    """Replace a JSON file by one rename."""
     _replace(file, json.dumps(data, indent=1) + "\n")
 
 

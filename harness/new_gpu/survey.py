@@ -70,7 +70,7 @@ class Survey:
         """Write survey.json."""
         data = {"schema": SCHEMA, **asdict(self)}
         del data["path"]
-        _write(self.path / "survey.json", data)
+        store.write_json(self.path / "survey.json", data)
 
 
 def survey(device: str, budget_s: float, path: Path, progress: Callable[[str], Progress]) -> Survey:
@@ -123,7 +123,7 @@ def _go(asked: Survey, budget_s: float, progress: Callable[[str], Progress]) -> 
 
 def _doctor(asked: Survey, end: float, progress: Progress) -> str:
     found = [] if simulated(asked.device) else _examined(asked.device)
-    _write(asked.path / "fitness.json", found)
+    store.write_json(asked.path / "fitness.json", found)
     return ""
 
 
@@ -147,7 +147,7 @@ def _examined(device: str) -> list[dict[str, Any]]:
 
 def _probe(asked: Survey, end: float, progress: Progress) -> str:
     known = [] if simulated(asked.device) else probe(torch.device(asked.device))
-    _write(asked.path / "kernels.json", [asdict(kernel) for kernel in known])
+    store.write_json(asked.path / "kernels.json", [asdict(kernel) for kernel in known])
     return ""
 
 
@@ -233,12 +233,6 @@ def _measured(
     if contests["done"] < contests["of"]:
         return f"{contests['of'] - contests['done']} of {contests['of']} contests not reached"
     return ""
-
-
-def _write(file: Path, data: Any) -> None:
-    fresh = file.with_name(file.name + ".new")
-    fresh.write_text(json.dumps(data, indent=1) + "\n")
-    fresh.replace(file)
 
 
 STEPS: dict[str, Callable[[Survey, float, Progress], str]] = {

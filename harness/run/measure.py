@@ -28,7 +28,7 @@ from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
-from sparsebench.harness.run.state import Flags, Record, now
+from sparsebench.harness.run.state import Counts, Flags, Record, now
 from sparsebench.harness.run.watch import Told, Watch
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
@@ -146,7 +146,7 @@ def _created(
     out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
 ) -> Path:
     """Make the run directory; without `out`, in runs/ under a name that no other run has."""
-    state = record.at("running", [], {})
+    state = record.at("running", Counts(), {})
     named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
     for number in count(1):
         path = out or named.with_name(f"{named.name}-{number}" if number > 1 else named.name)
@@ -179,20 +179,18 @@ def _rows(
     until: float,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
-    seen = {(row.replicate, row.case.problem.id) for row in done}
+    counts, kept = Counts(done), [*done]
     spent_s = Counter[str](record.before.get("spent_s", {}))
-    total, finished = record.contests, len(seen)
-    kept = [*done]
+    total, finished = record.contests, len(counts.done)
 
-    def state(status: str, rows: list[Row] | None = None) -> dict[str, Any]:
-        if rows is None:  # a stop may fall between writing a contest and counting it
-            rows = store.rows(path)
-        return record.at(status, rows, spent_s) | watch.json
+    def state(status: str, counts: Counts | None = None) -> dict[str, Any]:
+        # A stop may fall between writing a contest and counting it: then the rows on disk count.
+        return record.at(status, counts or Counts(store.rows(path)), spent_s) | watch.json
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):
             order = random.Random(f"{record.suite} {replicate}").sample(contests, len(contests))
-            left = [c for c in order if (replicate, c.problem.id) not in seen]
+            left = [c for c in order if (replicate, c.problem.id) not in counts.done]
             if monotonic() >= until:
                 break
             if replicate:
@@ -210,7 +208,8 @@ def _rows(
                 finished += 1
                 spent_s.update(measured.spent_s)
                 kept += measured.rows
-                store.set_state(path, state("running", kept))  # a killed run keeps its time, too
+                counts.add(measured.rows)
+                store.set_state(path, state("running", counts))  # a killed run keeps its time, too
                 following = describe(left[number]) if number < len(left) else ""
                 progress(finished, total, f"{following}{leader(measured.rows)}")
         runner.kill()

@@ -278,11 +278,11 @@ def searched_by_the_library(wanted: Call, products: Sequence[Product]) -> list[P
 def numbers(wanted: Call, ways: Iterable[Way]) -> list[Way]:
     """Return every algorithm of these layouts below TRAPS; the library numbers them from 0."""
     counts = {way: plan_of(wanted, way).algorithms for way in ways}
-    safe = {way: TRAPS.get((wanted.x.dtype, way.y_layout), count) for way, count in counts.items()}
+    dtype = wanted.x.dtype
     return [
         replace(way, algorithm=i)
         for way, count in counts.items()
-        for i in range(min(count, safe[way]))
+        for i in range(min(count, TRAPS.get((dtype, way.y_layout), count)))
     ]
 
 

@@ -168,6 +168,12 @@ def role(name: str) -> Markup:
     return _swatch({"markersize": 4.2, "linewidth": 1.5, **ROLES[name]})
 
 
+def roles(words: Mapping[str, str]) -> Markup:
+    """Return a legend of roles and what they are called."""
+    items = (Markup("<li>{}{}</li>").format(role(name), said) for name, said in words.items())
+    return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
+
+
 @cache
 def hollow() -> Markup:
     """Return the marker of an undecided case for a legend."""

@@ -257,6 +257,16 @@ def log_ticks(axes: Axes) -> None:
     axes.set_ylim(low, high)
 
 
+def log_scale(axes: Axes, low: float, high: float) -> None:
+    """Make x logarithmic between two values, and both axes round: of a figure without levels."""
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    log_ticks(axes)
+    ticks = round_values(low, high)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
 def round_values(low: float, high: float) -> list[float]:
     """Return four to nine round values between two positive ones."""
     found: list[float] = []

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, style, svg
-from sparsebench.reports.figures._sweep import log_ticks, round_values
+from sparsebench.reports.figures._svg import INK, ROLES, canvas, roles, style, svg
+from sparsebench.reports.figures._sweep import log_scale
 from sparsebench.results.words import times
 
 TITLE = "Energy"
@@ -37,17 +37,13 @@ def draw(frames: Frames) -> Markup:
     if len(cases) < 2:
         return NOTHING
     first = measures(cases)[0]
-    items = Markup("").join(
-        Markup("<li>{}{}</li>").format(role(side), words)
-        for side, words in (("ours", "ours"), ("peer", "peers"), ("dense", "other dense ones"))
-    )
     words = (
         f"{named(first.iloc[0], MEASURE).capitalize()}; energy is of hot calls, from the sensor "
     )
     words += "of the board. On the dotted line a call draws the baseline's power."
     return (
         note(words)
-        + Markup('<ul class="legend">{}</ul>').format(items)
+        + roles({"ours": "ours", "peer": "peers", "dense": "other dense ones"})
         + _drawn(first)
         + download("energy", first[DATA])
     )
@@ -59,8 +55,6 @@ def _drawn(cases: pd.DataFrame) -> Markup:
         both = np.concatenate([cases.speedup, cases.saved, [1.0]])
         ends = both.min() / 1.15, both.max() * 1.15
         axes.plot(ends, ends, ":", color=INK, linewidth=1)
-        axes.set_xscale("log")
-        axes.set_xlim(*ends)
         axes.set_ylim(*ends)
         said = {}
         for side in ("dense", "peer", "ours"):
@@ -72,10 +66,7 @@ def _drawn(cases: pd.DataFrame) -> Markup:
                 f"energy {times(line.saved)}"
                 for _, line in own.iterrows()
             ]
-        log_ticks(axes)
-        ticks = round_values(*ends)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
+        log_scale(axes, *ends)
         axes.set_xlabel("speed-up over the baseline, ×")
         axes.set_ylabel("energy saved, ×")
         drawing = svg(figure, "energy against speed-up", said)

@@ -18,8 +18,8 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, style, svg
-from sparsebench.reports.figures._sweep import log_ticks, round_values, side_by_side
+from sparsebench.reports.figures._svg import INK, ROLES, canvas, roles, style, svg
+from sparsebench.reports.figures._sweep import log_scale, side_by_side
 from sparsebench.results.words import percent, plain, significant
 
 TITLE = "Roofline"
@@ -39,14 +39,11 @@ def draw(frames: Frames) -> Markup:
     first = first.assign(intensity=1e3 * first.tflops / first.gb_per_s)
     with style():
         drawn = [_panel(str(dtype), group, found) for dtype, group in first.groupby("dtype")]
-    items = Markup("").join(
-        Markup("<li>{}{}</li>").format(role(side), SIDES[side]) for side in ("ours", "peer")
-    )
     words = f"{named(first.iloc[0], MEASURE).capitalize()}. FLOPs count non-zeros alone, bytes "
     words += "count each operand once. Lines: the ceilings measured on this device. Black: dense."
     return (
         note(words)
-        + Markup('<ul class="legend">{}</ul>').format(items)
+        + roles({side: SIDES[side] for side in ("ours", "peer")})
         + side_by_side(drawn)
         + download("roofline", first[DATA])
     )
@@ -63,14 +60,9 @@ def _panel(
     roof = np.geomspace(*ends, 60)
     bound = np.minimum(roof * slope, peak)
     axes.plot(roof, bound, color=INK, linewidth=1.2)
-    axes.set_xscale("log")
-    axes.set_xlim(*ends)
     axes.set_ylim(y.min() / 1.3, max(y.max(), bound.max()) * 1.3)
     said = {side: _points(axes, cases[cases.side == side], side) for side in SIDES}
-    log_ticks(axes)
-    ticks = round_values(*ends)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    log_scale(axes, *ends)
     axes.set_xlabel("FLOP/byte")
     axes.set_ylabel("TFLOP/s of non-zeros")
     titles = {f"of {side}": words for side, words in said.items()}
