@@ -19,12 +19,12 @@ import yaml
 from command import sparsebench
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from right_rows import right_rows
 from safetensors.torch import save_file
 
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results import bundle, store
-from sparsebench.results.record import Case, Row, Status
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -133,23 +133,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fuzz") / "small"
     environment = {"cpu": {"name": "a CPU"}, "gpu": None, "versions": {"torch": "2"}, "commit": "0"}
     store.create(path, SUITE, environment, STATE)
-    rows = [
-        Row(
-            Case(contest.problem, contender),
-            Status.OK,
-            replicate,
-            reference=contest.reference,
-            device="a CPU",
-            cache="hot",
-            error=1e-7,
-            error_of_bound=0.5,
-            digest=contest.problem.id,
-            samples_us=(1.5, 2.5),
-        )
-        for replicate in range(2)
-        for contest in planned(expand("small", SUITE), "cpu")
-        for contender in contest.contenders
-    ]
+    rows = right_rows(planned(expand("small", SUITE), "cpu"))
     store.append(path, rows)
     bundle.seal(path)
     return path

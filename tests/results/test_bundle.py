@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command import sparsebench
 from packaging.requirements import Requirement
+from right_rows import right_rows
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness._cli import UNCHECKED
@@ -17,7 +18,7 @@ from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validate import validate
 from sparsebench.results import bundle, store
-from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Case, Row, Status
+from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row, Status
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -37,23 +38,7 @@ CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
 def rows(suite: Path, data: Path | None = None, only: str = "") -> list[Row]:
     """Return what a run of the suite in two processes gives: A/A pairs, then the suite's rows."""
     asked = replace(read(str(suite), data), name="small")
-    return [
-        Row(
-            Case(contest.problem, contender),
-            Status.OK,
-            replicate,
-            reference=contest.reference,
-            device="a CPU",
-            cache="hot",
-            error=1e-7,
-            error_of_bound=0.5,
-            digest=contest.problem.id,
-            samples_us=(1.5, 2.5),
-        )
-        for replicate in range(2)
-        for contest in planned(asked, "cpu", only)
-        for contender in contest.contenders
-    ]
+    return right_rows(planned(asked, "cpu", only))
 
 
 @pytest.fixture
