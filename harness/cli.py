@@ -46,6 +46,18 @@ from sparsebench.harness._cli import (
     warn,
     wide,
 )
+from sparsebench.harness._cli_cluster import (
+    Devices,
+    Shard,
+    Shards,
+    Slurm,
+    Submit,
+    Ways,
+    go_on,
+    is_shared,
+    merge,
+    status,
+)
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
@@ -165,12 +177,16 @@ def run(
     timeout: Timeout = 120.0,
     replicates: Replicates = 3,
     energy: Energy = False,
+    devices: Devices = "",
+    slurm: Slurm = "",
+    submit: Submit = "",
+    shards: Shards = 0,
+    shard: Shard = "",
     as_json: Json = False,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.state import Flags
@@ -182,17 +198,23 @@ def run(
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
-    if resume:
-        stopped = store.read(resume)
-        before = stopped.state["flags"]
-        only, replicates = before["only"], before["replicates"]
-        energy = before.get("energy", False)
-        data = data or (Path(before["data"]) if before.get("data") else None)
-        device = device or before["device"]
-    asked = own_suite(stopped, data) if resume else read(str(suite), data)
-    flags = Flags(named(device), data, timeout, replicates, only, energy)
-    with measuring() as show:
-        path = measure(asked, flags, to, resume, show, told=warn)
+    ways = Ways(devices, slurm, submit, shards)
+    if resume and is_shared(resume):
+        with measuring() as show:
+            path = go_on(resume, show, warn)
+    else:
+        if resume:
+            stopped = store.read(resume)
+            before = stopped.state["flags"]
+            only, replicates = before["only"], before["replicates"]
+            energy, shard = before.get("energy", False), before.get("shard", "")
+            data = data or (Path(before["data"]) if before.get("data") else None)
+            device = device or before["device"]
+        asked = own_suite(stopped, data) if resume else read(str(suite), data)
+        flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
+        with measuring() as show:
+            engine = ways.measure if ways else measure
+            path = engine(asked, flags, to, resume, show, told=warn)
     measured = store.read(path)
     page = path / "report.html"
     found = analyse(measured)
@@ -281,6 +303,8 @@ def report(
         show_page(to)
 
 
+app.command()(merge)
+app.command()(status)
 app.command()(compare)
 app.command()(publish)
 

@@ -80,7 +80,9 @@ class Ceilings:
         """
         found, lines = self, []
         reference = [row for row in rows if row.reference]
-        for _, contest in groupby(reference, lambda row: (row.replicate, row.case.problem.id)):
+        for _, contest in groupby(
+            reference, lambda row: (row.shard, row.replicate, row.case.problem.id)
+        ):
             fastest: dict[str | None, Row] = {}
             for row in sorted(contest, key=lambda row: row.raises or 0.0):
                 fastest[row.bound_by] = row

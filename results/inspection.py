@@ -1,6 +1,6 @@
 """Is a run complete and consistent? Rows are checked against each other and the other files.
 
-    finished ─> of one device ─> the same cases in every replicate ─> A/A pairs ─> samples
+    finished ─> of one device, or of those of its shards ─> the same cases in every replicate ─> A/A pairs ─> samples
              ─> errors within their bounds ─> times above theirs ─> operands
 
 Whoever changes samples with care, and seals them anew, passes all of it: such a bundle differs from
@@ -27,17 +27,18 @@ from sparsebench.results.store import Run
 def inspect(run: Run) -> Iterator[str]:
     """Yield one line per check; ResultError at the first error.
 
-    The run is finished. All rows are of one device. Every replicate has the same cases, each once,
-    and A/A pairs. Only ok rows have samples, finite and positive. Their errors are within the
-    bound, and on a GPU their times are above the least that the ceilings allow. A problem has the
-    same operands in all rows.
+    The run is finished. All rows are of one device, or of their shard's. Every replicate has the
+    same cases, each once, and A/A pairs. Only ok rows have samples, finite and positive. Their
+    errors are within the bound, and on a GPU their times are above the least that the ceilings
+    allow. A problem has the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
         found = f"{status} with {len(rows)} rows"
         raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {found}")
     device = dict.fromkeys([device_name(run.environment), _one_device(run, rows)])
-    yield f"rows: {len(rows)}, complete, all of {', '.join(device)}"
+    of = f"from {len(shards)} shards, of" if (shards := run.state.get("shards")) else "all of"
+    yield f"rows: {len(rows)}, complete, {of} {', '.join(device)}"
     replicates = _equal_replicates(run, rows)
     little = "" if replicates >= FEWEST else f": a look; a verdict takes {FEWEST}"
     yield f"replicates: {replicates}, the same cases in each, none twice{little}"
@@ -49,26 +50,31 @@ def inspect(run: Run) -> Iterator[str]:
 
 
 def _one_device(run: Run, rows: list[Row]) -> str:
-    """Return the GPU's UUID, or the CPU's name."""
+    """Return the GPU's UUID, or the CPU's name; of a merged run those of all shards."""
     gpu, cpu = run.environment.get("gpu") or {}, run.environment.get("cpu") or {}
-    expected = gpu.get("uuid") or cpu.get("name")
+    of_run = str(gpu.get("uuid") or cpu.get("name"))
+    shards: list[str] = [shard["device"] for shard in run.state.get("shards", [])] or [of_run]
     for row in rows:
+        expected = shards[row.shard] if 0 <= row.shard < len(shards) else "of a known shard"
         if row.device != expected:
             said = f"expected device {expected} (environment.json), found {row.device}"
             raise ResultError(f"{_where(run, row)}: {said}")
-    return str(expected)
+    return ", ".join(dict.fromkeys(shards))
 
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:
     """Return how many replicates there are; ResultError if they differ in their cases."""
     count: int = run.state["flags"]["replicates"]
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
+    once = set[tuple[Any, ...]]()
     for row in rows:
         if row.replicate not in seen:
             raise ResultError(f"{_where(run, row)}: expected {count} replicates, found another")
         key = row.reference, row.case.id, row.scope, row.cache
-        if key in seen[row.replicate]:
+        shard = row.shard if row.reference else 0  # each has its noise-floor contests
+        if (row.replicate, shard, key) in once:
             raise ResultError(f"{_where(run, row)}: expected one row, found two")
+        once.add((row.replicate, shard, key))
         seen[row.replicate][key] = row
     anywhere = {key: row for here in seen.values() for key, row in here.items()}
     for replicate, here in seen.items():

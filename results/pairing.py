@@ -28,7 +28,7 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
     baselines: dict[Hashable, Row] = {}
     originals: dict[Hashable, Row] = {}
     contests = [
-        (problem, row.reference, row.replicate, row.attempt, row.scope, row.cache)
+        (problem, row.reference, row.shard, row.replicate, row.attempt, row.scope, row.cache)
         for problem, row in zip(problems, rows, strict=True)
     ]
     for contest, row in zip(contests, rows, strict=True):

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@3"
-OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field they lack has its default
+ROWS_SCHEMA = "sparsebench/rows@4"
+OLDER_ROWS = tuple(f"sparsebench/rows@{n}" for n in (1, 2, 3))  # a field they lack has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
@@ -157,8 +157,8 @@ class Row:
     """What one case gave in one process, for one scope and cache state.
 
     A contest is one problem in one process, its contenders timed in turn, block by block. So rows
-    of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in the
-    order taken: `samples_per_block` of each block.
+    of one problem, `shard`, `replicate` and `attempt` were measured side by side. `samples_us` are
+    in the order taken: `samples_per_block` of each block.
     """
 
     case: Case
@@ -202,6 +202,7 @@ class Row:
     telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
+    shard: int = 0  # of a merged run: which of the runs that it was made from
 
     @property
     def chosen(self) -> str:

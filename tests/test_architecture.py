@@ -61,13 +61,15 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "doctor": {"machine", "bench", "plan"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
-    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
+    "cluster": {"machine", "plan", "run"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }
 WAYS_IN = {
     "cli",
     "_cli",
+    "_cli_cluster",
     "_cli_make",
     "_cli_compare",
     "_cli_survey",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
@@ -64,6 +65,7 @@ class Runner:
     `pinned` has the choices of another run: process p takes those of its process p, and begins
     again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
     is handed to every later process. Without either, each process searches for itself.
+    A runner in a thread ends by `stopping`, as by Ctrl-C, once its worker is killed.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Runner:
         self._device = device
         self._start: Callable[[], Worker] = partial(started, device, data, self.log)
         self._timeout_s = timeout_s
+        self.stopping = Event()
         self._worker: Worker | None = self._start()
         self.about = self._worker.about
 
@@ -118,9 +121,9 @@ class Runner:
 
     def kill(self) -> None:
         """Stop whatever runs."""
-        if self._worker:
-            self._worker.kill()
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker:
+            worker.kill()
 
     def _complete(self, contest: Contest, replicate: int, wanted: Wanted) -> Measured:
         """Run a contest until every contender has its rows."""
@@ -152,11 +155,19 @@ class Runner:
         return Measured(_in_order(contest, lost_rows), {})
 
     def _measured(self, contest: Contest, options: Mapping[str, Any]) -> Measured | Lost:
+        self._go_on()
         try:
-            self._worker = self._worker or self._start()
+            worker = self._worker = self._worker or self._start()
         except WorkerError as error:
             return Lost("", Status.FAILED, str(error))
-        return self._worker.measure(contest, options, self._timeout_s)
+        answer = worker.measure(contest, options, self._timeout_s)
+        self._go_on()
+        return answer
+
+    def _go_on(self) -> None:
+        """End here if another thread has asked for it: a worker that it killed is no row."""
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
 
     def _known(self, contest: Contest, replicate: int) -> Pinned:
         """Return what is known of these contenders; a twin takes what its original took."""
