@@ -16,7 +16,6 @@ of which 32 bytes, a count and seven entries, are all that most tiles have.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ from sparsebench.kernels._common.cuda import (
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.tuned_table import multiprocessors
 
-UNITS, BOX = 256, 64  # of a CTA tile; columns of k in a box
+TOKENS, UNITS = 128, 256  # of a CTA tile
+BOX_TOKENS, BOX = 64, 64  # of X; columns of k
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 TILES = 64, 128, 256
@@ -69,15 +69,14 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel: tokens of a CTA tile, 64 or 128; CTAs that share boxes of W."""
+    """One way to run the kernel: so many CTAs share boxes of W, 1 or 2."""
 
-    tokens: int
     cluster: int
 
 
 def configurations() -> list[Config]:
     """Return all configurations, the one for many tokens first."""
-    return [Config(*sizes) for sizes in product((128, 64), (2, 1))]
+    return [Config(2), Config(1)]
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,12 @@ def launch(x: Tensor, w: Tensor, tiles: Tiles, config: Config, *, watchdog: bool
     dense = x.new_empty(m, n)
     constants = constants_of(tiles, config, x.dtype) + ((("WATCHDOG", 1),) if watchdog else ())
     kernel, code = load("twell_gate", "write_words", constants, SHARED_BYTES, device)
-    grid = min(_clusters(m, n, config), multiprocessors(device) // config.cluster)
+    tiles_of_clusters = -(-m // (TOKENS * config.cluster)) * -(-n // UNITS)
+    grid = min(2 * tiles_of_clusters, multiprocessors(device) // config.cluster)
     loaded = Loaded(kernel, code, device.index, grid * config.cluster, THREADS, SHARED_BYTES)
     maps = [
         tensor_map(t.data_ptr(), (len(t), k), (t.stride(0), t.stride(1)), t.dtype, (rows, BOX))
-        for t, rows in ((x, config.tokens), (w, UNITS // config.cluster))
+        for t, rows in ((x, BOX_TOKENS), (w, UNITS // config.cluster))
     ]
     args = ARGUMENTS(b"".join(maps), words.data_ptr(), dense.data_ptr(), m, n, k)
     return Gate(words, dense, tiles, BoundKernel(loaded, args, (x, w, dense), words), config)
@@ -138,7 +138,6 @@ def prepare(x: Tensor, w: Tensor, tiles: Tiles, pinned: Mapping[str, Any] | None
 def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:
     """Return what twell_gate.cu is compiled for."""
     return (
-        ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
         ("TILE", tiles.tile),
         ("CAPACITY", tiles.capacity),
@@ -158,8 +157,3 @@ def unsupported_operands(x: Tensor, w: Tensor) -> str | None:
     if not 0 < len(x) <= LARGEST - 2 * UNITS or not 0 < len(w) <= 2**16:
         return f"expected 1 to 2^31 tokens and 1 to 2^16 units, found {len(x)} and {len(w)}"
     return None
-
-
-def _clusters(m: int, n: int, config: Config) -> int:
-    """Return how many tiles of a cluster the product has."""
-    return -(-m // (config.tokens * config.cluster)) * -(-n // UNITS)

@@ -40,11 +40,11 @@ def test_tiles_that_the_kernel_cannot_write_are_refused(
 def test_operands_that_it_cannot_read_are_refused_before_anything_is_built() -> None:
     x, w = torch.zeros(4, 64).half(), torch.zeros(64, 128).half()
     with pytest.raises(Unsupported, match="expected activations of 128 columns"):
-        _twell_gate.launch(x, w, Tiles(), Config(128, 1))
+        _twell_gate.launch(x, w, Tiles(), Config(1))
     with pytest.raises(Unsupported, match="expected fp16 or bf16 of one dtype"):
-        _twell_gate.launch(x.float(), w.float(), Tiles(), Config(128, 1))
+        _twell_gate.launch(x.float(), w.float(), Tiles(), Config(1))
     with pytest.raises(Unsupported, match="multiples of 8, found n 60 and k 64"):
-        _twell_gate.launch(x, w[:60, :64], Tiles(), Config(128, 1))
+        _twell_gate.launch(x, w[:60, :64], Tiles(), Config(1))
     assert ffn_twell.KERNEL.op == "ffn"
 
 
@@ -64,33 +64,41 @@ RUN = """
 static const float* given;  // [m, n], padded to whole CTA tiles
 static Out out;
 static int columns;
-static void run() {
+template <bool HALF> static void part(const CtaTile& tile) {
+  using Own = Part<HALF>;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-  for (int index = cta_number() / CLUSTER; index < tiles_of(out); index += 2) {
-    const CtaTile tile = tile_of(out, index, cta_number() % CLUSTER);
-    float d[OWN_UNITS / 2];
-    for (int i = 0; i < OWN_UNITS / 2; i++) {
-      const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
-      const int token = tile.token + row + (SPLIT_UNITS ? 0 : 64 * warpgroup);
-      const int unit = tile.unit + i / 4 * 8 + thread % 4 * 2 + i % 2 +
-                       (SPLIT_UNITS ? OWN_UNITS * warpgroup : 0);
-      d[i] = given[(size_t)token * columns + unit];
-    }
-    epilogue(d, 0, out, tile, warpgroup);
+  float d[UNITS / 2];
+  for (int i = 0; i < Own::UNITS / 2; i++) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+    const int token = tile.token + row + (HALF ? 0 : 64 * warpgroup);
+    const int unit = tile.unit + i / 4 * 8 + thread % 4 * 2 + i % 2 +
+                     (HALF ? Own::UNITS * warpgroup : 0);
+    d[i] = given[(size_t)token * columns + unit];
   }
+  epilogue<HALF>(d, 0, out, tile, warpgroup);
 }
-extern "C" void call(const float* sums, int wide, u32* words, unsigned short* dense, int m, int n) {
+static void run() {
+  const int workers = ctas_of_grid / CLUSTER, rank = cta_number() % CLUSTER;
+  const Schedule schedule(out, workers);
+  int index = cta_number() / CLUSTER;
+  for (; index < schedule.whole; index += workers) part<false>(schedule(index, rank));
+  consumers_sync();
+  for (; index < schedule.end; index += workers) part<true>(schedule(index, rank));
+}
+extern "C" void call(const float* sums, int wide, u32* words, unsigned short* dense, int m, int n,
+                     int grid) {
   given = sums, columns = wide, out = Out{words, dense, m, n, 64};
-  launch(2 * CLUSTER, 256, CLUSTER, WORDS_BYTES + 512, run);
+  launch(grid, 256, CLUSTER, WORDS_BYTES + 512, run);
 }
 """
+# m, n, part of the units that is on, workers: whole tiles, halves, and both
 CASES = [
-    (Config(128, 1), 21, 328, 0.02),
-    (Config(64, 1), 200, 520, 0.05),
-    (Config(128, 2), 300, 264, 0.5),
-    (Config(64, 2), 130, 8, 1.0),
-    (Config(128, 2), 1, 1032, 0.0),
-    (Config(64, 2), 70, 776, 0.1),
+    (Config(1), 21, 328, 0.02, 3),
+    (Config(1), 200, 520, 0.05, 4),
+    (Config(2), 300, 264, 0.5, 3),
+    (Config(2), 130, 8, 1.0, 2),
+    (Config(2), 1, 1032, 0.0, 5),
+    (Config(1), 270, 776, 0.1, 5),
 ]
 
 
@@ -100,9 +108,9 @@ CASES = [
 )
 @pytest.mark.parametrize("name", sampled(["bf16", "fp16"]))
 def test_its_threads_write_the_words_on_a_cpu(
-    name: str, case: tuple[Config, int, int, float], tiles: Tiles, tmp_path: Path
+    name: str, case: tuple[Config, int, int, float, int], tiles: Tiles, tmp_path: Path
 ) -> None:
-    (config, m, n, part), dtype = case, DTYPES[name]
+    (config, m, n, part, workers), dtype = case, DTYPES[name]
     torch.manual_seed(0)
     rows, columns = (-(-m // 256) + 1) * 256, -(-n // 256) * 256
     sums = torch.zeros(rows, columns)
@@ -112,9 +120,9 @@ def test_its_threads_write_the_words_on_a_cpu(
     words = torch.full((m, -(-n // tiles.tile) * tiles.words), -1, dtype=torch.int32)
     dense = torch.full((m, n), 7.0, dtype=dtype)
     text = cuda_source("twell_gate.cu")
-    parts = text[text.index("constexpr int UNITS") : text.index("// ---- the pipeline of stages")]
+    parts = text[text.index("constexpr int TOKENS") : text.index("// ---- the pipeline of stages")]
     parts = parts.replace("struct Maps { TensorMap x, w; };", "")
-    parts += "using Sums = float[OWN_UNITS / 2];\n"
+    parts += "using Sums = float[UNITS / 2];\n"
     epilogue = text[text.index("// ---- epilogue ----") : text.index("// ---- the kernel ----")]
     function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
     parts += re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", epilogue)
@@ -122,15 +130,8 @@ def test_its_threads_write_the_words_on_a_cpu(
     source = '#include "grid_on_cpu.h"\n' + IN_CPP + parts + RUN
     constants = (*_twell_gate.constants_of(tiles, config, dtype), ("LATE", 0))
     run = built(source, constants, tmp_path).call
-    pointer = ctypes.c_void_p
-    run(
-        pointer(sums.data_ptr()),
-        columns,
-        pointer(words.data_ptr()),
-        pointer(dense.data_ptr()),
-        m,
-        n,
-    )
+    given, to, tail = (ctypes.c_void_p(t.data_ptr()) for t in (sums, words, dense))
+    run(given, columns, to, tail, m, n, workers * config.cluster)
     assert_words(words, dense, sums[:m, :n].to(dtype), tiles)
 
 
