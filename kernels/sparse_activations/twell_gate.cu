@@ -150,10 +150,6 @@ __device__ __forceinline__ void mainloop(Sums& d, Pipeline& pipeline, int k, int
   for (int i = 0; i < Part<HALF>::UNITS / 2; i++) d[i] = 0.f;
   int in_flight = -1;  // the stage that the last wgmma read
   for (int depth = 0; depth < k; depth += DEPTH) {
-#ifdef SKEW
-    if (!HALF && warpgroup && !depth && k > 2 * DEPTH)
-      mbarrier_wait(pipeline.base + STAGES * STAGE_BYTES + 8 * ((pipeline.stage + SKEW) % STAGES), pipeline.phase ^ (pipeline.stage + SKEW >= STAGES), "skew");
-#endif
     mbarrier_wait(pipeline.full_barrier(), pipeline.phase, "a full stage");
     const u64 x = smem_descriptor(pipeline.x() + (HALF ? 0 : warpgroup * BOX_BYTES));
     const u64 w = smem_descriptor(pipeline.w() + (HALF ? warpgroup * 128 * ROW_BYTES : 0));
