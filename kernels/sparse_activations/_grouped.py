@@ -158,8 +158,14 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
     rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
     split = split_of(m, partial(clusters, k=k, device=device))
     squared, (x, up, wd, y) = layer.squared, (layer.x, layer.up, layer.wd, layer.y)
-    how = {"split": split, "limit": limit, "squared": squared, "bits": bits, "tiles": tiles}
-    sparse = launch(x, g, up, layer.wd_t, y, rest, **how)
+    sparse = launch(
+        *(x, g, up, layer.wd_t, y, rest),
+        split=split,
+        limit=limit,
+        squared=squared,
+        bits=bits,
+        tiles=tiles,
+    )
     # Of groups that are left, the launch before has written G as a matrix where it was in tiles.
     told = None if tiles else bits
     dense = _remainder.products(x, g, up, wd, y, rest, squared=squared, bits=told)
