@@ -96,7 +96,12 @@ def constants_of(
 ) -> Constants:
     """Return what ffn_sparse.cu is compiled for; G is `stored` as a bitmap, in tiles, or whole."""
     half, tiles = dtype == torch.float16, stored if isinstance(stored, Tiles) else None
-    flags = {"SQUARED": squared, "GATED": gated, "GATES": 2 if tiles else int(stored), "FP16": half}
+    flags = {
+        "SQUARED": squared,
+        "GATED": gated,
+        "GATES": 2 if tiles else int(stored is True),
+        "FP16": half,
+    }
     sizes = {"TILE": tiles.tile, "CAPACITY": tiles.capacity} if tiles else {}
     named = {"K": k, "SPLIT": split} | flags | sizes
     return tuple((name, int(value)) for name, value in named.items())
