@@ -145,7 +145,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
 
 def _devices(run: Run) -> str:
     """Say on how many devices a merged run was measured; "" of one that was not shared out."""
-    found, shards = run.environment.get("devices", []), run.state.get("shards", [])
+    shards = run.state.get("shards", [])
     if not shards:
         return ""
     hosts = len({shard["host"] for shard in shards})

@@ -1,7 +1,7 @@
 """Is a run complete and consistent? Rows are checked against each other and the other files.
 
-    finished ─> of one device, or of those of its shards ─> the same cases in every replicate ─> A/A pairs ─> samples
-             ─> errors within their bounds ─> times above theirs ─> operands
+    finished ─> of one device, or of its shards' ─> the same cases in every replicate ─> A/A pairs
+             ─> samples ─> errors within their bounds ─> times above theirs ─> operands
 
 Whoever changes samples with care, and seals them anew, passes all of it: such a bundle differs from
 the digest that was published (results/published/README.md). Each check yields one line that says

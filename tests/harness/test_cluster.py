@@ -11,6 +11,7 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness._cli_cluster import go_on, is_shared
 from sparsebench.harness.cluster import devices, jobs
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.devices import share
@@ -141,7 +142,9 @@ def test_a_plan_that_was_stopped_goes_on_where_it_was(
     assert begun
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
-    assert sparsebench("run", "--resume", out).returncode == 0
+    assert is_shared(out)
+    go_on(out, lambda done, total, problem: None, lambda finding: None)
+    assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     kept = {(key(row), row.device): row.samples_us for row in begun if not row.reference}
@@ -184,7 +187,7 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert said.returncode == 0, said.stderr
     run = store.read(tmp_path / "run")
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
-    assert [row.device for row in run.rows if row.shard == 1][0] == "sim-2"
+    assert next(row.device for row in run.rows if row.shard == 1) == "sim-2"
     assert all(line.checked for line in validate(halves[0]))
 
 
@@ -205,18 +208,18 @@ def edited(name: str, old: str, new: str) -> Callable[[Path], object]:
     return lambda run: (run / name).write_text((run / name).read_text().replace(old, new))
 
 
+earlier = edited("run.json", '"started": "2', '"started": "1')
+
+
 def other_code(run: Path) -> None:
     data = json.loads((run / "environment.json").read_text())
     (run / "environment.json").write_text(json.dumps(data | {"code_sha256": "0" * 64}))
 
 
 WRONG = {
-    "a shard twice": (
-        lambda halves, _: [halves[0], halves[1], halves[0]],
-        "expected each run once, found",
-    ),
+    "a shard twice": (lambda halves, _: [*halves, halves[0]], "expected each run once, found"),
     "a shard measured twice": (
-        lambda halves, to: [*halves, *changed(edited("run.json", ": 0.0", ": 0"))(halves, to)[1:]],
+        lambda halves, folder: [*halves, changed(earlier)(halves, folder)[1]],
         "expected problem .* once, found it in",
     ),
     "a shard is missing": (lambda halves, _: halves[:1], r"3 missing, such as .*no shard 2/2"),

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from box import Box, box, missing  # noqa: E402  (it is in the folder that was just added)
+from box import Box, box, missing
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.cluster import folder as folders
@@ -37,8 +37,8 @@ SUITE = """
 schema: sparsebench/suite@1
 title: In a cluster
 problems:
-  - {op: linear, n: 4096, k: 4096, m: [1, 16, 64, 256], dtype: bf16, pattern: blocks, block: [16, 64],
-     sparsity: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]}
+  - {op: linear, n: 4096, k: 4096, m: [1, 16, 64, 256], dtype: bf16, pattern: blocks,
+     block: [16, 64], sparsity: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]}
 contenders:
   - {format: bsr, kernel: bsr_triton, params: {block: $block}}
   - {format: bsr, kernel: bsr_wgmma, params: {block: $block}}
