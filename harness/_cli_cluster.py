@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sparsebench.harness.run.runner import Pinned
     from sparsebench.harness.run.state import Flags
     from sparsebench.harness.run.watch import Told
+    from sparsebench.results.store import Run
 
 Devices = Annotated[str, typer.Option(help="GPUs of this host that share the plan: cuda:0,cuda:1.")]
 Slurm = Annotated[
@@ -105,6 +106,14 @@ def is_shared(run: Path) -> bool:
     from sparsebench.harness.cluster import folder as folders
 
     return (folders.beside(run) / "plan.json").exists() and not (run / "run.json").exists()
+
+
+def not_merged(run: "Run") -> "Run":
+    """Return a run that may go on by itself; SuiteError where parts of it would."""
+    if run.state.get("shards"):
+        said = "expected a run that was stopped, found one that is merged of several"
+        raise SuiteError(f"--resume {run.path}: {said}")
+    return run
 
 
 def go_on(run: Path, progress: Show, told: "Told") -> Path:

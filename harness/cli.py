@@ -56,6 +56,7 @@ from sparsebench.harness._cli_cluster import (
     go_on,
     is_shared,
     merge,
+    not_merged,
     status,
 )
 from sparsebench.harness._cli_compare import compare
@@ -204,7 +205,7 @@ def run(
             path = go_on(resume, show, warn)
     else:
         if resume:
-            stopped = store.read(resume)
+            stopped = not_merged(store.read(resume))
             before = stopped.state["flags"]
             only, replicates = before["only"], before["replicates"]
             energy, shard = before.get("energy", False), before.get("shard", "")
@@ -334,10 +335,15 @@ def validate(
 
 @app.command()
 def reproduce(
-    path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
+    path: RunPath,
+    device: Device = None,
+    data: Data = None,
+    to: Out = None,
+    devices: Devices = "",
+    as_json: Json = False,
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
@@ -345,7 +351,9 @@ def reproduce(
     from sparsebench.results.agreement import agreement
 
     with measuring() as show:
-        fresh = reproduced(path, named(device), data, to, show)
+        ways = Ways(devices)
+        engine = ways.measure if ways else measure
+        fresh = reproduced(path, ways.first(device), data, to, show, engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)
