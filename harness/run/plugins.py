@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsebench._discovery import modules
 from sparsebench.errors import SuiteError
+from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.results.store import Run
@@ -37,4 +38,4 @@ def _modules(contests: Iterable[Contest]) -> set[str]:
         for contender in contest.contenders:
             named |= {("formats", contender.format), ("kernels", contender.kernel)}
     places = (modules(folder).get(name, name) for folder, name in named)
-    return {place.partition(":")[0] for place in places if "." in place}  # `file` is no pattern's
+    return {place.partition(":")[0] for place in places if place != FILE}

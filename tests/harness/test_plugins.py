@@ -98,6 +98,17 @@ def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(
     assert "<p>Fastest: " in page
 
 
+def test_an_installed_package_is_tested_by_its_own_tests(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    tests = shutil.copytree(PACKAGE / "tests", tmp_path / "tests")
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", tests]
+    done = subprocess.run(command, env=installed, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
 def test_a_run_says_which_plug_ins_it_used(simulated: Path, here: Path) -> None:
     found = flat(json.loads((simulated / "environment.json").read_text()))
     digest = plugins(["sparsebench_example.diagonal"])["sparsebench_example"]["sha256"]
