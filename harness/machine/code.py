@@ -61,8 +61,8 @@ def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
 
 def _facts(package: str) -> dict[str, str | None]:
     owner = _distribution(package)
-    about = {"distribution": owner and owner.name, "version": owner and owner.version}
-    return about | {"sha256": _digest(package)}
+    name, version = (owner.name, owner.version) if owner else (None, None)
+    return {"distribution": name, "version": version, "sha256": _digest(package)}
 
 
 def _distribution(package: str) -> Distribution | None:

@@ -70,8 +70,8 @@ def _frames(refused: bool) -> Frames:
         for c in suite.contests:
             rows += contest.run(spec, c.problem, c.contenders, options, lambda case, stage: None)
     if refused:
-        none = {"status": Status.UNSUPPORTED, "detail": "not here", "samples_us": ()}
-        rows = [replace(row, **none) for row in rows]
+        none = partial(replace, status=Status.UNSUPPORTED, detail="not here", samples_us=())
+        rows = [none(row) for row in rows]
     gpu = {"name": "simulated", "uuid": spec.identity, "l2_bytes": spec.l2_bytes}
     text = {"title": "Simulated"}
     run = Run(Path("simulated"), text, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
