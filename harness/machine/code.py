@@ -7,6 +7,7 @@ code_sha256   one digest of the code of this package, and of the plug-ins'
 """
 
 import hashlib
+import json
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
-BUILT = "COMMIT"  # a file of a wheel and of an sdist: the commit that they were built from
+BUILT = "built.json"  # a file of a wheel and of an sdist (setup.py)
 
 Plugins = Mapping[str, Mapping[str, str | None]]
 """By package: its distribution, the version of that, and the SHA-256 of the package's files."""
@@ -41,7 +42,7 @@ def code_sha256(plugins: Plugins | None = None) -> str:
 
 def _own_code() -> Iterator[tuple[str, Traversable]]:
     """Yield the files that a number can depend on, under the names that a wheel has them by."""
-    root = ((f"root/{file.name}", file) for file in files("sparsebench").iterdir())
+    root = ((f"root/{f.name}", f) for f in files("sparsebench").iterdir() if f.name != BUILT)
     folders = (_files(folder, files(f"sparsebench.{folder}")) for folder in FOLDERS)
     for path, file in sorted(chain(root, *folders), key=itemgetter(0)):
         elsewhere = path.startswith(("harness/_root/", "results/published/"))
@@ -128,8 +129,8 @@ def _built() -> dict[str, Any] | None:
     file = files("sparsebench") / BUILT
     if not file.is_file():
         return None
-    commit, _, dirty = file.read_text("utf-8").strip().partition(" ")
-    return {"commit": commit, "dirty": dirty == "dirty"}
+    found = json.loads(file.read_text("utf-8"))
+    return {name: found[name] for name in ("commit", "dirty")}
 
 
 def _files(path: str, folder: Traversable) -> Iterator[tuple[str, Traversable]]:
