@@ -136,8 +136,10 @@ def _keeps(dtype: torch.dtype, may: Sequence[Tensor], stored: Store) -> None:
                 back = stored(dense.clone()).to_dense()
             except FormatError:
                 continue
+            kept, found = bits(dense)[places].tolist(), bits(back)[places].tolist()
+            said = f"expected {special} to be kept, its bits {kept[-1]}, found {found[-1]}"
             same = torch.equal(bits(back), bits(dense))
-            expect(same, f"expected {special} in {list(dense.shape)} to be kept, found it changed")
+            expect(same, f"a matrix {list(dense.shape)}: {said}")
 
 
 def _counts(held: Held) -> None:
