@@ -27,12 +27,14 @@ from sparsebench.harness.machine.device import tuned_tables
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.run.plugins import code_of
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.run.state import Counts, Flags, Record, now
 from sparsebench.harness.run.watch import Told, Watch
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
 from sparsebench.results.choices import Choices
+from sparsebench.results.environment import flat
 from sparsebench.results.files import utf8
 from sparsebench.results.pairing import logs_over
 from sparsebench.results.record import Case, Row, Status
@@ -94,8 +96,9 @@ def measure(
             require_meter(runner.about["identity"])
         before = {**(origin or {}), "choices": chosen_by}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, now())
+        environment = runner.about["environment"] | code_of(contests)
         if resume:
-            _same_place(resume, runner.about["environment"])
+            _same_place(resume, environment)
             stopped, path = store.read(resume), resume
             _same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
@@ -104,7 +107,7 @@ def measure(
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings()
-            environment = runner.about["environment"] | {"ceilings": ceilings}
+            environment |= {"ceilings": ceilings}
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
@@ -290,18 +293,16 @@ def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -
     ]
 
 
-def _same_place(path: Path, here: dict[str, Any]) -> None:
-    """Refuse to go on with other code, on another device or with other libraries."""
-    there = store.read(path).environment
+def _same_place(path: Path, here: Mapping[str, Any]) -> None:
+    """Refuse to go on with other code, plug-ins, tables, libraries or on another device."""
+    before, now = flat(store.read(path).environment), flat(here)
+    plugged = {name for name in {*before, *now} if name.startswith(("plugins.", "tuned."))}
     device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
     versions = (f"versions.{name}" for name in here["versions"])
-    for what in ("code_sha256", "tuned", *device, *versions):
-        outer, _, inner = what.partition(".")
-        before, now = there.get(outer), here.get(outer)
-        if inner:
-            before, now = (before or {}).get(inner), (now or {}).get(inner)
-        if before != now:
-            raise SuiteError(f"--resume {path}: expected {what} {before}, found {now}")
+    for what in (*sorted(plugged), "code_sha256", *device, *versions):
+        if before.get(what) != now.get(what):
+            expected = f"expected {what} {before.get(what)}, found {now.get(what)}"
+            raise SuiteError(f"--resume {path}: {expected}")
 
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
