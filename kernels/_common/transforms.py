@@ -21,6 +21,16 @@ def watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def batched(y: Tensor, x: Tensor) -> Tensor:
+    """Return Y [m, n] as [..., n] for X [..., k], in the same memory.
+
+    For autograd it is no view: FSDP2 loses its hooks where a view is written into.
+    """
+    if x.dim() == 2:
+        return y
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))  # type: ignore[no-any-return]
+
+
 def one_by_one(
     function: Callable[..., Any], size: int, dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:

@@ -55,7 +55,7 @@ def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int) -> Tensor:
 
 
 def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...]) -> Tensor:
-    """Check that types, dtypes and devices agree, and run the planned kernel. Raises Unsupported."""
+    """Check types, dtypes and devices, and run the planned kernel. Raises Unsupported."""
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
     device = pattern.columns.device
@@ -245,7 +245,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, values), pattern, (_, k), (_, r, c) = ctx.saved_tensors, ctx.pattern, *ctx.shapes
+        (x, values), pattern = ctx.saved_tensors, ctx.pattern
+        (_, k), (_, r, c) = ctx.shapes
         of_bias = None if ctx.of_bias is None else dy.sum(0, dtype=ctx.of_bias)
         if torch.is_grad_enabled() or watched():  # for second derivatives, and for modes
             index = pattern.offsets, pattern.columns

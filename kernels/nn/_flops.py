@@ -1,9 +1,9 @@
 """FLOPs of the layers' operators, for torch.utils.flop_counter: two for each multiply-add.
 
-    block-sparse     of the blocks that are stored
-    sparse gated MLP gate is dense; up and down, and all of backward, count every slot as taken,
-                     since the device alone knows how many are
-    Spense           of W's elements that are stored: half of the 2:4 part, and all of the rest
+block-sparse     of the blocks that are stored
+sparse gated MLP gate is dense; up and down, and all of backward, count every slot as taken,
+                 since the device alone knows how many are
+Spense           of W's elements that are stored: half of the 2:4 part, and all of the rest
 """
 
 from math import prod
@@ -31,9 +31,7 @@ def _(dy: Shape, x: Shape, offsets: Shape, columns: Shape, r: int, c: int, **_: 
 
 
 @register_flop_formula(OPS.sparse_gated_mlp)
-def _(
-    x: Shape, wg: Shape, wu: Shape, wd_t: Shape, squared: bool, slots: int, **_: Any
-) -> int:
+def _(x: Shape, wg: Shape, wu: Shape, wd_t: Shape, squared: bool, slots: int, **_: Any) -> int:
     (m, k), n = x, wg[0]
     return 2 * m * k * (n + 2 * slots)
 
@@ -56,6 +54,14 @@ def _(
 
 @register_flop_formula(OPS.spense_linear)
 def _(
-    x: Shape, sparse: Shape, dense: Shape, n: int, k: int, rows: int, columns: int, *_: Any, **__: Any
+    x: Shape,
+    sparse: Shape,
+    dense: Shape,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    *_: Any,
+    **__: Any,
 ) -> int:
     return 2 * x[0] * (n * k - rows * columns // 2)

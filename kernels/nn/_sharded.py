@@ -17,9 +17,9 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def unsharded(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Any) -> Tensor:
     """Return the whole tensor; all ranks must call it if this is a DTensor."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def as_sharded(tensor: Tensor, like: Any) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_plans import replan, require_index
 from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
@@ -173,8 +174,9 @@ class BlockSparseLinear(nn.Module):
         Raises FormatError; then nothing has changed.
         """
         old = self._unwritten or (self.offsets, self.columns)
+        on_meta = offsets.is_meta or columns.is_meta
+        require(not on_meta, "offsets, columns: expected values, found a tensor on meta")
         new = self._copied(offsets, columns, old[0].device)
-        require(not new[0].is_meta, "offsets: expected values, found a tensor on meta")
         require_index(*new, self._shape, self.block)
         source = _source(old, new, self._grid[1])
         if values is not None:
@@ -222,11 +224,13 @@ class BlockSparseLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **options: Any
     ) -> None:
-        offsets, columns = (state_dict.get(f"{prefix}{name}") for name in ("offsets", "columns"))
-        values = state_dict.get(f"{prefix}values")
-        if offsets is not None and columns is not None and values is None:
+        names = ("offsets", "columns", "values")
+        given: list[Any] = [state_dict.get(f"{prefix}{name}") for name in names]
+        offsets, columns, values = given
+        whole = offsets is not None and columns is not None
+        if whole and values is None:
             self.set_pattern(offsets, columns)
-        elif offsets is not None and columns is not None:
+        elif whole:
             found, expected = (*values.shape,), (len(columns), *self.block)
             require(found == expected, f"{prefix}values: expected {expected}, found {found}")
             if not offsets.is_meta:
@@ -242,7 +246,7 @@ class BlockSparseLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         found = fn(self.offsets.new_empty(1)).dtype
         require(found == torch.int32, f"offsets and columns: expected int32, found {found}")
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._settle()
         return self
 
@@ -273,7 +277,7 @@ class BlockSparseLinear(nn.Module):
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         index = self.offsets, self.columns
         y = _bsr_autograd.multiply(flat, values, self.bias, *index, self.out_features)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        return batched(y, x)
 
     def extra_repr(self) -> str:
         """Return sizes, block, and how many blocks are stored."""

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
-from sparsebench.kernels._common.transforms import transformed
+from sparsebench.kernels._common.transforms import batched, transformed
 from sparsebench.kernels.sparse_activations._autograd import (
     SHARE,
     dense_forward,
@@ -157,10 +157,11 @@ class SparseGatedMLP(nn.Module):
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
-        wg, wu, wd_t = self.gate.weight, self.up.weight, self.down.weight_t
+        weights: list[Tensor] = [self.gate.weight, self.up.weight, self.down.weight_t]
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, wg, wu, wd_t = (t.to(dtype) for t in (x, wg, wu, wd_t))
+            x, *weights = (t.to(dtype) for t in (x, *weights))
+        wg, wu, wd_t = weights
         flat, squared = x.reshape(-1, k), self.activation == "relu2"
         tokens = torch.sym_max(1, flat.shape[0])
         if self.sparse:
@@ -171,7 +172,7 @@ class SparseGatedMLP(nn.Module):
             y, norms, on = dense_forward(flat, wg, wu, wd_t, squared, l1)
         if not transformed():
             self.active.copy_(on // -tokens).neg_()  # rounded up
-        y = y.view(x.shape)
+        y = batched(y, x)
         return (y, norms.sum() / tokens) if l1 else y
 
     def adapt(self) -> bool:

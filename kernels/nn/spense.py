@@ -37,7 +37,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels._common.transforms import watched
+from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn._spense_op import (
     ACTIVATIONS,
     BF16,
@@ -184,7 +184,7 @@ class SpenseLinear(nn.Module):
             if found != expected:
                 raise Unsupported(f"expected {expected} as W has, which is packed, found {found}")
         scale = self.scale
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
             self.scale = scale.to(self.scale.device)  # bf16 outside, and fp32 for its scales
         return self
@@ -208,7 +208,7 @@ class SpenseLinear(nn.Module):
         sizes = self.out_features, self.in_features, *self.sparse_shape
         op = linear if watched() else eager
         y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation, self.scale)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+        return batched(y, x)
 
     def extra_repr(self) -> str:
         """Return sizes, the sparse part and the dtype."""

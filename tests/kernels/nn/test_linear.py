@@ -243,7 +243,9 @@ def pattern_of(layer: BlockSparseLinear) -> _bsr_plans.Pattern:
 def test_plans_are_made_once_and_freed_with_their_pattern(monkeypatch):
     layer, x, made = layer_of(), torch.randn(3, 48), []
     plan = _bsr_plans.plan
-    monkeypatch.setattr(_bsr_plans, "plan", lambda call, *index: made.append(call) or plan(call, *index))
+    monkeypatch.setattr(
+        _bsr_plans, "plan", lambda call, *index: made.append(call) or plan(call, *index)
+    )
     for _ in range(3):
         step(layer, x)
     assert sorted(call.op for call in made) == ["dgrad", "linear", "wgrad"]

@@ -71,7 +71,9 @@ def loaded_by_swapping(layer: BlockSparseLinear, source: BlockSparseLinear) -> N
 
 def copied_in_place(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
     with torch.no_grad():
-        for mine, its in zip(layer.state_dict().values(), source.state_dict().values(), strict=True):
+        for mine, its in zip(
+            layer.state_dict().values(), source.state_dict().values(), strict=True
+        ):
             mine.copy_(its)
 
 
@@ -121,8 +123,8 @@ def test_what_a_tool_writes_is_what_the_next_call_multiplies(name):
 
 
 @has_interpreter
-def test_the_triton_kernels_see_writes_too():
-    assert_passes(__file__, "-k", "next_call_multiplies or average_of_a_model")
+def test_the_triton_kernels_follow_the_pattern_of_an_average_too():
+    assert_passes(__file__, "-k", "average_of_a_model")
 
 
 def test_an_average_of_a_model_follows_its_pattern():
@@ -192,8 +194,7 @@ def test_a_write_that_torch_does_not_count_is_an_error_before_long(write, monkey
         layer.columns.numpy()[:] = source.columns.numpy()
     message = r"index of 6 blocks was written in a way that torch does not count"
     with pytest.raises(RuntimeError, match=message):
-        for _ in range(8):
-            layer(x)
+        [layer(each) for each in [x] * 8]
     layer.load_state_dict(source.state_dict())
     assert_right(layer, x)
 
@@ -270,7 +271,7 @@ def test_a_block_sparse_layer_changes_its_dtype_and_keeps_its_index():
         layer = layer.to(dtype)
         assert layer(x.to(dtype)).dtype == dtype
         assert layer.columns.dtype == torch.int32
-    with pytest.raises(FormatError, match="offsets and columns: expected int32, found torch.float"):
+    with pytest.raises(FormatError, match=r"columns: expected int32, found torch.float"):
         layer.type(torch.float32)
     assert layer.values.dtype == torch.float64
 
