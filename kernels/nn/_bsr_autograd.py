@@ -51,23 +51,25 @@ def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int) -> Tensor:
     if tokens != m:
         raise Unsupported(f"expected {m} tokens of dY as of X, found {tokens}")
     call = Call("wgrad", m, (n, k), (r, c), x.dtype)
-    return _run(pattern, call, dy, readable(x), (len(pattern.columns), r, c))
+    return _run(pattern, call, dy, readable(x), (pattern.columns.shape[0], r, c))
 
 
 def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...]) -> Tensor:
     """Check types, dtypes and devices, and run the planned kernel. Raises Unsupported."""
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
-    device = pattern.columns.device
-    if not a.device == b.device == device:
-        devices = {str(d) for d in (a.device, b.device, device)}
+    device = a.device
+    if not device == b.device == pattern.columns.device:
+        devices = {str(d) for d in (device, b.device, pattern.columns.device)}
         raise Unsupported(f"expected one device, found {', '.join(sorted(devices))}")
     for each in (a, b):
         if type(each) not in PLAIN and is_traceable_wrapper_subclass(each):
             raise Unsupported(f"expected a torch.Tensor with an address, found {type(each)}")
     if not call.m or not out[0]:
         return a.new_zeros(out)
-    with torch.cuda.device_of(a):
+    if not a.is_cuda or device.index == torch.cuda.current_device():
+        return pattern.plan(call)(readable(a), b)
+    with torch.cuda.device(device):
         return pattern.plan(call)(readable(a), b)
 
 
@@ -219,9 +221,10 @@ def multiply(
     if transformed() or watched():
         y = _call(linear, x, values, offsets, columns, n)
         return y if bias is None else y + bias.to(y.dtype)
+    pattern = pattern_of(offsets, columns)
     if not torch.is_inference_mode_enabled():
-        return _Eager.apply(x, values, bias, offsets, columns, n)  # type: ignore[no-any-return,no-untyped-call]
-    y = _y(pattern_of(offsets, columns), x, values, n)  # no gradients and no forward-mode AD
+        return _Eager.apply(x, values, bias, pattern, n)  # type: ignore[no-any-return,no-untyped-call]
+    y = _y(pattern, x, values, n)  # no gradients and no forward-mode AD
     return y if bias is None else y.add_(bias)
 
 
@@ -232,15 +235,14 @@ class _Eager(torch.autograd.Function):
         x: Tensor,
         values: Tensor,
         bias: Tensor | None,
-        offsets: Tensor,
-        columns: Tensor,
+        pattern: Pattern,
         n: int,
     ) -> Tensor:
         of_x, of_values, of_bias = ctx.needs_input_grad[:3]
         ctx.save_for_backward(x if of_values else None, values if of_x else None)
-        ctx.pattern, ctx.shapes = pattern_of(offsets, columns), (x.shape, values.shape)
+        ctx.pattern, ctx.shapes = pattern, (x.shape, values.shape)
         ctx.of_bias = bias.dtype if bias is not None and of_bias else None
-        y = _y(ctx.pattern, x, values, n)
+        y = _y(pattern, x, values, n)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -255,4 +257,4 @@ class _Eager(torch.autograd.Function):
         else:
             dx = None if values is None else _dx(pattern, dy, values, k)
             dvalues = None if x is None else _dw(pattern, dy, x, r, c)
-        return dx, dvalues, of_bias, None, None, None
+        return dx, dvalues, of_bias, None, None
