@@ -142,6 +142,17 @@ def test_forward_mode_derivatives_are_refused(make):
         jvp(layer, (x,), (x,))
 
 
+@pytest.mark.filterwarnings("default")  # what dynamo warns of is not ours
+def test_torch_func_under_torch_compile_is_the_same():
+    layer = block_sparse()
+    x = x_for(layer)
+    gradient = grad(lambda x: layer(x).square().sum())
+    found = torch.compile(gradient, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, gradient(x))
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported)):
+        torch.compile(lambda x: jvp(layer, (x,), (x,)), backend="aot_eager")(x)
+
+
 def test_second_derivatives_of_a_gated_mlp_are_refused_where_it_is_sparse():
     layer = gated()
     x = x_for(layer).requires_grad_()
