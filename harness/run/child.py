@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.parent import WAIT
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import without_paths
@@ -72,11 +73,14 @@ class Log:
 
 
 class Worker:
-    """A child process. Its first answer, `about`, describes the device."""
+    """A child process. Its first answer, `about`, describes the device.
 
-    def __init__(self, device: str, data: Path | None, log: Log) -> None:
-        """Start the child and wait until it has its device."""
-        arguments = [device, *([str(data)] if data else [])]
+    A spare one imports everything, and has no device before it is `begun` and `there`.
+    """
+
+    def __init__(self, device: str, data: Path | None, log: Log, *, spare: bool = False) -> None:
+        """Start the child and wait until it has its device, unless it is a spare one."""
+        arguments = [*([WAIT] if spare else []), device, *([str(data)] if data else [])]
         pipe = subprocess.PIPE
         try:
             self._child = subprocess.Popen(
@@ -94,14 +98,29 @@ class Worker:
         ]
         self._end = threading.Thread(target=self._see_off, daemon=True)
         self._end.start()
-        about = self._next(START_TIMEOUT_S)
-        if isinstance(about, Lost):
-            raise WorkerError(f"the worker did not start: {about.detail}")
-        self.about: dict[str, Any] = about
+        self.about: dict[str, Any] = {} if spare else self._started()
 
-    def ceilings(self) -> dict[str, Any]:
+    def imported(self) -> None:
+        """Wait until a spare child has imported everything and is idle. Raises WorkerError."""
+        self._started()
+
+    def begin(self) -> None:
+        """Let a spare child take its device."""
+        self._ask({"begin": True})
+
+    def there(self) -> None:
+        """Wait until a spare child has its device. Raises WorkerError."""
+        self.about = self._started()
+
+    def _started(self) -> dict[str, Any]:
+        said = self._next(START_TIMEOUT_S)
+        if isinstance(said, Lost):
+            raise WorkerError(f"the worker did not start: {said.detail}")
+        return said
+
+    def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Return what the device can do at most, measured now; a WorkerError where it cannot."""
-        lost = self._ask({"ceilings": True})
+        lost = self._ask({"ceilings": sorted(dtypes)})
         answer = lost or self._next(START_TIMEOUT_S)
         if isinstance(answer, Lost):
             raise WorkerError(f"the ceilings were not measured: {answer.detail}")
@@ -236,6 +255,11 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread
+
+
+def spare(device: str, data: Path | None, log: Log) -> Worker:
+    """Start a worker that has no device yet."""
+    return Worker(device, data, log, spare=True)
 
 
 def started(device: str, data: Path | None, log: Log) -> Worker:

@@ -87,7 +87,8 @@ def measure(
         done = _finished(resume, suite, flags, contests) if resume else []
         chosen_by = choices.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
-        runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
+        given = flags.device, flags.data, flags.timeout_s
+        runner = Runner(*given, pinned, share, flags.replicates)
         held.callback(runner.kill)
         runner.pin(done)
         if flags.energy:
@@ -103,7 +104,7 @@ def measure(
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
-            ceilings = runner.ceilings()
+            ceilings = runner.ceilings(contests)
             environment = runner.about["environment"] | {"ceilings": ceilings}
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))

@@ -9,19 +9,21 @@
 A second attempt waits for and announces every sample, so that an error while contenders take turns
 finds its owner; where it does not, the contest is given up and every row says so. So it is where
 no worker starts. The worker itself is child.py.
+
+While a worker takes its device, that of the next process imports everything, which takes seconds.
+Then it idles, without a device, until it is its turn: nothing is imported while a contest runs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.timing import possible
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run.child import Log, Lost, Measured, Worker, started
-from sparsebench.results.ceilings import Ceilings
+from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
+from sparsebench.results.ceilings import FP32, TF32, Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
@@ -63,7 +65,8 @@ class Runner:
 
     `pinned` has the choices of another run: process p takes those of its process p, and begins
     again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
-    is handed to every later process. Without either, each process searches for itself.
+    is handed to every later process. Without either, each process searches for itself. `processes`
+    is how many there will be: `fresh` is called once less.
     """
 
     def __init__(
@@ -73,15 +76,18 @@ class Runner:
         timeout_s: float,
         pinned: Sequence[Pinned] = (),
         share: bool = True,
+        processes: int = 1,
     ) -> None:
         """Start the first worker: `about` tells the device."""
         self.log = Log()
         self._pinned, self._share = pinned, share
         self._shared: dict[str, Mapping[str, Any]] = {}
-        self._device = device
-        self._start: Callable[[], Worker] = partial(started, device, data, self.log)
+        self._device, self._data = device, data
         self._timeout_s = timeout_s
-        self._worker: Worker | None = self._start()
+        self._to_come = processes - 1
+        self._worker: Worker | None = None
+        self._spare: Worker | None = None
+        self._worker = self._start()
         self.about = self._worker.about
 
     @property
@@ -89,10 +95,11 @@ class Runner:
         """Return the process id of the worker that waits; 0 where none does."""
         return self._worker.pid if self._worker else 0
 
-    def ceilings(self) -> dict[str, Any]:
-        """Return what the device can do at most, measured now."""
+    def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
+        """Return what the device can do at most in the dtypes of contests, measured now."""
         self._worker = self._worker or self._start()
-        return self._worker.ceilings()
+        dtypes = {str(contest.problem["dtype"]) for contest in contests}
+        return self._worker.ceilings(dtypes | ({TF32} if FP32 in dtypes else set()))
 
     def run(
         self, contests: Iterable[Contest], replicate: int = 0, wanted: Wanted | None = None
@@ -115,12 +122,39 @@ class Runner:
         if self._worker:
             self._worker.close()
         self._worker = None
+        self._to_come -= 1
 
     def kill(self) -> None:
         """Stop whatever runs."""
-        if self._worker:
-            self._worker.kill()
-        self._worker = None
+        for worker in filter(None, (self._worker, self._spare)):
+            worker.kill()
+        self._worker = self._spare = None
+
+    def _start(self) -> Worker:
+        """Return a worker that has its device, when the next one has imported everything, too."""
+        ready, self._spare = self._spare, None
+        if ready:
+            ready.begin()
+        given = self._device, self._data, self.log
+        if self._to_come > 0:
+            self._spare = spare(*given)
+        try:
+            worker = ready if ready and self._did(ready.there) else started(*given)
+        except WorkerError:
+            self.kill()
+            raise
+        if self._spare and not self._did(self._spare.imported):
+            self._spare = None
+        return worker
+
+    def _did(self, step: Callable[[], None]) -> bool:
+        """Say whether a spare worker got through a step; the next one is then started anew."""
+        try:
+            step()
+        except WorkerError as error:
+            self.log.add(f"{error}\n")
+            return False
+        return True
 
     def _complete(self, contest: Contest, replicate: int, wanted: Wanted) -> Measured:
         """Run a contest until every contender has its rows."""
