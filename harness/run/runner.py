@@ -14,9 +14,11 @@ While a worker takes its device, that of the next process imports everything, wh
 Then it idles, without a device, until it is its turn: nothing is imported while a contest runs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
@@ -66,7 +68,8 @@ class Runner:
     `pinned` has the choices of another run: process p takes those of its process p, and begins
     again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
     is handed to every later process. Without either, each process searches for itself. `processes`
-    is how many there will be: `fresh` is called once less.
+    is how many there will be: `fresh` is called once less. `spent_s` has the seconds that were
+    waited for workers to start, and for ceilings.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Runner:
         self._device, self._data = device, data
         self._timeout_s = timeout_s
         self._to_come = processes - 1
+        self.spent_s = Counter[str]()
         self._worker: Worker | None = None
         self._spare: Worker | None = None
         self._worker = self._start()
@@ -99,7 +103,10 @@ class Runner:
         """Return what the device can do at most in the dtypes of contests, measured now."""
         self._worker = self._worker or self._start()
         dtypes = {str(contest.problem["dtype"]) for contest in contests}
-        return self._worker.ceilings(dtypes | ({TF32} if FP32 in dtypes else set()))
+        began = monotonic()
+        found = self._worker.ceilings(dtypes | ({TF32} if FP32 in dtypes else set()))
+        self.spent_s["ceilings"] += monotonic() - began
+        return found
 
     def run(
         self, contests: Iterable[Contest], replicate: int = 0, wanted: Wanted | None = None
@@ -132,7 +139,8 @@ class Runner:
 
     def _start(self) -> Worker:
         """Return a worker that has its device, when the next one has imported everything, too."""
-        ready, self._spare = self._spare, None
+        began, ready = monotonic(), self._spare
+        self._spare = None
         if ready:
             ready.begin()
         given = self._device, self._data, self.log
@@ -145,6 +153,7 @@ class Runner:
             raise
         if self._spare and not self._did(self._spare.imported):
             self._spare = None
+        self.spent_s["start"] += monotonic() - began
         return worker
 
     def _did(self, step: Callable[[], None]) -> bool:
