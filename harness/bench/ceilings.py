@@ -29,6 +29,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.operands import operands
 from sparsebench.harness.bench.timing import ready, time_together
 from sparsebench.harness.catalog import keywords, load_kernel, load_op
+from sparsebench.kernels._common.search import warmed
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.results.ceilings import Ceilings
@@ -46,6 +47,7 @@ LONG_US = 2000.0  # a product that takes longer is not followed by a larger one
 
 STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # at most, and at most an eighth of what is free
 LEAST_BYTES = 2**20  # holds whole chunks of every stream
+COMPILERS = 8  # threads, of our own streams
 SEED = 0
 FP8 = "fp8"
 
@@ -100,7 +102,10 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     for kind, streams in _streams(source, target).items():
         calls[kind] |= dict(streams)
     names = [(kind, name) for kind, named in calls.items() for name in named]
-    least_us = _least_us([calls[kind][name] for kind, name in names], device)
+    every = [calls[kind][name] for kind, name in names]
+    if device.type == "cuda":
+        warmed(every, device, COMPILERS)
+    least_us = _least_us(every, device)
     found: dict[str, dict[str, float]] = {kind: {} for kind in calls}
     for (kind, name), time_us in zip(names, least_us, strict=True):
         found[kind][name] = moved[kind] / time_us

@@ -1,11 +1,11 @@
 """What deciding problems will take in one more process, from what the screening took.
 
-    process  = start + references + problems
-    contest  = what any contest takes: operands, checks, timing; and `prepare` of its cases
-    dense    a product is searched once in a process, and then among its finalists (cublas.py):
-             the first contest of its kind (op, m, n, k, dtype) takes `once`, the others `again`
-    others   what `prepare` took, or what it mostly took in rows of the kernel where that is less:
-             compiling is in the first row of a kernel, and later processes find its code
+process  = start + references + problems
+contest  = what any contest takes: operands, checks, timing; and `prepare` of its cases
+dense    a product is searched once in a process, and then among its finalists (cublas.py):
+         the first contest of its kind (op, m, n, k, dtype) takes `once`, the others `again`
+others   what `prepare` took, or what it mostly took in rows of the kernel where that is less:
+         compiling is in the first row of a kernel, and later processes find its code
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from sparsebench.results.record import Case, Problem, Row
+from sparsebench.results.record import Problem, Row
 from sparsebench.results.store import Run
 
 LEAST_S = 0.05  # of a contest
@@ -63,7 +63,7 @@ class Costs:
         return chosen
 
     def _contest_s(self, problem: Problem, cases: Iterable[str], met: set[Kind]) -> float:
-        """Return what a contest takes after contests of the kinds that were met, and add its own."""
+        """Return what a contest takes once these kinds were met, and add its own to them."""
         kind = kind_of(problem)
         dense_s = (self.again_s if kind in met else self.once_s).get(kind, 0.0)
         met.add(kind)

@@ -98,6 +98,7 @@ def measure(
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
+        watch = Watch(flags.device, runner, told)  # before anything runs: a GPU tells the last 1 s
         before = {**(origin or {}), "choices": chosen_by}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
         if resume:
@@ -116,7 +117,6 @@ def measure(
         runner.log.file = path / "worker.log"
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        watch = Watch(flags.device, runner, told)
         try:
             _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank)
         except KeyboardInterrupt as stop:

@@ -10,10 +10,11 @@ A second attempt waits for and announces every sample, so that an error while co
 finds its owner; where it does not, the contest is given up and every row says so. So it is where
 no worker starts. The worker itself is child.py.
 
-While a worker takes its device, that of the next process imports everything, which takes seconds.
-Then it idles, without a device, until it is its turn: nothing is imported while a contest runs.
+While a worker takes its device, those of the next processes import everything, which takes seconds.
+Then they idle, without a device, until it is their turn: nothing is imported while a contest runs.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +24,13 @@ from typing import Any, Self
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
 from sparsebench.results.ceilings import FP32, TF32, Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import at a time
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
 
 Pinned = Mapping[str, Mapping[str, Any]]
@@ -90,7 +93,7 @@ class Runner:
         self._to_come = processes - 1
         self.spent_s = Counter[str]()
         self._worker: Worker | None = None
-        self._spare: Worker | None = None
+        self._spares: list[Worker] = []
         self._worker = self._start()
         self.about = self._worker.about
 
@@ -102,8 +105,8 @@ class Runner:
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
         """Return what the device can do at most in the dtypes of contests, measured now."""
         self._worker = self._worker or self._start()
-        dtypes = {str(contest.problem["dtype"]) for contest in contests}
-        began = monotonic()
+        began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
+        dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
         found = self._worker.ceilings(dtypes | ({TF32} if FP32 in dtypes else set()))
         self.spent_s["ceilings"] += monotonic() - began
         return found
@@ -133,26 +136,27 @@ class Runner:
 
     def kill(self) -> None:
         """Stop whatever runs."""
-        for worker in filter(None, (self._worker, self._spare)):
+        for worker in filter(None, (self._worker, *self._spares)):
             worker.kill()
-        self._worker = self._spare = None
+        self._worker, self._spares = None, []
 
     def _start(self) -> Worker:
-        """Return a worker that has its device, when the next one has imported everything, too."""
-        began, ready = monotonic(), self._spare
-        self._spare = None
+        """Return a worker that has its device, when none that is to come imports any more."""
+        began, given = monotonic(), (self._device, self._data, self.log)
+        ready = self._spares.pop(0) if self._spares else None
         if ready:
             ready.begin()
-        given = self._device, self._data, self.log
-        if self._to_come > 0:
-            self._spare = spare(*given)
+        importing: list[Worker] = []
+        if not self._spares:
+            importing += [spare(*given) for _ in range(min(self._to_come, AHEAD))]
+            self._spares = importing
         try:
             worker = ready if ready and self._did(ready.there) else started(*given)
         except WorkerError:
             self.kill()
             raise
-        if self._spare and not self._did(self._spare.imported):
-            self._spare = None
+        if importing:
+            self._spares = [each for each in importing if self._did(each.imported)]
         self.spent_s["start"] += monotonic() - began
         return worker
 
@@ -224,6 +228,11 @@ class Runner:
             device=self.about["identity"],
             detail=lost.detail,
         )
+
+
+def _runs(contest: Contest, kind: str) -> bool:
+    """Say whether any contender of a contest is for a kind of device."""
+    return any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
 
 
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:

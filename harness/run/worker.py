@@ -8,8 +8,8 @@
                                        or {"fatal": [case id, reason]}, and the process ends
 
 Its first line describes the device. With --wait it says before that all is imported, and waits for
-a line; until then it leaves the device alone. Whatever a kernel prints goes to stderr: answers have
-a descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker [--wait] DEVICE [DATA]
+the device in a line, [DEVICE, DATA]. Whatever a kernel prints goes to stderr: answers have a
+descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
 """
 
 import gc
@@ -34,10 +34,12 @@ def main() -> None:
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    given = [word for word in sys.argv[1:] if word != WAIT]
-    if WAIT in sys.argv:
+    given = sys.argv[1:]
+    if given == [WAIT]:
         _say(answers, {"imported": True})
-        sys.stdin.readline()
+        given = json.loads(sys.stdin.readline() or "[]")
+        if not given:  # the parent has ended
+            return
     device = torch.device(given[0])
     data = Path(given[1]) if len(given) > 1 else None
     if device.type == "cuda":

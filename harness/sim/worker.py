@@ -6,7 +6,7 @@
 Everything above it is the real thing: runner, timeouts, rows on disk, statistics, report. The same
 spec, suite and number of the process give the same rows; another seed is another device.
 
-Usage: python -P -m sparsebench.harness.sim.worker [--wait] sim[:FILE.yaml] [DATA]
+Usage: python -P -m sparsebench.harness.sim.worker sim[:FILE.yaml] [DATA] | --wait
 """
 
 import hashlib
@@ -29,10 +29,13 @@ from sparsebench.results.record import Contender, Problem
 def main() -> None:
     """Answer contests until stdin closes."""
     end_with_parent()
-    if WAIT in sys.argv:
+    given = sys.argv[1:]
+    if given == [WAIT]:
         _say({"imported": True})
-        sys.stdin.readline()
-    device = next(word for word in sys.argv[1:] if word != WAIT)
+        given = json.loads(sys.stdin.readline() or "[]")
+        if not given:  # the parent has ended
+            return
+    device = given[0]
     spec = read(device)
     _say({"environment": _environment(device, spec), "identity": spec.identity, "slug": "sim"})
     for line in sys.stdin:

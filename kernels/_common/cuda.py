@@ -12,7 +12,8 @@ need a fence before its first use.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
@@ -39,9 +40,14 @@ MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands of which a plan keeps the arguments, 1 KB each
 
+COMPILERS = 8  # threads
+
 Constants = tuple[tuple[str, int], ...]
 Arguments = tuple[Any, Any]
 """Pointers to the arguments, for cuLaunchKernel, and the memory that holds the arguments."""
+
+
+_begun: "dict[tuple[str, Constants, str], Future[bytes]]" = {}
 
 
 class Layout:
@@ -197,13 +203,32 @@ def load(
     """Return the kernel `function` of NAME.cu, loaded on the device, and its code's digest."""
     import cupy
 
-    code = kept(_asked(name, constants, target), partial(compiled, name, constants, target))
+    begun = _begun.get((name, constants, target))
+    code = begun.result() if begun else _code(name, constants, target)
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
         path.write_bytes(code)
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
     return kernel.kernel, digest(code)
+
+
+def ahead(name: str, several: Iterable[Constants], target: str = HOPPERS_OWN) -> None:
+    """Begin to compile NAME.cu with each of these constants, in threads: `load` waits for them."""
+    for constants in several:
+        asked = name, constants, target
+        if asked not in _begun:
+            _begun[asked] = _compilers().submit(_code, *asked)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COMPILERS)
+
+
+def _code(name: str, constants: Constants, target: str) -> bytes:
+    """Return the cubin of NAME.cu, of an earlier process or compiled now."""
+    return kept(_asked(name, constants, target), partial(compiled, name, constants, target))
 
 
 def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:

@@ -31,6 +31,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    ahead,
     clusters_at_once,
     load,
 )
@@ -126,6 +127,9 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
     """Return the layer after this product of the gate. Raises Unsupported."""
     m, n, k = layer.sizes
     device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
+    split, squared = split_of(m, partial(clusters, k=k, device=device)), layer.squared
+    gated, packed = layer.up is not None, gate == "packed"
+    ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, packed)])
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
         product = cublas.Product(layer.x, layer.gate.t(), g)
@@ -136,8 +140,7 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
         gates = _packed_gate.prepare(layer.x, layer.gate, pinned)
         g, bits = gates.values, gates.bits
     rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
-    split = split_of(m, partial(clusters, k=k, device=device))
-    squared, (x, up, wd, y) = layer.squared, (layer.x, layer.up, layer.wd, layer.y)
+    x, up, wd, y = layer.x, layer.up, layer.wd, layer.y
     sparse = launch(
         x, g, up, layer.wd_t, y, rest, split=split, limit=limit, squared=squared, bits=bits
     )

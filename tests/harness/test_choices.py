@@ -55,7 +55,7 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 class Here(child.Worker):
     """A worker of the simulated GPU without a process of its own: starting one takes seconds."""
 
-    def __init__(self, device: str, data: Path | None, log: Log, *, spare: bool = False) -> None:
+    def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
         """Read the spec."""
         self.spec = clock.read(device)
         environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}

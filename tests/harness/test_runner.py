@@ -102,8 +102,7 @@ def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) 
 def test_the_next_process_imports_ahead_and_takes_its_device_in_its_turn(dies: bool) -> None:
     runner = Runner("cpu", None, 60, processes=2)
     try:
-        ahead = runner._spare
-        assert ahead
+        (ahead,) = runner._spares
         assert not ahead.about
         if dies:
             os.kill(ahead.pid, signal.SIGKILL)
@@ -111,7 +110,7 @@ def test_the_next_process_imports_ahead_and_takes_its_device_in_its_turn(dies: b
         (measured,) = runner.run([Contest(PROBLEM, (BASELINE,))])
         assert measured.rows[0].status is Status.OK
         assert (runner.pid == ahead.pid) is not dies
-        assert runner._spare is None
+        assert not runner._spares
     finally:
         runner.kill()
 

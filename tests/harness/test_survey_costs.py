@@ -85,8 +85,8 @@ def test_a_coarse_look_sees_every_shape_at_its_deciding_level_first() -> None:
     problems = [contest.problem for contest in read("core").contests]
     ranks = coarse(problems, DECIDED)
     first = [each for each in problems if ranks[each.id] == 0]
-    shapes = {tuple(p[name] for name in ("pattern", "dtype", "m", "n", "k")) + (p.op,)
-              for p in problems}  # fmt: skip
+    names = "pattern", "dtype", "m", "n", "k"
+    shapes = {(p.op, *(p[name] for name in names)) for p in problems}
     assert len(first) == len(shapes)
     assert {p["sparsity"] for p in first if p["pattern"] == "blocks"} == {0.9}
     assert len(problems) > 2 * len(first)

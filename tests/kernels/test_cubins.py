@@ -1,4 +1,4 @@
-"""Machine code is compiled once for all processes, and anew where anything it depends on differs."""
+"""Machine code is compiled once for all processes, and anew where what it depends on differs."""
 
 from pathlib import Path
 
