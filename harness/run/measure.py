@@ -22,7 +22,8 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.device import tuned_tables
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
@@ -71,7 +72,8 @@ def measure(
     search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
-    it if it took as long as the longest so far. What is left then is left to --resume.
+    it if it took as long as the longest so far. What is left then is left to --resume. `told`
+    hears of the machine, and why cases fail.
     """
     _require_flags(flags)
     contests = planned(suite, flags.device, flags.only)
@@ -108,6 +110,7 @@ def measure(
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
+        runner.log.explained = lambda reason, text: told(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
         watch = Watch(flags.device, runner, told)

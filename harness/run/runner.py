@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.child import Log, Lost, Measured, Worker, started
 from sparsebench.results.ceilings import Ceilings
