@@ -172,7 +172,7 @@ class Worker:
         of = {Case(problem, contender).id: contender.label for contender in contest.contenders}
         fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
         who = f"{of.get(case, 'all contenders')} at {problem.op} {fields}"
-        process = f"process {options['replicate']}, attempt {options['attempt']}"
+        process = f"process {options.get('replicate', 0)}, attempt {options.get('attempt', 0)}"
         self._log.explain(f"{who} ({process}): {why}", text)
 
     @property
