@@ -3,7 +3,7 @@
     format   without a name runs                                              gradients
     dense    torch's own product                                              X, W
     bsr      what BlockSparseLinear runs (_bsr_plans.py says which)           X, W
-    spense   what SpenseLinear runs: spense_wgmma, on a CPU a dense product   none
+    spense   what SpenseLinear runs: spense_wgmma, on a CPU a dense product   X
              on GPUs that are no Hopper spense_mma                            none
     csr      cusparse_csr, on a CPU scipy_csr                                 by name
     another  nothing: a kernel must be named
@@ -93,8 +93,9 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
     if isinstance(w, Spense):
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return _named(x, w, "spense_mma", {})
-        _require_no_gradient("matmul of spense", x)
-        op = _spense_op.linear if torch.compiler.is_compiling() else _spense_op.eager
+        grows = torch.is_grad_enabled() and x.requires_grad
+        seen = grows or torch.compiler.is_compiling()
+        op = _spense_op.linear if seen else _spense_op.eager
         y: Tensor = op(x, w.sparse, w.dense, *w.shape, *w.sparse_shape)
         return y
     found = type(w).__name__
@@ -113,11 +114,6 @@ def _require_alike(x: Tensor, w: Format) -> None:
         raise Unsupported(f"matmul: expected X on {', '.join(devices)} as W, found {x.device}")
 
 
-def _require_no_gradient(who: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise Unsupported(f"{who} has no gradient: expected torch.no_grad, or operands without one")
-
-
 # ---- a kernel by its name ----
 
 
@@ -133,7 +129,8 @@ def _named(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> Tenso
     product, arrays = Product(name, w, dict(options)), w.arrays()
     product.require("linear", x)
     others = [array for which, array in arrays.items() if which != "values"]
-    _require_no_gradient(f"matmul: {name}: all but `values`", *others)
+    if torch.is_grad_enabled() and any(array.requires_grad for array in others):
+        raise Unsupported(f"matmul: {name}: expected no gradient but for `values`, found one")
     values = arrays.get("values")
     if torch.is_grad_enabled():
         if x.requires_grad:

@@ -58,9 +58,11 @@ def test_every_format_is_multiplied(kind: Any, kernel: str | None) -> None:
 
 def test_spense_is_multiplied_in_its_dtype() -> None:
     dense = torch.tensor([1, 0, 0, 1]).repeat(128, 32) * torch.randn(128, 128)
-    x = torch.randn(8, 128).bfloat16()
+    x = torch.randn(8, 128).bfloat16().requires_grad_()
     y = sparsebench.matmul(x, Spense.from_dense(dense.bfloat16()))
     torch.testing.assert_close(y, x @ dense.bfloat16().T)
+    (dx,) = torch.autograd.grad(y, [x], torch.ones_like(y))
+    torch.testing.assert_close(dx, torch.ones_like(y) @ dense.bfloat16())
 
 
 @pytest.mark.parametrize("kind", [Dense, Bsr])
