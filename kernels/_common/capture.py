@@ -30,7 +30,15 @@ MOVED = 1  # CU_GRAPH_USER_OBJECT_MOVE: our reference becomes the graph's
 SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
 _KEPT: dict[tuple[int, int], tuple[Any, Any]] = {}  # by capture and id of owner: owner, semaphore
-_own = local()  # depth of `capturing` in this thread
+
+
+class _Own(local):
+    """What a thread has of its own: how many blocks of `capturing` it is in."""
+
+    depth = 0
+
+
+_own = _Own()
 
 
 @contextmanager
@@ -43,7 +51,7 @@ def capturing(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
     """
     enabled = gc.isenabled()
     gc.disable()
-    _own.depth = getattr(_own, "depth", 0) + 1
+    _own.depth += 1
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
@@ -59,7 +67,7 @@ def keep(owner: object) -> None:
     Without a capture, or inside of `capturing`, it does nothing. Raises RuntimeError.
     """
     found = captured_into()
-    if found is None or getattr(_own, "depth", 0) or (found[0], id(owner)) in _KEPT:
+    if found is None or _own.depth or (found[0], id(owner)) in _KEPT:
         return
     sweep()
     number, graph = found

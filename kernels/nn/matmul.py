@@ -96,8 +96,7 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
         grows = torch.is_grad_enabled() and x.requires_grad
         seen = grows or torch.compiler.is_compiling()
         op = _spense_op.linear if seen else _spense_op.eager
-        y: Tensor = op(x, w.sparse, w.dense, *w.shape, *w.sparse_shape)
-        return y
+        return op(x, w.sparse, w.dense, *w.shape, *w.sparse_shape)
     found = type(w).__name__
     raise Unsupported(f"matmul: expected kernel=NAME, as none of ours is of {found}; found none")
 
@@ -117,8 +116,7 @@ def _require_alike(x: Tensor, w: Format) -> None:
 # ---- a kernel by its name ----
 
 
-@torch.compiler.disable
-def _named(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> Tensor:
+def _by_name(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> Tensor:
     kernel = _known(name)
     if kernel.consumes != "any" and load("formats", kernel.consumes) is not type(w):
         found = type(w).__name__
@@ -140,6 +138,10 @@ def _named(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> Tenso
     return _Named.apply(x, values, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
+_named: Callable[[Tensor, Format, str, Mapping[str, Any]], Tensor]
+_named = torch.compiler.disable(_by_name)  # it looks up what was prepared
+
+
 class _Named(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor | None, product: "Product") -> Tensor:
@@ -148,7 +150,7 @@ class _Named(torch.autograd.Function):
         return product.run("linear", x=x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, _), (of_x, of_w, _), product = ctx.saved_tensors, ctx.needs_input_grad, ctx.product
         with torch.cuda.device_of(dy):
