@@ -54,7 +54,8 @@ class Plot:
         return f"Plot({self.name!r}, {len(self.html)} bytes of HTML: .save(path))"
 
     def _repr_html_(self) -> str:
-        return FRAME.format(escape(self.name), escape(self.html))
+        page = self.html.replace("<head>", '<head><base href="about:srcdoc">', 1)  # for href="#x"
+        return FRAME.format(escape(self.name), escape(page))
 
 
 @dataclass(frozen=True, repr=False)

@@ -322,7 +322,7 @@ def _inspect(contest: RunningContest) -> None:
 def _as_called(entry: Entry, timed: Timed) -> Timed:
     """Return the launch itself, as Python calls it, where a captured graph was to be timed."""
     assert entry.launch is not None
-    return timed if timed.clock == "host" else Timed(entry.launch, "events")
+    return timed if timed.clock == "host" else Timed(entry.launch.run, "events")
 
 
 def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:

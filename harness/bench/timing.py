@@ -55,16 +55,20 @@ class Samples:
 
 
 def ready(launch: Launch, device: torch.device) -> Timed:
-    """Capture the launch as a CUDA graph where that is possible; the clock's name says which."""
+    """Capture the launch as a CUDA graph where that is possible; the clock's name says which.
+
+    What is called is `launch.run`, without the look for a capture, which takes 0.2 µs.
+    """
     if device.type == "cpu":
-        return Timed(launch, "host")
+        return Timed(launch.run, "host")
     graph = torch.cuda.CUDAGraph()
     try:
         with capturing(graph):
-            output = launch()
+            output = launch.run()
     except RuntimeError as error:
         torch.cuda.synchronize(device)
-        return Timed(launch, "events", f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
+        why = str(error).strip().partition("\n")[0]
+        return Timed(launch.run, "events", f"no CUDA graph: {why}")
 
     def replay(_owner: Launch = launch) -> Output:  # the graph reads memory that the launch owns
         graph.replay()

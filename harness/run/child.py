@@ -40,7 +40,7 @@ START_PAUSE_S = 1.0  # and twice as long after each attempt: memory, or a GPU, m
 WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
 LINES_KEPT = 200  # and into failures.log: also the stacks that faulthandler writes
 STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # how these begin
-DUMP_S = 0.5  # for the stacks of a worker that hangs
+DUMP_S, DUMP_STEP_S = 2.0, 0.1  # for the stacks of a worker that hangs, looked for in steps
 FAILURES = "failures.log"  # beside worker.log
 
 Explained = Callable[[str, str], None]
@@ -223,9 +223,7 @@ class Worker:
         try:
             line = self._answers.get(timeout=timeout_s)
         except Empty:
-            with suppress(ProcessLookupError):
-                os.kill(self._child.pid, signal.SIGUSR1)  # for the stacks (worker.py)
-                time.sleep(DUMP_S)
+            self._dump()
             self.kill()
             return Lost("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
         if not line:
@@ -236,6 +234,17 @@ class Worker:
                 return answer
         self.kill()
         return Lost("", Status.FAILED, f"expected an answer in JSON, found {line[:80]!r}")
+
+    def _dump(self) -> None:
+        """Ask a worker that hangs for its stacks (worker.py), and give it DUMP_S to write them."""
+        with suppress(ProcessLookupError):
+            os.kill(self._child.pid, signal.SIGUSR1)
+        late = time.monotonic() + DUMP_S
+        while self._end.is_alive() and time.monotonic() < late:
+            time.sleep(DUMP_STEP_S)
+            if any(line.startswith(STACKS[-1]) for line in self._words):
+                time.sleep(DUMP_STEP_S)  # for the frames below it
+                return
 
     def _last_words(self, code: int) -> str:
         own = takewhile(lambda line: not line.startswith(STACKS), self._words)

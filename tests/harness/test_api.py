@@ -64,6 +64,7 @@ def test_a_notebook_shows_the_answer_with_its_badges(measured: sparsebench.Run) 
     shown = measured._repr_html_()
     page = unescape(re.findall(r'srcdoc="([^"]*)"', shown)[0])
     assert "SIMULATED" in page
+    assert '<base href="about:srcdoc">' in page  # a link to a place on it stays inside
     assert "Which format wins" in page
     assert 'id="answer"' in page
     assert 'id="cases"' not in page

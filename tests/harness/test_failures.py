@@ -12,6 +12,7 @@ from sparsebench.harness._cli import telling
 from sparsebench.harness.bench.explain import LONGEST, explained
 from sparsebench.harness.doctor.findings import Finding, Level, failure
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run import child
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
 
@@ -80,8 +81,9 @@ def test_the_stacks_of_a_crash_and_of_what_raises_are_kept(tmp_path: Path) -> No
     assert str(Path(__file__).parent) not in said
 
 
-def test_the_stack_of_a_hang_is_kept() -> None:
+def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is slow to start on a busy machine times out as well: any stack will do."""
+    monkeypatch.setattr(child, "DUMP_S", 600.0)
     said = failures("faulty.hangs", timeout_s=2)
     assert "no answer within 2 s" in said
     assert "most recent call first" in said
