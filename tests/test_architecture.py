@@ -73,8 +73,10 @@ WAYS_IN = {
     "_cli_compare",
     "_cli_survey",
     "_cli_publish",
+    "_cli_try",
     "pytest_plugin",
     "_pytest_nodes",
+    "api",
 }  # these may import every group
 
 
