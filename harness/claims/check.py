@@ -187,7 +187,7 @@ def _measured(
     ids = dict.fromkeys(case for part, problems in missing for case in part.cases(problems))
     energy = any(part.test.metric == "energy_saved" for part, _ in missing)
     given = replace(flags, only=f"case={'|'.join(ids)}", energy=energy)
-    names = (f"{suite.name}{end}" for end in ("", *(f"-{number}" for number in count(2))))
+    names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
     path = next(to / name for name in names if not (to / name).exists())
     return measure(suite, given, path, None, progress)
 
@@ -239,7 +239,7 @@ def _confirmed(
         "confirms": {
             "manifest_sha256": bundle.identity(path),
             "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
-            "screened": len({row.case.id for row in run.rows}),
+            "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
         }
     }
     return again(

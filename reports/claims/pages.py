@@ -75,7 +75,7 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
-        yield f"badges/claims/{entry.asked.name}.svg", badge(entry)
+        yield f"claims/{entry.asked.name}.svg", badge(entry)
 
 
 def alone(found: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:

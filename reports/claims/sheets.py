@@ -17,7 +17,7 @@ STYLES = {
     Word.NOT_TESTABLE: "quiet",
 }
 WORDS = frozenset({"claim", "what is claimed", "source", "test", "verdict", "basis", "why"})
-WORDS |= {"can it be met", "leans to", "GPU"}
+WORDS |= {"leans to", "GPU"}
 
 
 def listed(claims: Iterable[Written]) -> Sheet:
@@ -39,13 +39,13 @@ def bounded(claims: Iterable[Asked]) -> Sheet:
             beyond = test.name in asked.beyond
             said: Cell = ("cannot", "bad") if beyond else "can" if known else ("?", "quiet")
             proxy = " (proxy)" if test.proxy else ""
-            lines.append([asked.name, test.name + proxy, test.sentence, most, said])
+            lines.append([asked.name, said, most, test.name + proxy, test.sentence])
         for bound in asked.claim.bounds:
             share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
-            lines.append([asked.name, bound.of + share, "", f"{rounded(bound.most, 0.01)} x", ""])
+            lines.append([asked.name, "", f"{rounded(bound.most, 0.01)} x", bound.of + share, ""])
     title = "At most, as efficient as dense; cannot: no such kernel can meet the threshold"
-    columns = ("claim", "test or part", "threshold", "at most", "be met")
-    return Sheet(title, columns, lines, WORDS | {"threshold", "test or part", "be met"})
+    columns = ("claim", "be met", "at most", "test or part", "threshold")
+    return Sheet(title, columns, lines, WORDS | {"threshold", "test or part"})
 
 
 def judged(verdicts: Iterable[Verdict]) -> Sheet:

@@ -111,7 +111,7 @@ def cells(test: Test, wanted: Collection[str], run: Run, found: Analysis) -> lis
         "test": test.name,
         "run": run.path.name,
         "device": device_name(run.environment),
-        "simulated": "sim" in run.environment,
+        "simulated": run.state["flags"]["device"].partition(":")[0] == "sim",
         "confirms": "confirms" in run.state,
         "reliable": found.noise.reliability[0] is not Reliability.UNRELIABLE,
         "commit": str(run.environment.get("commit") or "")[:12],

@@ -36,6 +36,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results import files
 from sparsebench.results.claims.metrics import METRICS
@@ -293,18 +294,28 @@ def json_schema() -> dict[str, Any]:
 
 
 def _said(error: ValidationError, root: yaml.Node) -> str:
-    """Write the first error: its line, its place, what was expected and found."""
-    first = error.errors()[0]
+    """Write the first error: its line, its place, what was expected and found.
+
+    A key that is unknown comes before one that is missing: it may be that one, misspelt.
+    """
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = [part for part in first["loc"] if not _is_branch(part)]
     place = ".".join(map(str, path)) or "top"
     line = f"{_line(root, path)}: {place}"
     if first["type"] == "missing":
         return f"{line}: expected a value, found none"
     if first["type"] == "extra_forbidden":
-        return f"{line}: unknown key"
+        return f"{line}: unknown key{did_you_mean(str(path[-1]), _KEYS)}"
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     found = "" if first["type"] == "value_error" else f"; found {str(first['input'])[:60]!r}"
     return f"{line}: expected {wanted}{found}"
+
+
+_KEYS = [
+    info.alias or name
+    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test, Bound)
+    for name, info in model.model_fields.items()
+]
 
 
 def _is_branch(part: str | int) -> bool:
