@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.plan import Part, asked, parts, refused
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.measure import Progress, measure
@@ -53,17 +54,19 @@ class Evidence:
     def read(self, paths: Iterable[Path]) -> None:
         """Add the cells of some runs; ResultError where one cannot be read."""
         for path in paths:
-            if path.name in self.runs:
-                raise SuiteError(f"{path}: expected runs of different names, found {path.name}")
             run = store.read(path)
-            self.runs[path.name] = path
+            name = path.name if path.name not in self.runs else f"{path.parent.name}/{path.name}"
+            if name in self.runs:
+                raise SuiteError(f"{path}: expected each run once, found {name} twice")
+            self.runs[name] = path
             ids = {row.case.problem.id for row in run.rows}
             touched = [part for part in self.all_parts if part.problems & ids]
             if not touched:
                 continue
             found = analyse(run)
             for part in touched:
-                self.cells[part.written.name] += cells(part.test, part.problems, run, found)
+                own = cells(part.test, part.problems, run, found)
+                self.cells[part.written.name] += [replace(cell, run=name) for cell in own]
 
     @property
     def all_parts(self) -> list[Part]:
@@ -122,7 +125,11 @@ def check(
         if reason := refused(part, flags.device):
             found.refused[part.written.name, part.test.name] = reason
     for missing in _missing(found, flags.device):
-        found.read([_measured(missing, flags, to, progress)])
+        try:
+            found.read([_measured(missing, flags, to, progress)])
+        except NoMeter as error:
+            why = {(part.written.name, part.test.name): str(error) for part, _ in missing}
+            found.refused |= why
     if flags.replicates >= FEWEST:
         for screening, chosen in _promising(found).items():
             found.read([_confirmed(found, screening, chosen, flags, to, progress)])
@@ -166,8 +173,11 @@ def _test_json(judged: Judged) -> dict[str, Any]:
 
 
 def _missing(found: Evidence, device: str) -> list[list[tuple[Part, set[str]]]]:
-    """Return, by suite, the parts that have problems without a cell on such a device, and those."""
-    by_suite: dict[str, list[tuple[Part, set[str]]]] = {}
+    """Return, by suite, the parts that have problems without a cell on such a device, and those.
+
+    Parts that ask for energy are apart: it takes seconds a case.
+    """
+    by_suite: dict[tuple[str, bool], list[tuple[Part, set[str]]]] = {}
     for part in found.all_parts:
         name = part.written.name
         if (name, part.test.name) in found.refused:
@@ -175,7 +185,7 @@ def _missing(found: Evidence, device: str) -> list[list[tuple[Part, set[str]]]]:
         own = [cell for cell in found.cells[name] if cell.test == part.test.name]
         known = {cell.problem for cell in own if cell.simulated == simulated(device)}
         if left := part.problems - known:
-            by_suite.setdefault(part.suite.text, []).append((part, left))
+            by_suite.setdefault((part.suite.text, _energy(part)), []).append((part, left))
     return list(by_suite.values())
 
 
@@ -185,11 +195,14 @@ def _measured(
     """Run what is missing of one suite."""
     suite = missing[0][0].suite
     ids = dict.fromkeys(case for part, problems in missing for case in part.cases(problems))
-    energy = any(part.test.metric == "energy_saved" for part, _ in missing)
-    given = replace(flags, only=f"case={'|'.join(ids)}", energy=energy)
+    given = replace(flags, only=f"case={'|'.join(ids)}", energy=_energy(missing[0][0]))
     names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
     path = next(to / name for name in names if not (to / name).exists())
     return measure(suite, given, path, None, progress)
+
+
+def _energy(part: Part) -> bool:
+    return part.test.metric == "energy_saved"
 
 
 def _begun(to: Path, flags: Flags, progress: Progress) -> list[Path]:
