@@ -11,13 +11,13 @@ from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import catalog, plan
-from sparsebench.harness.claims.check import check, evidence
+from sparsebench.harness.claims.check import Evidence, check, evidence
 from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.schema import Written, read
-from sparsebench.results.claims.verdict import Word
+from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.record import Problem
 
 CLAIM = """\
@@ -73,74 +73,108 @@ def quiet(done: int, total: int, problem: str) -> None:
     """Say nothing."""
 
 
-def judged(claim: Written, folder: Path, efficiency: float, replicates: int = 6) -> Word:
-    flags = Flags(device(folder, efficiency), replicates=replicates)
-    found = check([claim], flags, [], folder / "out", quiet)
+def judged(found: Evidence) -> Verdict:
+    """Return the only verdict on the only claim."""
     ((verdict,),) = found.verdicts().values()
-    assert verdict.simulated
-    return verdict.word
+    return verdict
 
 
-# bsr_triton computes 0.5 and 0.2 of cublas's work: at 0.8 it is 2 and 5 times as fast.
+@pytest.fixture(scope="module")
+def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work."""
+    folder = tmp_path_factory.mktemp("fast")
+    flags = Flags(device(folder, 0.8), replicates=6)
+    found = check([written(folder)], flags, [], folder / "out", quiet)
+    assert judged(found).word is Word.REPRODUCED
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Check one whose kernel is slower than dense; nothing is left to confirm."""
+    folder = tmp_path_factory.mktemp("slow")
+    flags = Flags(device(folder, 0.1), replicates=6)
+    check([written(folder)], flags, [], folder / "out", quiet)
+    assert [path.name for path in folder.glob("out/*/")] == ["mine"]
+    return folder / "out"
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "efficiency", "word"),
+    ("old", "new", "ran", "word"),
     [
-        ("", "", 0.8, Word.REPRODUCED),
-        ("at_least: 2", "at_least: 9", 0.8, Word.PARTLY),
-        ("", "", 0.1, Word.REFUTED),
-        ("gpus: [H200]", "gpus: [B200]", 0.1, Word.NOT_CARRIED_OVER),
-        ("at_least: 2", "at_least: 5", 0.8, Word.INCONCLUSIVE),
-        ("fier: exists\n", "fier: exists\n    proxy: a kernel\nmissing: it\n", 0.8, Word.PARTLY),
+        ("", "", "fast", Word.REPRODUCED),
+        ("at_least: 2", "at_least: 9", "fast", Word.PARTLY),
+        ("at_least: 2", "at_least: 5", "fast", Word.INCONCLUSIVE),
+        ("fier: exists\n", "fier: exists\n    proxy: a kernel\nmissing: it\n", "fast", Word.PARTLY),
+        ("", "", "slow", Word.REFUTED),
+        ("gpus: [H200]", "gpus: [B200]", "slow", Word.NOT_CARRIED_OVER),
     ],
 )
 def test_someone_elses_claim_is_judged_from_one_file(
-    old: str, new: str, efficiency: float, word: Word, tmp_path: Path
+    old: str, new: str, ran: str, word: Word, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    assert judged(written(tmp_path, old, new), tmp_path, efficiency) is word
+    runs = sorted(file.parent for file in request.getfixturevalue(ran).glob("*/run.json"))
+    found = judged(evidence([written(tmp_path, old, new)], runs))
+    assert (found.word, found.simulated) == (word, True)
 
 
-def test_a_chosen_cell_is_measured_anew_and_alone(tmp_path: Path) -> None:
-    assert judged(written(tmp_path), tmp_path, 0.8) is Word.REPRODUCED
-    screening, again = (store.read(tmp_path / "out" / n) for n in ("mine", "mine-confirmed"))
+def test_a_chosen_cell_is_measured_anew_and_alone(fast: Path) -> None:
+    screening, again = (store.read(fast / name) for name in ("mine", "mine-confirmed"))
     assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
     assert {row.case.problem["sparsity"] for row in again.rows} == {0.8}
     assert again.state["confirms"]["screened"] == 4
-    said = json.loads((tmp_path / "out" / "verdicts.json").read_text())["claims"]["mine"][0]
+    said = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
     assert (said["verdict"], said["basis"]) == ("reproduced", "as published")
     assert said["tests"][0]["deciding"][0]["run"] == "mine-confirmed"
 
 
-def test_a_look_confirms_nothing(tmp_path: Path) -> None:
-    assert judged(written(tmp_path), tmp_path, 0.8, replicates=2) is Word.INCONCLUSIVE
-    assert not (tmp_path / "out" / "mine-confirmed").exists()
+@pytest.fixture(scope="module")
+def look(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Check a claim in two processes."""
+    folder = tmp_path_factory.mktemp("look")
+    flags = Flags(device(folder, 0.8), replicates=2)
+    assert judged(check([written(folder)], flags, [], folder, quiet)).word is Word.INCONCLUSIVE
+    return folder
 
 
-def test_what_runs_have_is_not_measured_again(tmp_path: Path) -> None:
-    claim = written(tmp_path, "quantifier: exists", "quantifier: typical")
-    judged(claim, tmp_path, 0.8, replicates=2)
+def test_a_look_confirms_nothing(look: Path) -> None:
+    assert not (look / "mine-confirmed").exists()
+
+
+def test_what_runs_have_is_not_measured_again(look: Path, tmp_path: Path) -> None:
     wider = written(tmp_path, "[0.5, 0.8]", "[0.5, 0.8, 0.9]", name="wider")
-    flags, run = Flags(device(tmp_path, 0.8), replicates=2), tmp_path / "out" / "mine"
-    found = check([wider], flags, [run], tmp_path / "more", quiet)
-    fresh = store.read(tmp_path / "more" / "wider")
+    flags = Flags(device(tmp_path, 0.8), replicates=2)
+    found = check([wider], flags, [look / "mine"], tmp_path, quiet)
+    fresh = store.read(tmp_path / "wider")
     assert {row.case.problem["sparsity"] for row in fresh.rows} == {0.9}
     assert {cell.run for cell in found.cells["wider"]} == {"mine", "wider"}
 
 
 def test_a_check_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    claim, calls = written(tmp_path, "quantifier: exists", "quantifier: typical"), []
+    claim = written(tmp_path, "quantifier: exists", "quantifier: typical")
 
     def stop(done: int, total: int, problem: str) -> None:
-        calls.append(done)
         if done == total - 1:
             raise KeyboardInterrupt
 
-    flags, to = Flags(device(tmp_path, 0.8), replicates=6), tmp_path / "out"
+    flags, to = Flags(device(tmp_path, 0.8), replicates=2), tmp_path / "out"
     with pytest.raises(Stopped):
         check([claim], flags, [], to, stop)
     assert store.read(to / "mine").state["status"] == "interrupted"
     found = check([claim], flags, [], to, quiet)
     assert [path.name for path in to.iterdir() if path.is_dir()] == ["mine"]
-    assert found.cells["mine"][0].processes == 6
+    assert found.cells["mine"][0].processes == 2
+
+
+def test_what_no_meter_counts_is_not_testable(tmp_path: Path) -> None:
+    asks = 'metric: energy_saved\n    at_least: 2\n    unit: "%"'
+    file = tmp_path / "mine.yaml"
+    text = CLAIM.replace("metric: speedup\n    at_least: 2\n    unit: x", asks)
+    file.write_text(text.replace("measure:\n", "measure:\n  energy: true\n"))
+    flags = Flags(device(tmp_path, 0.8), replicates=1)
+    verdict = judged(check([read(file)], flags, [], tmp_path / "out", quiet))
+    assert verdict.word is Word.NOT_TESTABLE
+    assert "expected an NVIDIA GPU" in verdict.why
 
 
 WRONG = {
@@ -229,7 +263,7 @@ def test_what_does_not_fit_is_said_before_it_is_built(tmp_path: Path) -> None:
 def test_a_baseline_that_is_unsupported_here_makes_it_not_testable(tmp_path: Path) -> None:
     claim = written(tmp_path)
     found = check([claim], Flags("cpu", replicates=1), [], tmp_path / "out", quiet)
-    ((verdict,),) = found.verdicts().values()
+    verdict = judged(found)
     assert verdict.word is Word.NOT_TESTABLE
     assert "no baseline is supported here: cublas: " in verdict.why
     assert not (tmp_path / "out" / "mine").exists()
