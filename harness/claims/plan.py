@@ -67,7 +67,8 @@ def parts(written: Written, data: Path | None = None) -> list[Part]:
         assert measure
         name = f"{written.name}-{number + 1}" if test.measure else written.name
         with _placed(written.at(*own)):
-            suite = _suite(name, measure.model_dump_json(exclude={"only"}), data)
+            asked = measure.model_dump_json(exclude={"only", "energy"})
+            suite = _suite("" if measure.suite else name, asked, data)
             contests = only(suite.contests, measure.only)
         part = Part(written, test, suite, tuple(contests))
         found.append(_narrowed(part, number, measure))

@@ -6,10 +6,12 @@ linear, m 64, 95 %        ├──■───:─┤  |   |  the bound of the 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import INK, OURS, PAPER, PEER, canvas, style, svg
@@ -22,12 +24,11 @@ MOST = 24  # cells drawn; the others are in the table
 LINE = 15  # CSS pixels a cell
 WIDTH = 640
 APART = 8.0  # largest over least value from which on the axis is logarithmic
-LOOKS = {
+LOOKS: dict[str, dict[str, Any]] = {
     "met": {"marker": "o", "color": OURS},
     "missed": {"marker": "o", "color": PEER, "markerfacecolor": PAPER},
     "unclear": {"marker": "s", "color": INK, "markerfacecolor": PAPER},
 }
-WORDS = {"met": "beyond the threshold", "missed": "short of it", "unclear": "astride it"}
 
 
 def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Markup:
@@ -76,12 +77,12 @@ def _label(cell: Cell) -> str:
     return f"{cell.label}{' (confirming)' if cell.confirms else ''}"[:78]
 
 
-def _across(axes: object, values: list[float]) -> None:
+def _across(axes: Axes, values: list[float]) -> None:
     """Make the axis logarithmic where values are far apart."""
     low, high = min(values), max(values)
     if low > 0 and high / low > APART:
-        axes.set_xscale("log")  # type: ignore[attr-defined]
-        axes.xaxis.set_major_formatter(ScalarFormatter())  # type: ignore[attr-defined]
-        axes.xaxis.set_minor_formatter("")  # type: ignore[attr-defined]
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(7))  # type: ignore[attr-defined]
+        axes.xaxis.set_major_locator(MaxNLocator(7))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command import sparsebench
+from made_up_claims import CLAIM
 from places import PUBLISHED, ROOT
 from simulated_here import in_this_process
 
@@ -20,32 +21,6 @@ from sparsebench.results.claims.schema import Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.record import Problem
 
-CLAIM = """\
-schema: sparsebench/claim@1
-title: Blocks are faster
-statement: It is twice as fast as dense
-verbatim: true
-source: {title: A page, url: "https://example.org/a", date: "2026", kind: paper, checked: Made up.}
-hardware: {scope: named, gpus: [H200]}
-conditions:
-  dtype: {published: fp16, field: dtype}
-measure:
-  problems:
-    - {op: linear, m: 4096, n: 4096, k: 4096, dtype: bf16, pattern: blocks, block: 64,
-       sparsity: [0.5, 0.8]}
-  contenders:
-    - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  baselines:
-    - {format: dense, kernel: cublas}
-tests:
-  - name: over dense
-    subject: {format: bsr}
-    baseline: {format: dense}
-    metric: speedup
-    at_least: 2
-    unit: x
-    quantifier: exists
-"""
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
 
 

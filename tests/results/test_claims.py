@@ -1,89 +1,20 @@
 """Claims as files, cells as numbers: what is refused, and each verdict on each basis."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import yaml
+from made_up_claims import CLAIM, DEVICES, cell, claimed, spread
 from places import ROOT
 
 from sparsebench.errors import SuiteError
-from sparsebench.results.claims.cells import Cell, united, valued
+from sparsebench.results.claims.cells import Cell, united
 from sparsebench.results.claims.metrics import METRICS
 from sparsebench.results.claims.schema import Bound, Claim, json_schema, parse
 from sparsebench.results.claims.verdict import Basis, Verdict, Word, basis, judge, state
-
-CLAIM = """\
-schema: sparsebench/claim@1
-title: Blocks are faster
-statement: It is twice as fast as dense
-verbatim: true
-source: {title: A page, url: "https://example.org/a", date: "2026", kind: paper, checked: Made up.}
-hardware: {scope: named, gpus: [H100]}
-conditions:
-  dtype: {published: fp16, field: dtype}
-measure:
-  problems:
-    - {op: linear, m: [1, 2, 3, 4], n: 64, k: 64, dtype: bf16}
-  contenders:
-    - {format: bsr, kernel: bsr_triton}
-  baselines:
-    - {format: dense, kernel: cublas}
-tests:
-  - name: over dense
-    subject: {format: bsr}
-    baseline: {format: dense}
-    metric: speedup
-    at_least: 2
-    unit: x
-    quantifier: exists
-"""
-DEVICES = {
-    Basis.AS_PUBLISHED: "NVIDIA H100 80GB HBM3",
-    Basis.SAME_ARCHITECTURE: "NVIDIA H200",
-    Basis.OTHER_GPU: "NVIDIA B200",
-    Basis.KERNEL_PROXY: "NVIDIA H100 PCIe",
-}
-
-
-def claimed(**changed: object) -> Claim:
-    """Return CLAIM with another test, hardware or anything else."""
-    data = yaml.safe_load(CLAIM)
-    test = {k: v for k, v in changed.items() if k in {"at_least", "at_most", "partly_at"}}
-    test |= {k: v for k, v in changed.items() if k in {"quantifier", "proxy", "metric", "unit"}}
-    if "at_most" in test:
-        del data["tests"][0]["at_least"]
-    data["tests"][0] |= test
-    data |= {k: v for k, v in changed.items() if k not in test}
-    return Claim.model_validate(data)
-
-
-def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: object) -> Cell:
-    """Return a cell of these ratios, one a process."""
-    facts: dict[str, object] = {
-        "test": "over dense",
-        "problem": problem,
-        "run": "a-run",
-        "device": DEVICES[Basis.AS_PUBLISHED],
-        "simulated": False,
-        "confirms": False,
-        "reliable": True,
-        "commit": "",
-        "fields": {"op": "linear", "m": 4, "level": 0.5},
-        "case_ids": (problem,),
-        "reason": "",
-    }
-    blank = Cell(**(facts | changed))  # type: ignore[arg-type]
-    logs = [np.array([np.log(ratio)]) for ratio in ratios]
-    return blank if blank.reason else valued(claim.tests[0], blank, logs)
-
-
-def spread(middle: float, percent: float = 1.0, processes: int = 8) -> list[float]:
-    """Return ratios around a middle, evenly."""
-    return [middle * (1 + percent / 100 * step) for step in np.linspace(-1, 1, processes)]
 
 
 def verdict(claim: Claim, *cells: Cell, of: int = 0) -> Verdict:
@@ -100,22 +31,22 @@ def test_what_a_claim_says_is_read_and_given_back() -> None:
 
 
 WRONG = {  # what is replaced, by what, and what is said of which line
-    "no unit": ("    unit: x\n", "", "17: tests.0.unit: expected a value, found none"),
-    "no threshold": ("    at_least: 2\n", "", "17: tests.0: expected a threshold"),
+    "no unit": ("    unit: x\n", "", "18: tests.0.unit: expected a value, found none"),
+    "no threshold": ("    at_least: 2\n", "", "18: tests.0: expected a threshold"),
     "two thresholds": ("at_least: 2", "at_least: 2\n    at_most: 3", "at_most, not both"),
-    "another unit": ("unit: x", 'unit: "%"', "17: tests.0: expected unit x of speedup, not %"),
-    "no such metric": ("metric: speedup", "metric: joy", "20: tests.0.metric: expected 'speedup'"),
+    "another unit": ("unit: x", 'unit: "%"', "18: tests.0: expected unit x of speedup, not %"),
+    "no such metric": ("metric: speedup", "metric: joy", "21: tests.0.metric: expected 'speedup'"),
     "no such key": ("title: B", "tilte: B", "2: tilte: unknown key (did you mean title?)"),
     "half of it first": ("unit: x", "unit: x\n    partly_at: 3", "partly_at below at_least, not 3"),
     "equal kernels meet it": ("unit: x", "unit: x\n    tolerance: 1.5", "no equal contender meets"),
     "both ours": ("field: dtype}", "field: dtype, ours: bf16}", "field or ours, not both"),
-    "named, no name": (", gpus: [H100]", "", "6: hardware: expected gpus where the scope is named"),
+    "named, no name": (", gpus: [H200]", "", "6: hardware: expected gpus where the scope is named"),
     "a long quote": ("as dense", "as dense" * 0 + "a " * 30, "at most 25 words, not 35"),
     "a proxy alone": ("unit: x", "unit: x\n    proxy: a kernel", "missing, where every test is"),
     "missing, yet whole": ("title: B", "missing: a GPU\ntitle: B", "over dense is none"),
     "no suite": ("measure:", "measured:", "measured: unknown key"),
     "a suite twice": ("measure:\n", "measure:\n  suite: quick\n", "and not both"),
-    "no number": ("at_least: 2", "at_least: two", "21: tests.0.at_least: expected a valid number"),
+    "no number": ("at_least: 2", "at_least: two", "22: tests.0.at_least: expected a valid number"),
     "no date": ('"2026"', '"soon"', "5: source.date: expected String should match pattern"),
     "a key twice": ("title: B", "title: A\ntitle: B", "expected each key once"),
     "no claim": (CLAIM, "[]", "1: expected a claim, found list"),
