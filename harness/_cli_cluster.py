@@ -53,6 +53,11 @@ class Ways:
         return bool(self.devices or self.slurm or self.submit)
 
     @property
+    def count(self) -> int:
+        """Return how many devices of this host measure."""
+        return len(self.devices.split(",")) if self.devices else 1
+
+    @property
     def named(self) -> list[str]:
         """Return the devices of this host, each as it is there; SuiteError where one is not."""
         from sparsebench.harness.machine.device import named
@@ -172,8 +177,9 @@ def status(
     plan = folders.read(folder)
     suite = folders.suite(folder, plan)
     shares, sent = list(folders.shares(folder, plan)), jobs(folder)
-    done, total = sum(share.contests for share in shares), folders.total(plan, suite)
-    left = folders.unclaimed(folder, folders.contests(plan, suite))
+    asked = folders.contests(plan, suite)
+    done, total = sum(share.contests for share in shares), len(asked) * plan.flags.replicates
+    left = folders.unclaimed(folder, asked)
     if as_json:
         parts = [asdict(share) | {"jobs": sent.get(str(share.number), [])} for share in shares]
         print_json({"contests": {"done": done, "of": total, "unclaimed": left}, "parts": parts})

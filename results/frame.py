@@ -28,7 +28,7 @@ from sparsebench.results.record import Contender, Row, Status, Value
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
 FIELDS = ["m", "n", "k", "dtype", "pattern", "sparsity", "block"]  # an op may have others
 CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin"]
-PLACE = ["replicate", "attempt", "shard", "reference", "device", "scope", "cache", "clock"]
+PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
 RESULT = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by"]
 SIZES = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
 ERRORS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias"]

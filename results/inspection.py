@@ -42,7 +42,10 @@ def inspect(run: Run) -> Iterator[str]:
     replicates = _equal_replicates(run, rows)
     little = "" if replicates >= FEWEST else f": a look; a verdict takes {FEWEST}"
     yield f"replicates: {replicates}, the same cases in each, none twice{little}"
-    yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
+    if run.state.get("part"):
+        yield "A/A pairs: not asked for: this is a part of a run"
+    else:
+        yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
     yield f"errors: of {_right(run, rows)} ok rows, each within its bound"
     yield f"times: {_below_light(run, rows)} held against a bound, none below it"
@@ -50,31 +53,35 @@ def inspect(run: Run) -> Iterator[str]:
 
 
 def _one_device(run: Run, rows: list[Row]) -> str:
-    """Return the GPU's UUID, or the CPU's name; of a merged run those of all shards."""
+    """Return the GPU's UUID, or the CPU's name; of a merged run those of all its shards.
+
+    ResultError where a row is of another device, or where a contest is of two.
+    """
     gpu, cpu = run.environment.get("gpu") or {}, run.environment.get("cpu") or {}
     of_run = str(gpu.get("uuid") or cpu.get("name"))
-    shards: list[str] = [shard["device"] for shard in run.state.get("shards", [])] or [of_run]
+    known = dict.fromkeys(shard["device"] for shard in run.state.get("shards", [])) or {of_run: 0}
+    contests: dict[tuple[int, str], str] = {}
     for row in rows:
-        expected = shards[row.shard] if 0 <= row.shard < len(shards) else "of a known shard"
+        contest = row.replicate, row.case.problem.id
+        expected = contests.setdefault(
+            contest, row.device if row.device in known else str([*known])
+        )
         if row.device != expected:
             said = f"expected device {expected} (environment.json), found {row.device}"
             raise ResultError(f"{_where(run, row)}: {said}")
-    return ", ".join(dict.fromkeys(shards))
+    return ", ".join(known)
 
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:
     """Return how many replicates there are; ResultError if they differ in their cases."""
     count: int = run.state["flags"]["replicates"]
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
-    once = set[tuple[Any, ...]]()
     for row in rows:
         if row.replicate not in seen:
             raise ResultError(f"{_where(run, row)}: expected {count} replicates, found another")
         key = row.reference, row.case.id, row.scope, row.cache
-        shard = row.shard if row.reference else 0  # each has its noise-floor contests
-        if (row.replicate, shard, key) in once:
+        if key in seen[row.replicate]:
             raise ResultError(f"{_where(run, row)}: expected one row, found two")
-        once.add((row.replicate, shard, key))
         seen[row.replicate][key] = row
     anywhere = {key: row for here in seen.values() for key, row in here.items()}
     for replicate, here in seen.items():

@@ -122,8 +122,7 @@ def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
     found: dict[Hashable, dict[int, dict[str, Any]]] = {}
     for table in tables:
         for line in table[table.aa_log.notna()].to_dict("records"):
-            own = line["shard"] if line["reference"] else 0  # every GPU of a run has its floor
-            pair = line["reference"], own, line["case_id"], line["scope"], line["cache"]
+            pair = line["reference"], line["case_id"], line["scope"], line["cache"]
             named = {str(name): value for name, value in line.items()}
             problem = {"problem": _problem(named, fields(table))}
             found.setdefault(pair, {})[line["replicate"]] = named | problem

@@ -13,10 +13,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@4"
-OLDER_ROWS = tuple(f"sparsebench/rows@{n}" for n in (1, 2, 3))  # a field they lack has its default
+ROWS_SCHEMA = "sparsebench/rows@3"
+OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field they lack has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
@@ -78,7 +79,7 @@ class Problem:
             raise KeyError(f"op {self.op} has no field {name}")
         return self.fields[name]
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Name the problem; a source counts by content, not by place."""
         defaults = self.defaults.items()
@@ -139,7 +140,7 @@ class Case:
     problem: Problem
     contender: Contender
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Hash the canonical JSON, without `baseline` and `error`: they say how it is judged."""
         names = "format", "kernel", "params", "options", "twin"
@@ -157,8 +158,8 @@ class Row:
     """What one case gave in one process, for one scope and cache state.
 
     A contest is one problem in one process, its contenders timed in turn, block by block. So rows
-    of one problem, `shard`, `replicate` and `attempt` were measured side by side. `samples_us` are
-    in the order taken: `samples_per_block` of each block.
+    of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in the
+    order taken: `samples_per_block` of each block.
     """
 
     case: Case
@@ -202,7 +203,6 @@ class Row:
     telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
-    shard: int = 0  # of a merged run: which of the runs that it was made from
 
     @property
     def chosen(self) -> str:

@@ -5,6 +5,7 @@
     run.json          flags, status (running, finished, interrupted), seconds by phase
     rows.jsonl        a schema line, then one row per line; appended and synced per contest
     worker.log        whatever kernels and compilers printed
+    failures.log      the traceback of every case that failed, where there is one
     lock.txt          every installed distribution; written when the run is sealed (bundle.py)
     manifest.json     the SHA-256 of every file, likewise
 
@@ -89,6 +90,12 @@ class _Device(_Typed):
     uuid: str | None = None
 
 
+class _Plugin(_Typed):
+    distribution: str | None
+    version: str | None
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
 class _Environment(_Typed):
     gpu: _Device | None = None
     cpu: _Device | None = None
@@ -97,6 +104,7 @@ class _Environment(_Typed):
     dirty: bool | None = None
     ceilings: dict[str, Any] = {}
     devices: list[dict[str, Any]] = []
+    plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 
 
 class _Suite(_Typed):
@@ -268,8 +276,7 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
     """Refuse a case that is there twice in one process: two runs wrote into one directory."""
     seen: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(rows, start=2):
-        shard = row.shard if row.reference else 0
-        key = row.reference, shard, row.replicate, row.case.id, row.scope, row.cache
+        key = row.reference, row.replicate, row.case.id, row.scope, row.cache
         if (before := seen.setdefault(key, number)) != number:
             said = f"expected one row of {row.case.contender.label} in replicate {row.replicate}"
             raise ResultError(f"{file}: line {number}: {said}, found another in line {before}")

@@ -54,7 +54,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     for line in table.to_dict("records"):
         processes = cases.setdefault((line["case_id"], line["scope"], line["cache"]), {})
         processes[line["replicate"]] = {str(name): value for name, value in line.items()}
-    dropped = "replicate", "attempt", "shard", "reference", "aa_log", "blocks_us", *QUARTILES
+    dropped = "replicate", "attempt", "reference", "aa_log", "blocks_us", *QUARTILES
     kept = [name for name in table.columns if name not in dropped]
     lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in kept}

@@ -83,7 +83,7 @@ def go_on(
     until: float = inf,
 ) -> Path:
     """Measure what is left of a plan on the devices of this host, and merge it."""
-    shown = _Shown(progress, folders.total(plan, suite))
+    shown = _Shown(progress, len(folders.contests(plan, suite)) * plan.flags.replicates)
     parts: list[Part] = []
     cpus = apart(plan.devices)
 

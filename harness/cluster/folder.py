@@ -51,10 +51,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Share:
-    """How far a part is: `contests` done, and whether it is complete; `device` is its last one.
-
-    Contests of the noise floor count too: every part has them.
-    """
+    """How far a part is: `contests` done, and whether it is complete; `device` is its last one."""
 
     number: int
     contests: int
@@ -119,16 +116,8 @@ def suite(folder: Path, plan: Plan) -> Suite:
 
 
 def contests(plan: Plan, asked: Suite) -> list[Contest]:
-    """Return the contests that are shared out: all but those of the noise floor."""
-    found = planned(asked, plan.flags.device, plan.flags.only, plan.flags.shard)
-    return [contest for contest in found if not contest.reference]
-
-
-def total(plan: Plan, asked: Suite) -> int:
-    """Return how many contests all parts have in all processes, those of the noise floor too."""
-    own = len(contests(plan, asked))
-    floor = len(planned(asked, plan.flags.device, plan.flags.only, plan.flags.shard)) - own
-    return plan.flags.replicates * (own + floor * len(plan.devices))
+    """Return the contests that are shared out, those of the noise floor too."""
+    return planned(asked, plan.flags.device, plan.flags.only, plan.flags.shard)
 
 
 def numbers(plan: Plan) -> range:

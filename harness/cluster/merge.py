@@ -1,11 +1,11 @@
 """Runs that have parts of one plan, joined into one sealed run.
 
     whole files ─> one suite, one set of flags ─> one kind of GPU, one code ─> no contest twice,
-    none missing ─> rows with the number of their shard ─> environment with every GPU ─> sealed
+    none missing ─> all rows, each with its GPU ─> environment with every GPU ─> sealed
 
 A contest is never split: all contenders of a problem in one process come from one run, and a run is
-of one GPU. A shard is one of the runs; a process is a shard's replicate. Of a problem whose
-processes ran on two GPUs the report says so (reports/build.py).
+of one GPU. A shard is one of the runs. Where processes of a problem ran on two GPUs, the report
+says so (reports/build.py).
 
     environment.json   what all shards share; `devices`: of each GPU the rest, its host by number
     run.json           `shards`: GPU, host and SHA-256 of the manifest of each run
@@ -23,8 +23,8 @@ from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.harness.run.own_suite import own_suite, require_planned
 from sparsebench.harness.run.state import Counts
-from sparsebench.harness.run.validate import own_suite, require_planned
 from sparsebench.results import bundle, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.environment import alike, require_alike
@@ -133,7 +133,8 @@ def _each_contest_once(runs: Iterable[Run]) -> None:
     """Refuse a contest that two runs have: a shard that is given twice."""
     seen: dict[tuple[int, str], Run] = {}
     for run in runs:
-        for key, row in {(r.replicate, r.case.problem.id): r for r in run.rows}.items():
+        rows = [*run.reference, *run.rows]
+        for key, row in {(r.replicate, r.case.problem.id): r for r in rows}.items():
             other = seen.setdefault(key, run)
             if other is not run:
                 what = f"problem {key[1]} ({row.case.problem.op}) in replicate {key[0]}"
@@ -156,19 +157,14 @@ def _joined(runs: Sequence[Run], out: Path) -> Run:
         "ceilings": _highest([run.environment["ceilings"] for run in runs]),
         "devices": list(devices.values()),
     }
-    rows = [
-        replace(row, shard=number)
-        for number, run in enumerate(runs)
-        for row in [*run.reference, *run.rows]
-    ]
     return Run(
         path=out,
         suite=runs[0].suite,
         suite_text=runs[0].suite_text,
         environment=environment,
         state=_state(runs) | {"shards": shards},
-        rows=[row for row in rows if not row.reference],
-        reference=[row for row in rows if row.reference],
+        rows=[row for run in runs for row in run.rows],
+        reference=[row for run in runs for row in run.reference],
     )
 
 
@@ -201,8 +197,8 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
 def _missing(joined: Run, suite: Suite) -> list[tuple[int, str]]:
     """Return the contests, process and problem, that no run has."""
     flags = joined.state["flags"]
-    asked = [c for c in planned(suite, flags["device"], flags["only"]) if not c.reference]
-    found = {(row.replicate, row.case.problem.id) for row in joined.rows}
+    asked = planned(suite, flags["device"], flags["only"])
+    found = {(row.replicate, row.case.problem.id) for row in [*joined.reference, *joined.rows]}
     wanted = [(n, c.problem.id) for n in range(flags["replicates"]) for c in asked]
     return [key for key in wanted if key not in found]
 
@@ -214,7 +210,8 @@ def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], joined: Ru
     lost = [f"{n}/{max(of)}" for n in range(1, max(of, default=0) + 1)]
     lost = [shard for shard in lost if shard not in shards]
     replicate, problem = missing[0]
-    total = len(missing) + len({(r.replicate, r.case.problem.id) for r in joined.rows})
+    rows = [*joined.reference, *joined.rows]
+    total = len(missing) + len({(row.replicate, row.case.problem.id) for row in rows})
     what = f"{len(missing)} missing, such as problem {problem} in replicate {replicate}"
     which = f" (no shard {', '.join(lost[:5])})" if lost else ""
     return f"merge: expected all {total} contests of the plan, found {what}{which}"

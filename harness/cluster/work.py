@@ -21,7 +21,7 @@ from sparsebench.harness.machine.host import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.child import Log, Worker
-from sparsebench.harness.run.measure import Progress, finished, measure
+from sparsebench.harness.run.measure import Progress, Rank, finished, measure
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.state import Counts, Flags
 from sparsebench.harness.run.watch import Told
@@ -42,8 +42,12 @@ def work(
     told: Told = lambda finding: None,
     until: float = inf,
     begun: Begun = lambda part: None,
+    rank: Rank = lambda contest: -len(contest.contenders),
 ) -> None:
-    """Measure a part until nothing is left to claim; a ResultError where another process does."""
+    """Measure a part until nothing is left to claim; a ResultError where another process does.
+
+    Contests of a lower `rank` come first: large ones, so that those that end a plan are short.
+    """
     flags = _flags(plan, number)
     contests = planned(suite, flags.device, flags.only, flags.shard)
     with store.locked(folder / str(number)):
@@ -58,7 +62,10 @@ def work(
         if not part.reserve(contests):
             return
         begun(part)
-        go = partial(measure, suite, flags, progress=progress, told=told, until=until, part=part)
+        go = partial(
+            measure, suite, flags,
+            progress=progress, told=told, until=until, rank=rank, part=part,
+        )  # fmt: skip
         pinned = folders.pinned(folder)
         if same:
             go(None, same[-1], pinned=pinned, origin=plan.origin)

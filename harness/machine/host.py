@@ -9,6 +9,7 @@ Processes that measure side by side get cores of their own, near their GPUs.
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sparsebench.harness.machine.device import simulated
@@ -33,6 +34,14 @@ def apart(devices: Sequence[str]) -> list[set[int]]:
     """Return CPUs for each device: near it, and none of two devices where there are enough."""
     here = os.sched_getaffinity(0)
     return shared_out([_near(device) & here or here for device in devices], _cores(here))
+
+
+def draw_near(process: int) -> None:
+    """Let a process that is there already run on the CPUs of this thread alone, all of it."""
+    here = os.sched_getaffinity(0)
+    for task in Path(f"/proc/{process}/task").iterdir() if process else ():
+        with suppress(OSError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), here)
 
 
 def shared_out(near: Sequence[set[int]], cores: Sequence[frozenset[int]]) -> list[set[int]]:

@@ -18,7 +18,8 @@ from sparsebench.results.record import Case, Contender, Problem
 def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
     asked = with_twins(only(suite.contests, condition), suite.name)
-    return references(device) + (part(asked, shard) if shard else asked)
+    whole = references(device) + asked
+    return part(whole, shard) if shard else whole
 
 
 def part(contests: Sequence[Contest], shard: str) -> list[Contest]:

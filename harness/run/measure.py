@@ -22,19 +22,22 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.device import tuned_tables
 from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.part import Part
+from sparsebench.harness.run.plugins import code_of
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.run.state import Counts, Flags, Record, now
 from sparsebench.harness.run.watch import Told, Watch
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
 from sparsebench.results.choices import Choices
+from sparsebench.results.environment import flat
 from sparsebench.results.files import utf8
 from sparsebench.results.pairing import logs_over
 from sparsebench.results.record import Case, Row, Status
@@ -43,6 +46,8 @@ from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
+
+Rank = Callable[[Contest], int]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # of --timeout
 
@@ -66,6 +71,7 @@ def measure(
     origin: Mapping[str, Any] | None = None,
     told: Told = lambda finding: None,
     until: float = inf,
+    rank: Rank = lambda contest: 0,
     part: Part | None = None,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
@@ -74,9 +80,11 @@ def measure(
     search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
-    it if it took as long as the longest so far. What is left then is left to --resume. With `part`
-    the run is one of those that share the plan.
+    it if it took as long as the longest so far. What is left then is left to --resume. Contests of
+    a lower `rank` come first in every process; equal ones are in an order drawn anew. `told` hears
+    of the machine, and why cases fail. With `part` the run is one of those that share the plan.
     """
+    since = now()
     _require_flags(flags)
     contests = planned(suite, flags.device, flags.only, flags.shard)
     _strike(flags.device, planned(suite, flags.device))
@@ -91,7 +99,8 @@ def measure(
         done = finished(resume, suite, flags, contests) if resume else []
         chosen_by = choices.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
-        runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
+        given = flags.device, flags.data, flags.timeout_s
+        runner = Runner(*given, pinned, share, flags.replicates)
         held.callback(runner.kill)
         if part:
             part.start(runner)
@@ -99,10 +108,15 @@ def measure(
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
+        watch = Watch(flags.device, runner, told)  # before anything runs: a GPU tells the last 1 s
         before = {**(origin or {}), "choices": chosen_by, **_part(flags, part)}
-        record = Record(suite.name, flags, len(contests) * flags.replicates, before, now())
+        record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
+        whole = planned(suite, flags.device, flags.only)
+        environment = runner.about["environment"] | code_of(whole)
+        if part:
+            part.require_alike(environment)
         if resume:
-            _same_place(resume, runner.about["environment"])
+            _same_place(resume, environment)
             stopped, path = store.read(resume), resume
             _same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
@@ -110,16 +124,16 @@ def measure(
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
-            ceilings = runner.ceilings()
-            environment = runner.about["environment"] | {"ceilings": ceilings}
+            ceilings = runner.ceilings(contests)
+            environment |= {"ceilings": ceilings}
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
+        runner.log.explained = lambda reason, text: told(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        watch = Watch(flags.device, runner, told)
         try:
-            _rows(runner, path, record, contests, wanted, done, progress, watch, until, part)
+            _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank, part)
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     return path
@@ -191,6 +205,7 @@ def _rows(
     progress: Progress,
     watch: Watch,
     until: float,
+    rank: Rank,
     part: Part | None,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
@@ -204,7 +219,8 @@ def _rows(
     def state(status: str, counts: Counts | None = None) -> dict[str, Any]:
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
         now = replace(record, contests=total())
-        return now.at(status, counts or Counts(store.rows(path)), spent_s) | watch.json
+        counts = counts or Counts(store.rows(path))
+        return now.at(status, counts, spent_s + runner.spent_s) | watch.json
 
     def announced(contests: Iterable[Contest]) -> Iterator[Contest]:
         for contest in contests:
@@ -215,6 +231,7 @@ def _rows(
         for replicate in range(record.flags.replicates):
             seed = f"{record.suite} {replicate}" + (f" {part.number}" if part else "")
             order = random.Random(seed).sample(contests, len(contests))
+            order.sort(key=rank)
             missing = [c for c in order if (replicate, c.problem.id) not in counts.done]
             left = part.own(missing, replicate) if part else missing
             if monotonic() >= until:
@@ -315,18 +332,16 @@ def finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) ->
     ]
 
 
-def _same_place(path: Path, here: dict[str, Any]) -> None:
-    """Refuse to go on with other code, on another device or with other libraries."""
-    there = store.read(path).environment
+def _same_place(path: Path, here: Mapping[str, Any]) -> None:
+    """Refuse to go on with other code, plug-ins, tables, libraries or on another device."""
+    before, now = flat(store.read(path).environment), flat(here)
+    plugged = {name for name in {*before, *now} if name.startswith(("plugins.", "tuned."))}
     device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
     versions = (f"versions.{name}" for name in here["versions"])
-    for what in ("code_sha256", "tuned", *device, *versions):
-        outer, _, inner = what.partition(".")
-        before, now = there.get(outer), here.get(outer)
-        if inner:
-            before, now = (before or {}).get(inner), (now or {}).get(inner)
-        if before != now:
-            raise SuiteError(f"--resume {path}: expected {what} {before}, found {now}")
+    for what in (*sorted(plugged), "code_sha256", *device, *versions):
+        if before.get(what) != now.get(what):
+            expected = f"expected {what} {before.get(what)}, found {now.get(what)}"
+            raise SuiteError(f"--resume {path}: {expected}")
 
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:

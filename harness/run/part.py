@@ -8,18 +8,20 @@
     later processes         measure what the first one claimed: all of a problem on one GPU
 
 A part that comes late finds less to do, and no part waits for another. The noise-floor contests are
-nobody's: every part measures them, since every GPU has its own floor.
+shared out like all others: the floor is of the whole run, over all its GPUs.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Event
+from typing import Any
 
+from sparsebench.harness.machine.host import draw_near
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.environment import alike, require_alike
@@ -50,10 +52,14 @@ class Part:
         self.owners |= owners(self.folder)
 
     def start(self, runner: Runner) -> None:
-        """Let `runner` end when this part is stopped; SuiteError on a GPU of another kind."""
+        """Let `runner` end when this part is stopped."""
         self.runner = runner
         runner.stopping = self.stopping
-        here, file = alike(runner.about["environment"]), self.folder / "alike.json"
+        draw_near(runner.pid)  # it may have been started early, by another thread
+
+    def require_alike(self, environment: Mapping[str, Any]) -> None:
+        """Raise ResultError on a GPU of another kind, with other code or libraries."""
+        here, file = alike(environment), self.folder / "alike.json"
         with NamedTemporaryFile("w", dir=self.folder) as fresh:
             json.dump(here, fresh)
             fresh.flush()
@@ -72,18 +78,17 @@ class Part:
         before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         for contest in contests:
             problem = contest.problem.id
-            mine = contest.reference or self.claim(problem, new=replicate == 0)
-            if mine and (contest.reference or (replicate, problem) not in before):
+            if self.claim(problem, new=replicate == 0) and (replicate, problem) not in before:
                 yield contest
 
     def reserve(self, contests: Iterable[Contest]) -> bool:
         """Claim a contest unless one is claimed; False where there is nothing to do."""
-        return any(self.claim(c.problem.id) for c in contests if not c.reference)
+        return any(self.claim(contest.problem.id) for contest in contests)
 
     def total(self, contests: Iterable[Contest], replicates: int) -> int:
         """Return how many contests this part has in all its processes, as far as is known."""
-        mine = sum(c.reference or self.owners.get(c.problem.id) == self.number for c in contests)
-        before = {(r.replicate, r.case.problem.id) for r in self.earlier if not r.reference}
+        mine = sum(self.owners.get(c.problem.id) == self.number for c in contests)
+        before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         return mine * replicates - len(before)
 
     def claim(self, problem: str, new: bool = True) -> bool:

@@ -88,7 +88,7 @@ def test_a_row_has_every_field_and_no_other(
 
 
 def test_rows_of_an_older_schema_have_defaults(run: Path) -> None:
-    text = (run / "rows.jsonl").read_text().replace("rows@4", "rows@1")
+    text = (run / "rows.jsonl").read_text().replace("rows@3", "rows@1")
     assert '"reference":false,' in text
     (run / "rows.jsonl").write_text(text.replace('"reference":false,', ""))
     assert store.read(run).rows == ROWS

@@ -142,7 +142,7 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     merged, alone = store.read(out), store.read(measured(suite, tmp_path / "alone"))
     assert facts(merged.rows) == facts(alone.rows)
     assert Counter(map(key, merged.rows)).most_common(1)[0][1] == 1
-    assert {0, 1} <= {row.shard for row in merged.rows}  # the third may find all claimed
+    assert len(merged.state["shards"]) >= 2  # the third may find all claimed
 
 
 def test_a_cluster_that_takes_no_job_is_one_clear_error(cluster: Box, tmp_path: Path) -> None:
