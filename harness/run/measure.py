@@ -220,7 +220,9 @@ def _rows(
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
         now = replace(record, contests=total())
         counts = counts or Counts(store.rows(path))
-        return now.at(status, counts, spent_s + runner.spent_s) | watch.json
+        every = spent_s.copy()
+        every.update(runner.spent_s)
+        return now.at(status, counts, every) | watch.json
 
     def announced(contests: Iterable[Contest]) -> Iterator[Contest]:
         for contest in contests:
