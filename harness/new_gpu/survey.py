@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -235,13 +236,12 @@ def _measured(
     flags, suite = Flags(asked.device, None, SILENT_S, replicates, only), read(asked.suite)
     problems = [contest.problem for contest in suite.contests]
     ranks = coarse(problems, DECIDED) if name == "screen" else {}  # references come first
-    given = {"progress": progress, "until": until,
-             "rank": lambda contest: ranks.get(contest.problem.id, -1)}  # fmt: skip
+    go: Callable[..., Path] = partial(measure, suite, flags, None if stopped else target, stopped)
     if len(asked.devices) > 1:
         shutil.rmtree(target, ignore_errors=True)  # merged anew: its parts are beside it
-        path = share(suite, flags, asked.devices, target, **given)
-    else:
-        path = measure(suite, flags, None if stopped else target, stopped, **given)
+        go = partial(share, suite, flags, asked.devices, target)
+    path = go(progress=progress, until=until,
+              rank=lambda contest: ranks.get(contest.problem.id, -1))  # fmt: skip
     state = store.read(path).state
     contests = state["contests"]
     if contests["done"] < contests["of"]:
