@@ -25,7 +25,7 @@ from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.own_suite import own_suite, require_planned
 from sparsebench.harness.run.state import Counts
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, files, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.environment import alike, require_alike
 from sparsebench.results.inspection import inspect
@@ -59,6 +59,7 @@ def merge(
     for run in runs[1:]:
         _of_one_plan(runs[0], run)
     _each_contest_once(runs)
+    _readable(paths)
     joined = _joined(runs, out)
     with nullcontext() if plugins else own_code_only():
         suite = own_suite(joined, data)
@@ -142,6 +143,14 @@ def _each_contest_once(runs: Iterable[Run]) -> None:
             if other is not run:
                 what = f"problem {key[1]} ({row.case.problem.op}) in replicate {key[0]}"
                 raise ResultError(f"{run.path}: expected {what} once, found it in {other.path} too")
+
+
+def _readable(paths: Iterable[Path]) -> None:
+    """Refuse more rows than a run may have: nobody could read it."""
+    count = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
+    if count > files.ROWS_BYTES:
+        limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
+        raise ResultError(f"merge: expected at most {limit}, found {count}; --only makes two runs")
 
 
 def _joined(runs: Sequence[Run], out: Path) -> Run:

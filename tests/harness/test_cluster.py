@@ -25,7 +25,7 @@ from sparsebench.harness.run.measure import Progress, Stopped, measure
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.validate import validate
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
 
@@ -241,6 +241,15 @@ def test_what_does_not_belong_together_is_one_clear_error_and_nothing_is_written
     with pytest.raises(ResultError, match=said):
         merge(given, tmp_path / "run")
     assert {path.name for path in tmp_path.iterdir()} <= {"copy"}
+
+
+def test_more_rows_than_can_be_read_are_not_merged(
+    halves: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ROWS_BYTES", (halves[0] / "rows.jsonl").stat().st_size + 1000)
+    with pytest.raises(ResultError, match=r"at most .* bytes of rows .*--only makes two runs"):
+        merge(halves, tmp_path / "run")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_parts_never_have_one_problem_and_a_late_one_has_nothing(
