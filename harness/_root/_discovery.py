@@ -9,7 +9,7 @@ What another package adds:
 
     entry point diagonal = "acme.diagonal"         of sparsebench.kernels: the module's KERNEL
     entry point diagonal = "acme.kernels:FAST"     the object FAST of the module
-    entry point acme = "acme.suites"               of sparsebench.suites: every *.yaml in it
+    entry point acme = "acme.suites"               of sparsebench.suites, .claims: its *.yaml
     acme.diagonal, acme.kernels:FAST               in a suite, without an entry point
 
 That is code that runs when it is imported. `own_code_only` refuses it: a suite out of somebody's
@@ -42,8 +42,8 @@ CONSTANTS = {
 }
 """What a file of each folder must name to be found."""
 
-DOCUMENTS = {"suites": ".yaml"}
-"""What a file of data ends in, by folder."""
+DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml"}
+"""What a file of data ends in, by folder: a new kind of entry points is a line here or above."""
 
 WHOLE = {"reports.figures"}
 """Folders whose files are what is loaded, not a constant in them."""

@@ -22,7 +22,8 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.device import tuned_tables
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
@@ -43,6 +44,8 @@ from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
+
+Rank = Callable[[Contest], int]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # of --timeout
 
@@ -66,6 +69,7 @@ def measure(
     origin: Mapping[str, Any] | None = None,
     told: Told = lambda finding: None,
     until: float = inf,
+    rank: Rank = lambda contest: 0,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
@@ -73,8 +77,11 @@ def measure(
     search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
-    it if it took as long as the longest so far. What is left then is left to --resume.
+    it if it took as long as the longest so far. What is left then is left to --resume. Contests of
+    a lower `rank` come first in every process; equal ones are in an order drawn anew. `told` hears
+    of the machine, and why cases fail.
     """
+    since = now()
     _require_flags(flags)
     contests = planned(suite, flags.device, flags.only)
     _strike(flags.device, planned(suite, flags.device))
@@ -89,13 +96,15 @@ def measure(
         done = _finished(resume, suite, flags, contests) if resume else []
         chosen_by = choices.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
-        runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
+        given = flags.device, flags.data, flags.timeout_s
+        runner = Runner(*given, pinned, share, flags.replicates)
         held.callback(runner.kill)
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
+        watch = Watch(flags.device, runner, told)  # before anything runs: a GPU tells the last 1 s
         before = {**(origin or {}), "choices": chosen_by}
-        record = Record(suite.name, flags, len(contests) * flags.replicates, before, now())
+        record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
         environment = runner.about["environment"] | code_of(contests)
         if resume:
             _same_place(resume, environment)
@@ -106,16 +115,16 @@ def measure(
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
-            ceilings = runner.ceilings()
+            ceilings = runner.ceilings(contests)
             environment |= {"ceilings": ceilings}
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
+        runner.log.explained = lambda reason, text: told(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        watch = Watch(flags.device, runner, told)
         try:
-            _rows(runner, path, record, contests, wanted, done, progress, watch, until)
+            _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank)
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     return path
@@ -180,6 +189,7 @@ def _rows(
     progress: Progress,
     watch: Watch,
     until: float,
+    rank: Rank,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
     counts, kept = Counts(done), [*done]
@@ -188,11 +198,13 @@ def _rows(
 
     def state(status: str, counts: Counts | None = None) -> dict[str, Any]:
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
-        return record.at(status, counts or Counts(store.rows(path)), spent_s) | watch.json
+        counts = counts or Counts(store.rows(path))
+        return record.at(status, counts, spent_s + runner.spent_s) | watch.json
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):
             order = random.Random(f"{record.suite} {replicate}").sample(contests, len(contests))
+            order.sort(key=rank)
             left = [c for c in order if (replicate, c.problem.id) not in counts.done]
             if monotonic() >= until:
                 break
