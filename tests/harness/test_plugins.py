@@ -172,7 +172,7 @@ def test_a_run_does_not_go_on_with_another_plug_in(
 ) -> None:
     run = shutil.copytree(simulated, tmp_path / "run")
     change(here)
-    done = command_line("run", "--resume", run)
+    done = command_line("run", "--resume", run, "--device", "sim")
     (said,) = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert line in said
