@@ -207,7 +207,7 @@ def run(
     else:
         wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page)  # the answer need not wait for the page
+    build(measured, page, found=found)  # the answer need not wait for the page
     if not as_json and not markdown:
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if browse:

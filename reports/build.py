@@ -26,7 +26,7 @@ from sparsebench._discovery import load, modules
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badges, told
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.pruning import Pruning
@@ -62,12 +62,14 @@ def build(
     out_path: Path | None = None,
     pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
+    found: Analysis | None = None,
 ) -> str:
     """Return the report, and write it if a path is given; RuntimeError names a figure that fails.
 
-    `pruning` has the errors that one figure draws against the run's speed-ups.
+    `pruning` has the errors that one figure draws against the run's speed-ups; `found` is the run's
+    analysis, where it is known.
     """
-    found = analyse(run)
+    found = found or analyse(run)
     frames = Frames(run, found.rows, found.cases, found.noise, pruning)
     drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
     page = rendered(

@@ -129,5 +129,5 @@ def coarse(problems: Iterable[Problem], decided: float) -> dict[str, int]:
 
 def _level(problem: Problem) -> float:
     """Return the sparsity, or of units the fraction that is off."""
-    active = problem.fields.get("active")
+    active: Any = problem.fields.get("active")
     return float(problem["sparsity"]) if active is None else 1 - float(active) / problem["n"]

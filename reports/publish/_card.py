@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import badges, break_evens, sentences, where
 from sparsebench.results.contests import raced
 from sparsebench.results.environment import device_name, flat
@@ -56,9 +56,8 @@ class Card:
         return asdict(self)
 
 
-def card(run: Run, slug: str, identity: str) -> Card:
-    """Read a run's card from its rows."""
-    found = analyse(run)
+def card(run: Run, found: Analysis, slug: str, identity: str) -> Card:
+    """Read a run's card from its analysis."""
     ways = views(found.cases)
     lines = _lines(found.cases)
     return Card(
