@@ -171,7 +171,7 @@ def run(
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    ahead.early(device)
+    ahead.early(device, 1 if resume else replicates)
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
