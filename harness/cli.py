@@ -212,7 +212,9 @@ def run(
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     ways = Ways(devices, slurm, submit, shards)
-    ahead.early(device or devices, 0 if slurm or submit else ways.count)
+    processes = 1 if resume else replicates
+    workers = 0 if slurm or submit else ways.count if devices else min(processes, 1 + ahead.AHEAD)
+    ahead.early(device or devices, workers)
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.own_suite import own_suite
@@ -256,7 +258,7 @@ def run(
     else:
         wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page)  # the answer need not wait for the page
+    build(measured, page, found=found)  # the answer need not wait for the page
     if not as_json and not markdown:
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if browse:
