@@ -13,14 +13,16 @@ from collections.abc import Callable
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparsebench._discovery import documents, load, modules
 from sparsebench.errors import SuiteError
-from sparsebench.formats._format import Format
-from sparsebench.harness.ops._op import Op
-from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.files import from_yaml
+
+if TYPE_CHECKING:  # listing needs no torch
+    from sparsebench.formats._format import Format
+    from sparsebench.harness.ops._op import Op
+    from sparsebench.kernels._kernel import Kernel
 
 Named = TypeVar("Named")
 
@@ -90,21 +92,27 @@ def suites() -> dict[str, Traversable]:
     return documents("suites")
 
 
-def load_format(name: str) -> type[Format]:
+def load_format(name: str) -> "type[Format]":
     """Return the FORMAT of a file, an entry point or a `package.module[:ATTR]`."""
+    from sparsebench.formats._format import Format
+
     found = load("formats", name)
     if not (isinstance(found, type) and issubclass(found, Format)):
         raise SuiteError(f"{name}: expected FORMAT to be a class of Format, found {found!r}")
     return found
 
 
-def load_kernel(name: str) -> Kernel:
+def load_kernel(name: str) -> "Kernel":
     """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`."""
+    from sparsebench.kernels._kernel import Kernel
+
     return _of(load("kernels", name), Kernel, name)
 
 
-def load_op(name: str) -> Op:
+def load_op(name: str) -> "Op":
     """Return the OP of a file, an entry point or a `package.module[:ATTR]`."""
+    from sparsebench.harness.ops._op import Op
+
     return _of(load("harness.ops", name), Op, name)
 
 

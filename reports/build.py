@@ -22,7 +22,7 @@ import jinja2
 from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
-from sparsebench.errors import SuiteError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
@@ -62,20 +62,24 @@ def build(
     out_path: Path | None = None,
     pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
+    alone: str = "",
 ) -> str:
     """Return the report, and write it if a path is given.
 
-    RuntimeError names a figure that fails, SuiteError one of another package.
-    `pruning` has the errors that one figure draws against the run's speed-ups.
+    pruning  the errors that one figure draws against the run's speed-ups
+    alone    the name of the only figure of the page; ResultError where it does not apply to the run
     """
     found = analyse(run)
     frames = Frames(run, found.rows, found.cases, found.noise, pruning)
-    drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
+    chosen = [figure for figure in figures() if alone in ("", figure.name)]
+    drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
+    if not drawn and alone:
+        raise ResultError(f"{run.path}: figure {alone}: expected cases to draw, found none")
     page = rendered(
-        first=[(figure, body) for figure, body in drawn if body and figure.name == FIRST],
-        sections=[(figure, body) for figure, body in drawn if body and figure.name != FIRST],
+        first=[(figure, body) for figure, body in drawn if figure.name == (alone or FIRST)],
+        sections=[(figure, body) for figure, body in drawn if figure.name != (alone or FIRST)],
         badges=_badges(frames),
-        links=_links(run.path, out_path),
+        links=[] if alone else _links(run.path, out_path),
         surrounding=surrounding,
         facts=_facts(frames),
         trust=_trust(frames),

@@ -5,6 +5,7 @@
     run.json          flags, status (running, finished, interrupted), seconds by phase
     rows.jsonl        a schema line, then one row per line; appended and synced per contest
     worker.log        whatever kernels and compilers printed
+    failures.log      the traceback of every case that failed, where there is one
     lock.txt          every installed distribution; written when the run is sealed (bundle.py)
     manifest.json     the SHA-256 of every file, likewise
 

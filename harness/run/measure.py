@@ -22,7 +22,8 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.device import tuned_tables
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
@@ -77,7 +78,8 @@ def measure(
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
     it if it took as long as the longest so far. What is left then is left to --resume. Contests of
-    a lower `rank` come first in every process; equal ones are in an order drawn anew.
+    a lower `rank` come first in every process; equal ones are in an order drawn anew. `told` hears
+    of the machine, and why cases fail.
     """
     since = now()
     _require_flags(flags)
@@ -118,6 +120,7 @@ def measure(
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
+        runner.log.explained = lambda reason, text: told(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
         try:

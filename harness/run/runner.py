@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
