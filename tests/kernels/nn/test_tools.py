@@ -236,6 +236,9 @@ def test_flops_are_those_of_stored_blocks_and_of_slots():
     with counter, torch.no_grad():
         two(torch.randn(5, 256, dtype=BF16))
     assert counter.get_total_flops() == 2 * 5 * 256 * 256 * 3 // 4
+    with counter:
+        two(torch.randn(5, 256, dtype=BF16).requires_grad_()).sum().backward()
+    assert counter.get_total_flops() == 2 * 5 * 256 * 256 * 7 // 4
 
 
 @every
