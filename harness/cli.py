@@ -54,6 +54,7 @@ from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import new_gpu
 from sparsebench.harness._cli_try import profiled, try_
+from sparsebench.harness.run import ahead
 
 
 def main() -> int:
@@ -177,6 +178,7 @@ def run(
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
+    ahead.early(device)
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure

@@ -14,7 +14,6 @@ of the run point out of the page. What is chosen stands in the address: #m=16&bl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import jinja2
 from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
-from sparsebench.errors import ResultError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
@@ -65,7 +64,7 @@ def build(
     surrounding: Surrounding = Surrounding(),
     alone: str = "",
 ) -> str:
-    """Return the report, and write it if a path is given; RuntimeError names a figure that fails.
+    """Return the report, and write it if a path is given.
 
     pruning  the errors that one figure draws against the run's speed-ups
     alone    the name of the only figure of the page; ResultError where it does not apply to the run
@@ -108,18 +107,28 @@ def rendered(**parts: Any) -> str:
 
 def figures() -> list[Figure]:
     """Return the figures by their place on the page, other packages' too. Raises SuiteError."""
-    found = []
-    for name, place in modules("reports.figures").items():
-        title, module = load("reports.figures", name), import_module(place)
-        found.append(Figure(name, title, module.ORDER, module.draw))
+    found = [load_figure(name) for name in modules("reports.figures")]
     return sorted(found, key=lambda figure: (figure.order, figure.name))
+
+
+def load_figure(name: str) -> Figure:
+    """Return a figure by the name of its file, or of another package's. Raises SuiteError."""
+    parts = load("reports.figures", name)
+    title, order, draw = (getattr(parts, part, None) for part in ("TITLE", "ORDER", "draw"))
+    if not (isinstance(title, str) and isinstance(order, int) and callable(draw)):
+        expected = "expected a text TITLE, an integer ORDER and a function draw"
+        raise SuiteError(f"{name}: {expected}; found {title!r}, {order!r} and {draw!r}")
+    return Figure(name, title, order, draw)
 
 
 def _drawn(figure: Figure, frames: Frames) -> Markup:
     try:
         return figure.draw(frames)
     except Exception as error:
-        raise RuntimeError(f"figure {figure.name}: {type(error).__name__}: {error}") from error
+        place = modules("reports.figures").get(figure.name, "")
+        kind = RuntimeError if place.startswith("sparsebench.") else SuiteError
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise kind(f"figure {figure.name} ({place}): {said}") from error
 
 
 def _badges(frames: Frames) -> list[tuple[str, str, str]]:

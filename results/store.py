@@ -76,6 +76,12 @@ class _Device(_Typed):
     uuid: str | None = None
 
 
+class _Plugin(_Typed):
+    distribution: str | None
+    version: str | None
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
 class _Environment(_Typed):
     gpu: _Device | None = None
     cpu: _Device | None = None
@@ -83,6 +89,7 @@ class _Environment(_Typed):
     commit: str | None = None
     dirty: bool | None = None
     ceilings: dict[str, Any] = {}
+    plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 
 
 class _Suite(_Typed):

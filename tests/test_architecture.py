@@ -60,8 +60,9 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "plan": {"inputs", "machine", "patterns", "ops", "catalog", "bench"},
     "doctor": {"machine", "bench", "plan"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
-    "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
+    "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
     "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
+    "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }

@@ -235,9 +235,7 @@ def verify(model: nn.Module) -> None:
             for key, tensor in tensors.items()
             if not key.endswith("._extra_state") and not hasattr(tensor, "_is_hf_initialized")
         ]
-        require(
-            not missing, f"{', '.join(missing)}: expected in the checkpoint, found none"
-        )
+        require(not missing, f"{', '.join(missing)}: expected in the checkpoint, found none")
         for part in layer.modules():
             if isinstance(part, BlockSparseLinear):
                 shape = part.out_features, part.in_features

@@ -11,11 +11,10 @@ what has left the group is waited for no longer than LEFT_S.
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -25,12 +24,13 @@ from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.parent import WAIT
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run import ahead
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import without_paths
 
-# -P: the repository's own folders must not shadow installed packages of the same name.
-COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
+COMMAND = ahead.MEASURES
 SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.worker")
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 END_TIMEOUT_S = 60.0  # for a child that nobody asks any more; writing a core takes seconds
@@ -96,18 +96,28 @@ class Log:
 
 
 class Worker:
-    """A child process. Its first answer, `about`, describes the device."""
+    """A child process. Its first answer, `about`, describes the device.
 
-    def __init__(self, device: str, data: Path | None, log: Log) -> None:
-        """Start the child and wait until it has its device."""
-        arguments = [device, *([str(data)] if data else [])]
-        pipe = subprocess.PIPE
+    A spare one imports everything, and has no device before it is `begun` and `there`.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        data: Path | None,
+        log: Log,
+        *,
+        spare: bool = False,
+        process: ahead.Process | None = None,
+    ) -> None:
+        """Start the child and wait until it has its device, unless it is a spare one.
+
+        A `process` that waits already is taken in its place.
+        """
+        self._given = [device, *([str(data)] if data else [])]
+        command = SIMULATED if simulated(device) else COMMAND
         try:
-            self._child = subprocess.Popen(
-                [*(SIMULATED if simulated(device) else COMMAND), *arguments],
-                stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
-                start_new_session=True,  # Ctrl-C is for the parent, which ends the child's group
-            )  # fmt: skip
+            self._child = process or ahead.spawn(*command, *([WAIT] if spare else self._given))
         except OSError as error:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()
@@ -119,14 +129,34 @@ class Worker:
         ]
         self._end = threading.Thread(target=self._see_off, daemon=True)
         self._end.start()
-        about = self._next(START_TIMEOUT_S)
-        if isinstance(about, Lost):
-            raise WorkerError(f"the worker did not start: {about.detail}")
-        self.about: dict[str, Any] = about
+        self.about: dict[str, Any] = {}
+        if process:
+            self.imported()
+            self.begin()
+        if not spare:
+            self.there()
 
-    def ceilings(self) -> dict[str, Any]:
+    def imported(self) -> None:
+        """Wait until a spare child has imported everything and is idle. Raises WorkerError."""
+        self._started()
+
+    def begin(self) -> None:
+        """Let a spare child take its device."""
+        self._ask(self._given)
+
+    def there(self) -> None:
+        """Wait until the child has its device. Raises WorkerError."""
+        self.about = self._started()
+
+    def _started(self) -> dict[str, Any]:
+        said = self._next(START_TIMEOUT_S)
+        if isinstance(said, Lost):
+            raise WorkerError(f"the worker did not start: {said.detail}")
+        return said
+
+    def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Return what the device can do at most, measured now; a WorkerError where it cannot."""
-        lost = self._ask({"ceilings": True})
+        lost = self._ask({"ceilings": sorted(dtypes)})
         answer = lost or self._next(START_TIMEOUT_S)
         if isinstance(answer, Lost):
             raise WorkerError(f"the ceilings were not measured: {answer.detail}")
@@ -210,7 +240,7 @@ class Worker:
             reader.join(LEFT_S)
         self._answers.put("")
 
-    def _ask(self, message: Mapping[str, Any]) -> Lost | None:
+    def _ask(self, message: Mapping[str, Any] | list[str]) -> Lost | None:
         assert self._child.stdin
         try:
             self._child.stdin.write(json.dumps(message) + "\n")
@@ -290,8 +320,16 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
     return thread
 
 
+def spare(device: str, data: Path | None, log: Log) -> Worker:
+    """Start a worker that has no device yet."""
+    return Worker(device, data, log, spare=True)
+
+
 def started(device: str, data: Path | None, log: Log) -> Worker:
     """Start a worker, in a few attempts; WorkerError where none succeeds."""
+    if (early := ahead.taken()) and not simulated(device):
+        with suppress(WorkerError):  # then another one is started, as if there had been none
+            return Worker(device, data, log, process=early)
     for attempt in range(START_ATTEMPTS - 1):
         try:
             return Worker(device, data, log)

@@ -1,6 +1,6 @@
 """Who searches, in a run of several processes: the simulated GPU, its workers in this process."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 class Here(child.Worker):
     """A worker of the simulated GPU without a process of its own: starting one takes seconds."""
 
-    def __init__(self, device: str, data: Path | None, log: Log) -> None:
+    def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
         """Read the spec."""
         self.spec = clock.read(device)
         environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}
@@ -63,7 +63,16 @@ class Here(child.Worker):
         self.about = {"environment": environment | same, "identity": self.spec.identity}
         self.about["slug"] = "sim"
 
-    def ceilings(self) -> dict[str, Any]:
+    def imported(self) -> None:
+        """Do nothing."""
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def there(self) -> None:
+        """Do nothing."""
+
+    def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Return what the spec says."""
         return asdict(worker._ceilings(self.spec))
 
