@@ -49,6 +49,7 @@ from sparsebench.harness._cli import (
     telling,
     wide,
 )
+from sparsebench.harness._cli_claims import claims
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
@@ -399,3 +400,4 @@ def tune(
 app.command("new-gpu")(new_gpu)
 app.command()(prune)
 app.command("train-lm")(train_lm)
+app.add_typer(claims, name="claims")
