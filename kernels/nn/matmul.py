@@ -43,6 +43,7 @@ from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._common.cuda import HOPPER
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _spense_op
+from sparsebench.kernels.nn._bsr_plans import pattern_of
 from sparsebench.results.record import Problem
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
@@ -87,7 +88,9 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
     if isinstance(w, Dense):
         return linear(x, w.values)
     if isinstance(w, Bsr):
-        return _bsr_autograd.multiply(x, w.values, w.offsets, w.columns, w.shape[0])
+        if captured_into():  # the index may be written, and then the pattern is another one
+            keep(pattern_of(w.offsets, w.columns))
+        return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
     if isinstance(w, Csr):
         return _named(x, w, CSR.get(x.device.type, CSR["cuda"]), {})
     if isinstance(w, Spense):
