@@ -179,7 +179,8 @@ def run(
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    ahead.early(device)
+    if not (repeat or profile):
+        ahead.early(device)
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
