@@ -66,7 +66,7 @@ from sparsebench.harness._cli_cluster import (
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
-from sparsebench.harness._cli_survey import new_gpu
+from sparsebench.harness._cli_survey import doctor, new_gpu
 from sparsebench.harness._cli_try import profiled, try_
 from sparsebench.harness.run import ahead
 
@@ -212,9 +212,11 @@ def run(
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     ways = Ways(devices, slurm, submit, shards)
-    processes = 1 if resume else replicates
-    workers = 0 if slurm or submit else ways.count if devices else min(processes, 1 + ahead.AHEAD)
-    ahead.early(device or devices, workers)
+    if not (repeat or profile):
+        processes = 1 if resume else replicates
+        alone = min(processes, 1 + ahead.AHEAD)
+        workers = 0 if slurm or submit else ways.count if devices else alone
+        ahead.early(device or devices, workers)
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.own_suite import own_suite
@@ -406,22 +408,6 @@ def confirm(
 
 
 @app.command()
-def doctor(device: Device = None, as_json: Json = False) -> None:
-    """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
-    from sparsebench.harness.doctor.doctor import examine, table
-    from sparsebench.harness.doctor.findings import unfit
-    from sparsebench.harness.machine.device import pick
-
-    found = examine(pick(device))
-    if as_json:
-        print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
-    else:
-        wide().print(table(found))
-    if unfit(found):
-        raise typer.Exit(UNFIT)
-
-
-@app.command()
 def tune(
     suite: Annotated[str, typer.Argument(help="A suite's name, or a file.yaml.")] = "sparsity",
     device: Device = None,
@@ -445,6 +431,7 @@ def tune(
         raise typer.Exit(SOME_FAILED)
 
 
+app.command()(doctor)
 app.command("new-gpu")(new_gpu)
 app.command()(prune)
 app.command("train-lm")(train_lm)
