@@ -19,6 +19,7 @@ from sparsebench.harness._cli import (
     print_json,
     wide,
 )
+from sparsebench.harness._cli_cluster import Devices, Ways
 
 RESUME = "new-gpu --resume"
 PUBLISHED = Path("results/published")
@@ -55,9 +56,9 @@ def new_gpu(
     against: Against = None,
     to: Out = None,
     resume: Resume = None,
+    devices: Devices = "",
 ) -> None:
     """Survey a device: is it fit, what runs, which format wins, and how do other GPUs do."""
-    from sparsebench.harness.machine.device import named
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey import write
 
@@ -67,9 +68,10 @@ def new_gpu(
         if resume:
             done = surveys.resume(resume, seconds, lambda step: show)
         else:
-            name = named(device)
-            path = to or _new_path(name)
-            done = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show)
+            ways = Ways(devices)
+            name = ways.first(device)
+            path, several = to or _new_path(name), ways.named if ways else []
+            done = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show, several)
         page = write(done.path, others)
     for step, why in [*done.notes.items(), *done.left.items()]:
         out.print(f"{step}: {why}", soft_wrap=True, highlight=False, markup=False)

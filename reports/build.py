@@ -192,9 +192,8 @@ def _trust(frames: Frames) -> list[str]:
 def _shared(frames: Frames) -> str:
     """Say whether intervals of a merged run are over processes of more than one device."""
     count = frames.rows.groupby("case_id").device.nunique()
-    on = (
-        f"All contenders of a problem ran on one device of {len(frames.run.environment['devices'])}"
-    )
+    devices = len(frames.run.environment["devices"])
+    on = f"All contenders of a problem ran on one device of {devices}"
     if (count == 1).all():
         return f"{on}, in every process: no interval is over two devices."
     moved = f"{(count > 1).sum()} of {len(count)} cases have processes on more than one device"
