@@ -161,8 +161,8 @@ class SparseActivations:
         """Return a SparseGatedMLP."""
         parts, activation = require_gated(module, ("relu", "relu2"))
         mlp = SparseGatedMLP.from_dense(*parts.weights, activation=activation, slots=self.slots)
-        for new, old in zip((mlp.gate, mlp.up, mlp.down), parts.layers.values(), strict=True):
-            new.weight.requires_grad_(old.weight.requires_grad)
+        for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):
+            new.requires_grad_(old.weight.requires_grad)
         return mlp
 
 

@@ -108,7 +108,7 @@ class SpenseLinear(nn.Module):
 
     @property
     def qweight(self) -> Tensor:
-        """Return a buffer, as packed layers do for tools that ask where a weight is, such as peft."""
+        """Return a buffer, for tools that ask a packed layer where it is, such as peft."""
         return self.sparse
 
     @property
