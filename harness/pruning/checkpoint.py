@@ -228,7 +228,7 @@ def place(
         fits = found == [*layer.sizes]
         require(fits, f"{name}: expected a layer of {[*layer.sizes]} features, found {found}")
         made[name] = named(name, cast(layer, dtype).make)
-    shapes = {}
+    shapes: dict[str, torch.Size] = {}
     for name, module in made.items():
         model.set_submodule(name, module)
         shapes |= {
