@@ -38,6 +38,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
+from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn._spense_op import (
     ACTIVATIONS,
     BF16,
@@ -108,7 +109,7 @@ class SpenseLinear(nn.Module):
 
     @property
     def qweight(self) -> Tensor:
-        """Return a buffer, for tools that ask a packed layer where it is, such as peft."""
+        """Return a buffer: tools such as peft ask packed layers where a weight is."""
         return self.sparse
 
     @property
@@ -189,6 +190,18 @@ class SpenseLinear(nn.Module):
         what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
         require(found == expected, f"{what}: expected {expected}, found {found}")
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer. Raises Unsupported for another dtype; then nothing has changed."""
+        for expected in (torch.uint8, self.outside):
+            found = fn(self.sparse.new_empty(1, dtype=expected)).dtype
+            if found != expected:
+                raise Unsupported(f"expected {expected} as W has, which is packed, found {found}")
+        scale = self.scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)  # bf16 outside, and fp32 for its scales
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
         y = self._product(x)
@@ -207,9 +220,9 @@ class SpenseLinear(nn.Module):
             raise Unsupported(f"expected {self.outside} as the layer has, found {x.dtype}")
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         sizes = self.out_features, self.in_features, *self.sparse_shape
-        op = linear if training or torch.compiler.is_compiling() else eager
+        op = linear if training or watched() else eager
         y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation, self.scale)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+        return batched(y, x)
 
     def extra_repr(self) -> str:
         """Return sizes, the sparse part and the dtype."""
