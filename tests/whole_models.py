@@ -29,18 +29,15 @@ def tiny(kind: str = "llama", **fields: Any) -> Any:
     """Return a model in evaluation mode, in fp32 unless `dtype` is given."""
     torch.manual_seed(0)
     dtype = fields.pop("dtype", torch.float32)
-    if kind == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | fields))
-    else:
-        own = {
-            "sliding_window": 64
-        }  # the scale of queries is the default, as GGUF has no field for it
-        config = transformers.Gemma3TextConfig(**SIZES | own | fields)
-        model = transformers.Gemma3ForCausalLM(config)
+    config = transformers.LlamaConfig if kind == "llama" else transformers.Gemma3TextConfig
+    own = {} if kind == "llama" else {"sliding_window": 64}  # GGUF has the other defaults
+    sizes = config(**SIZES | own | fields)
+    model = transformers.AutoModelForCausalLM.from_config(sizes, dtype=dtype)
+    if kind != "llama":
         for name, weight in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.normal_(weight, std=0.1)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def tokenizer() -> Any:

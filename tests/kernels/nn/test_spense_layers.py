@@ -29,7 +29,8 @@ from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense_op as layers
-from sparsebench.kernels.spense import spense_ffn, spense_wgmma
+from sparsebench.kernels.spense import _written_out, spense_ffn, spense_wgmma
+from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.results.record import Contender, Problem, Status
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -352,6 +353,42 @@ def test_dx_of_a_layer_is_that_of_nn_linear(n, k, fraction, split, tokens, dtype
     expected.backward(dy)
     torch.testing.assert_close(x.grad, twin.grad)
     assert not any(t.requires_grad for t in layer.parameters())
+
+
+def assert_written_out(n, k, fraction, split, dtype, device):
+    layer = layer_of(n, k, fraction, split, dtype)[0].to(device)
+    assert torch.equal(written_out(layer.spense), layer.to_dense().weight)
+
+
+@compiled
+@has_interpreter
+def test_a_hybrid_is_written_out_in_the_interpreter():
+    assert_passes(__file__, "-k", "hybrid_written_out_by_the_interpreter")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_hybrid_written_out_by_the_interpreter_is_w(n, k, fraction, split, tokens, dtype):
+    assert_written_out(n, k, fraction, split, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_hybrid_is_written_out_on_a_gpu(n, k, fraction, split, tokens, dtype):
+    assert_written_out(n, k, fraction, split, dtype, "cuda")
+
+
+@compiled
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_writing_out_compiles_for_every_gpu(capability, sparse, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = dict.fromkeys(_written_out._write.arg_names, "i32")
+    kinds |= {"values": "*i16", "codes": "*u8", "out": "*i16", "SPARSE": "constexpr"}
+    source = ASTSource(_written_out._write, kinds, {"SPARSE": sparse})
+    assert triton.compile(source, GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
