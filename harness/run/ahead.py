@@ -1,12 +1,13 @@
-"""A worker's process, started before anything is known of the run: importing torch takes seconds.
+"""Processes of workers, started before anything is known of a run: importing torch takes seconds.
 
-    command ─> early: a worker imports, without a device        ┐ at the same time
+    command ─> early: workers import, without a device          ┐ at the same time
             ─> the command itself imports torch, reads, plans   ┘
-            ─> child.py makes it the first worker
+            ─> child.py makes them the first workers
 
-It ends with the command, whether it was needed or not. Nothing here imports torch.
+They end with the command, whether they were needed or not. Nothing here imports torch.
 """
 
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,8 @@ from sparsebench.harness.machine.parent import WAIT
 
 MEASURES = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
 # -P: the repository's own folders must not shadow installed packages of the same name.
+
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import beside another one
 
 Process = subprocess.Popen[str]
 
@@ -29,8 +32,8 @@ def spawn(*command: str) -> Process:
     )  # fmt: skip
 
 
-def early(device: str | None, count: int = 1) -> None:
-    """Start a worker a device, unless that is simulated; they import and wait."""
+def early(device: str | None, count: int) -> None:
+    """Start so many workers, unless the device is simulated; they import and wait."""
     if not (device or "").startswith("sim"):
         _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
 
@@ -38,6 +41,6 @@ def early(device: str | None, count: int = 1) -> None:
 def taken() -> Process | None:
     """Return a process that was started early, each once; None if there is none left."""
     try:
-        return _early.pop()  # threads may ask at once
+        return _early.pop(0)  # threads may ask at once
     except IndexError:
         return None
