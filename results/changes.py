@@ -31,7 +31,7 @@ from sparsebench.results.noise import LEAST
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
-FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "tuned", "switches."
+FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "plugins.", "tuned", "switches."
 GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
 
 

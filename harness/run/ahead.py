@@ -32,12 +32,16 @@ def spawn(*command: str) -> Process:
     )  # fmt: skip
 
 
-def early(device: str | None, processes: int) -> None:
-    """Start the first workers of a run on a device that is not simulated; they import and wait."""
+def early(device: str | None, devices: int, processes: int) -> None:
+    """Start the first workers of a run, unless its device is simulated; they import and wait."""
     if not (device or "").startswith("sim"):
-        _early.extend(spawn(*MEASURES, WAIT) for _ in range(min(processes, 1 + AHEAD)))
+        count = devices and max(devices, min(processes, 1 + AHEAD))
+        _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
 
 
 def taken() -> Process | None:
-    """Return a process that was started early, each once; None if there is none."""
-    return _early.pop(0) if _early else None
+    """Return a process that was started early, each once; None if there is none left."""
+    try:
+        return _early.pop()  # threads may ask at once
+    except IndexError:
+        return None

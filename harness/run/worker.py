@@ -4,6 +4,7 @@
     < {"ceilings": {...}}              what the device can do at most
     > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}  (ContestOptions)
     < {"at": [case id, stage]}         before anything of a case runs
+    < {"failed": [case id, reason, traceback]} of a case that raised; "" where nobody is to blame
     < {"contest": problem id, "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
@@ -12,9 +13,11 @@ the device in a line, [DEVICE, DATA]. Whatever a kernel prints goes to stderr: a
 descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
 """
 
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,14 +27,19 @@ import torch
 
 from sparsebench.harness.bench import ceilings, contest
 from sparsebench.harness.bench.entry import ContestOptions, Fatal
+from sparsebench.harness.bench.explain import explained
 from sparsebench.harness.machine.device import environment, identity, slug
 from sparsebench.harness.machine.parent import WAIT, end_with_parent
 from sparsebench.results.record import Contender, Problem
+
+DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 
 
 def main() -> None:
     """Answer contests."""
     end_with_parent()
+    faulthandler.enable()  # the stack of a crash, on stderr
+    faulthandler.register(DUMP)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     given = sys.argv[1:]
@@ -54,6 +62,7 @@ def main() -> None:
         try:
             _say(answers, _measure(asked, device, data, answers))
         except Fatal as end:
+            _say(answers, {"failed": [end.case, end.detail, explained(end)]})
             _say(answers, {"fatal": [end.case, end.detail]})
             os._exit(3)  # the context is gone: destructors would only crash
 
@@ -69,6 +78,7 @@ def _measure(
         data,
         ContestOptions.from_json(asked),
         announce=lambda case, stage: _say(answers, {"at": [case, stage]}),
+        explain=lambda *failed: _say(answers, {"failed": failed}),
     )
     if device.type == "cuda":
         gc.collect()  # cycles hold operands: the next contest needs the memory
