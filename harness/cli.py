@@ -213,10 +213,8 @@ def run(
     """Measure a suite, write its report, and print the answer."""
     ways = Ways(devices, slurm, submit, shards)
     if not (repeat or profile):
-        processes = 1 if resume else replicates
-        alone = min(processes, 1 + ahead.AHEAD)
-        workers = 0 if slurm or submit else ways.count if devices else alone
-        ahead.early(device or devices, workers)
+        count = 0 if slurm or submit else ways.count
+        ahead.early(device or devices, count, 1 if resume else replicates)
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.own_suite import own_suite

@@ -32,15 +32,16 @@ def spawn(*command: str) -> Process:
     )  # fmt: skip
 
 
-def early(device: str | None, count: int) -> None:
-    """Start so many workers, unless the device is simulated; they import and wait."""
+def early(device: str | None, devices: int, processes: int) -> None:
+    """Start the first workers of a run, unless its device is simulated; they import and wait."""
     if not (device or "").startswith("sim"):
+        count = devices and max(devices, min(processes, 1 + AHEAD))
         _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
 
 
 def taken() -> Process | None:
     """Return a process that was started early, each once; None if there is none left."""
     try:
-        return _early.pop(0)  # threads may ask at once
+        return _early.pop()  # threads may ask at once
     except IndexError:
         return None

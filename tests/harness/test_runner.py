@@ -139,13 +139,13 @@ def test_a_worker_is_given_its_device_and_folder(
 def test_a_worker_that_a_command_started_early_is_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ahead.early("sim", 3)
+    ahead.early("sim", 1, 3)
     assert ahead.taken() is None
-    ahead.early(None, 2)
+    ahead.early(None, 1, 2)
     first, second = ahead._early
     worker = children.started("cpu", None, children.Log())
     other = children.spare("cpu", None, children.Log())
-    assert (worker.pid, other.pid) == (first.pid, second.pid)
+    assert {worker.pid, other.pid} == {first.pid, second.pid}
     assert (worker.about["slug"], other.about) == ("cpu", {})
     assert ahead.taken() is None
     worker.close()
