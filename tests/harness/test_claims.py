@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from command import sparsebench
 from made_up_claims import CLAIM
 from places import PUBLISHED, ROOT
@@ -13,12 +14,15 @@ from simulated_here import in_this_process
 from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import catalog, plan
 from sparsebench.harness.claims.check import Evidence, check, evidence
+from sparsebench.harness.pruning import command
+from sparsebench.harness.pruning.layer import Recipe
 from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags
-from sparsebench.results import store
+from sparsebench.results import pruning, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.schema import Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Problem
 
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
@@ -258,3 +262,24 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
     assert page.count("<svg") == 1
     assert "leans to partly" in (folder / f"{names[1]}.svg").read_text()
+
+
+def test_a_model_is_pruned_to_the_fractions_of_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
+        asked.extend(recipe.dense for recipe in recipes)
+        return pruning.read(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
+
+    monkeypatch.setattr(command, "prune_file", prune_file)
+    run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
+    given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
+    done = sparsebench(*given, "--to", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert asked == [0.0, 0.125, 0.25, 0.5, 0.75]
+    assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2
+    done = sparsebench("claims", "report", "blast-2025", "--losses", model)
+    assert done.returncode == 2
+    assert "expected a claim about 2:4 beside dense weights, found none" in done.stderr
