@@ -283,3 +283,34 @@ def test_a_model_is_pruned_to_the_fractions_of_a_claim(
     done = sparsebench("claims", "report", "blast-2025", "--losses", model)
     assert done.returncode == 2
     assert "expected a claim about 2:4 beside dense weights, found none" in done.stderr
+
+
+def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
+    """Install a package with a claim, into this process."""
+    (folder / "other-1.dist-info").mkdir()
+    (folder / "other-1.dist-info" / "METADATA").write_text("Name: other\nVersion: 1\n")
+    package = f"claims_{name.replace('-', '_')}"  # a module is imported once
+    entry = f"[{catalog.GROUP}]\nmine = {package}\n"
+    (folder / "other-1.dist-info" / "entry_points.txt").write_text(entry)
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("")
+    (folder / package / f"{name}.yaml").write_text(CLAIM)
+    patch.syspath_prepend(folder)
+
+
+def test_a_claim_of_another_package_is_known_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "theirs")
+    assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
+    assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 tests of 2 cells\n"
+
+
+def test_a_name_of_a_claim_that_is_taken_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "blast-2025")
+    done = sparsebench("claims", "list")
+    assert done.returncode == 2
+    assert "blast-2025: expected one claim of this name, found " in done.stderr
+    assert done.stderr.count("\n") == 1
