@@ -27,6 +27,7 @@ from sparsebench.harness._cli import (
     UNCHECKED,
     UNFIT,
     Data,
+    Debug,
     Device,
     Energy,
     Json,
@@ -34,6 +35,8 @@ from sparsebench.harness._cli import (
     Only,
     Open,
     Out,
+    Profile,
+    Repeat,
     Replicates,
     RunPath,
     Timeout,
@@ -43,7 +46,7 @@ from sparsebench.harness._cli import (
     out,
     print_json,
     show_page,
-    warn,
+    telling,
     wide,
 )
 from sparsebench.harness._cli_claims import claims
@@ -51,6 +54,8 @@ from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import new_gpu
+from sparsebench.harness._cli_try import profiled, try_
+from sparsebench.harness.run import ahead
 
 
 def main() -> int:
@@ -166,16 +171,20 @@ def run(
     timeout: Timeout = 120.0,
     replicates: Replicates = 3,
     energy: Energy = False,
+    repeat: Repeat = 0,
+    profile: Profile = "",
+    debug: Debug = False,
     as_json: Json = False,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
+    ahead.early(device)
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.own_suite import own_suite
     from sparsebench.harness.run.state import Flags
-    from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
@@ -183,6 +192,10 @@ def run(
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
+    if repeat or profile:
+        if suite is None:
+            raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
+        raise typer.Exit(profiled(suite, device, data, only, repeat, profile))
     if resume:
         stopped = store.read(resume)
         before = stopped.state["flags"]
@@ -193,7 +206,7 @@ def run(
     asked = own_suite(stopped, data) if resume else read(str(suite), data)
     flags = Flags(named(device), data, timeout, replicates, only, energy)
     with measuring() as show:
-        path = measure(asked, flags, to, resume, show, told=warn)
+        path = measure(asked, flags, to, resume, show, told=telling(debug))
     measured = store.read(path)
     page = path / "report.html"
     found = analyse(measured)
@@ -212,35 +225,6 @@ def run(
     if browse:
         show_page(page)
     if counts.keys() - {"ok", "unsupported"}:
-        raise typer.Exit(SOME_FAILED)
-
-
-@app.command("try")
-def try_(
-    kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
-    words: Annotated[
-        list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 ...")
-    ] = None,
-    device: Device = None,
-    data: Data = None,
-    repeat: Annotated[
-        int, typer.Option(help="Run it so often after the check, untimed: for a profiler.", min=0)
-    ] = 0,
-    profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
-) -> None:
-    """Check one kernel against fp64 and time it beside its baseline."""
-    from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.run import try_kernel as tried
-
-    given, on = words or [], pick(device)
-    if profile:
-        raise typer.Exit(tried.profile(kernel, given, on, data))
-    if repeat:
-        tried.repeat(kernel, given, on, repeat, data)
-        return
-    found = tried.try_kernel(kernel, given, on, data)
-    wide().print(tried.report(found), soft_wrap=True, highlight=False)
-    if not found.right:
         raise typer.Exit(SOME_FAILED)
 
 
@@ -282,6 +266,7 @@ def report(
         show_page(to)
 
 
+app.command("try")(try_)
 app.command()(compare)
 app.command()(publish)
 

@@ -5,6 +5,7 @@
     run.json          flags, status (running, finished, interrupted), seconds by phase
     rows.jsonl        a schema line, then one row per line; appended and synced per contest
     worker.log        whatever kernels and compilers printed
+    failures.log      the traceback of every case that failed, where there is one
     lock.txt          every installed distribution; written when the run is sealed (bundle.py)
     manifest.json     the SHA-256 of every file, likewise
 
@@ -75,6 +76,12 @@ class _Device(_Typed):
     uuid: str | None = None
 
 
+class _Plugin(_Typed):
+    distribution: str | None
+    version: str | None
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
 class _Environment(_Typed):
     gpu: _Device | None = None
     cpu: _Device | None = None
@@ -82,6 +89,7 @@ class _Environment(_Typed):
     commit: str | None = None
     dirty: bool | None = None
     ceilings: dict[str, Any] = {}
+    plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 
 
 class _Suite(_Typed):

@@ -1,6 +1,6 @@
 """The simulated GPU's worker in the tests' own process: starting one takes seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def in_this_process(patch: pytest.MonkeyPatch) -> None:
 class Here(child.Worker):
     """A worker of the simulated GPU without a process of its own."""
 
-    def __init__(self, device: str, data: Path | None, log: Log) -> None:
+    def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
         """Read the spec."""
         self.spec = clock.read(device)
         environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}
@@ -31,7 +31,16 @@ class Here(child.Worker):
         self.about = {"environment": environment | same, "identity": self.spec.identity}
         self.about["slug"] = "sim"
 
-    def ceilings(self) -> dict[str, Any]:
+    def imported(self) -> None:
+        """Do nothing."""
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def there(self) -> None:
+        """Do nothing."""
+
+    def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Return what the spec says."""
         return asdict(worker._ceilings(self.spec))
 

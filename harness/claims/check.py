@@ -20,9 +20,9 @@ from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.plan import Part, asked, parts, refused
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.own_suite import own_suite
 from sparsebench.harness.run.reproduce import again, whole
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import own_suite
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings

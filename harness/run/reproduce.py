@@ -16,9 +16,10 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.child import Log, Worker
 from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.own_suite import own_suite, require_planned
+from sparsebench.harness.run.plugins import require_plugins
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import own_suite, require_planned
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
@@ -62,6 +63,7 @@ def again(
     again on a device of the same kind; elsewhere they search anew.
     """
     _require_comparable(run, device)
+    require_plugins(run)
     suite = own_suite(run, data)
     require_planned(run, suite)
     known = {field.name for field in fields(Flags)}

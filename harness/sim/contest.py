@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from sparsebench.harness.bench.entry import ContestOptions
-from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.samples import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import meets

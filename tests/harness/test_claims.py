@@ -290,7 +290,7 @@ def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
     (folder / "other-1.dist-info").mkdir()
     (folder / "other-1.dist-info" / "METADATA").write_text("Name: other\nVersion: 1\n")
     package = f"claims_{name.replace('-', '_')}"  # a module is imported once
-    entry = f"[{catalog.GROUP}]\nmine = {package}\n"
+    entry = f"[sparsebench.claims]\nmine = {package}\n"
     (folder / "other-1.dist-info" / "entry_points.txt").write_text(entry)
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text("")
