@@ -66,8 +66,8 @@ def compare(a: Run, b: Run, found: tuple[Analysis, Analysis] | None = None) -> C
     in_a, in_b = (each.cases[~each.cases.twin.astype(bool)] for each in both)
     shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
-        found = f"{len(in_a)} and {len(in_b)} with none in common"
-        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {found}")
+        alone = f"{len(in_a)} and {len(in_b)} with none in common"
+        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {alone}")
     _require_equal_operands(a, b)
     named = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
     cases = in_a[[*KEYS, *named, *SIDES]].merge(

@@ -199,7 +199,9 @@ def _rows(
     def state(status: str, counts: Counts | None = None) -> dict[str, Any]:
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
         counts = counts or Counts(store.rows(path))
-        return record.at(status, counts, spent_s + runner.spent_s) | watch.json
+        every = spent_s.copy()
+        every.update(runner.spent_s)
+        return record.at(status, counts, every) | watch.json
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):

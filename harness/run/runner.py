@@ -15,7 +15,6 @@ Then they idle, without a device, until it is their turn: nothing is imported wh
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -91,7 +90,7 @@ class Runner:
         self._device, self._data = device, data
         self._timeout_s = timeout_s
         self._to_come = processes - 1
-        self.spent_s = Counter[str]()
+        self.spent_s = {"start": 0.0, "ceilings": 0.0}
         self._worker: Worker | None = None
         self._spares: list[Worker] = []
         self._worker = self._start()

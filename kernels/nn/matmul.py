@@ -87,7 +87,7 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
     if isinstance(w, Dense):
         return linear(x, w.values)
     if isinstance(w, Bsr):
-        return _bsr_autograd.multiply(x, w.values, w.offsets, w.columns, w.shape[0])
+        return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
     if isinstance(w, Csr):
         return _named(x, w, CSR.get(x.device.type, CSR["cuda"]), {})
     if isinstance(w, Spense):
