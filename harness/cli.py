@@ -50,6 +50,19 @@ from sparsebench.harness._cli import (
     wide,
 )
 from sparsebench.harness._cli_claims import claims
+from sparsebench.harness._cli_cluster import (
+    Devices,
+    Shard,
+    Shards,
+    Slurm,
+    Submit,
+    Ways,
+    go_on,
+    is_shared,
+    merge,
+    not_merged,
+    status,
+)
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
@@ -173,14 +186,19 @@ def run(
     energy: Energy = False,
     repeat: Repeat = 0,
     profile: Profile = "",
+    devices: Devices = "",
+    slurm: Slurm = "",
+    submit: Submit = "",
+    shards: Shards = 0,
+    shard: Shard = "",
     debug: Debug = False,
     as_json: Json = False,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    ahead.early(device)
-    from sparsebench.harness.machine.device import named
+    ways = Ways(devices, slurm, submit, shards)
+    ahead.early(device or devices, 0 if slurm or submit else ways.count)
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.own_suite import own_suite
@@ -196,17 +214,22 @@ def run(
         if suite is None:
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
         raise typer.Exit(profiled(suite, device, data, only, repeat, profile))
-    if resume:
-        stopped = store.read(resume)
-        before = stopped.state["flags"]
-        only, replicates = before["only"], before["replicates"]
-        energy = before.get("energy", False)
-        data = data or (Path(before["data"]) if before.get("data") else None)
-        device = device or before["device"]
-    asked = own_suite(stopped, data) if resume else read(str(suite), data)
-    flags = Flags(named(device), data, timeout, replicates, only, energy)
-    with measuring() as show:
-        path = measure(asked, flags, to, resume, show, told=telling(debug))
+    if resume and is_shared(resume):
+        with measuring() as show:
+            path = go_on(resume, show, telling(debug))
+    else:
+        if resume:
+            stopped = not_merged(store.read(resume))
+            before = stopped.state["flags"]
+            only, replicates = before["only"], before["replicates"]
+            energy, shard = before.get("energy", False), before.get("shard", "")
+            data = data or (Path(before["data"]) if before.get("data") else None)
+            device = device or before["device"]
+        asked = own_suite(stopped, data) if resume else read(str(suite), data)
+        flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
+        engine = ways.measure if ways else measure
+        with measuring() as show:
+            path = engine(asked, flags, to, resume, show, told=telling(debug))
     measured = store.read(path)
     page = path / "report.html"
     found = analyse(measured)
@@ -267,6 +290,8 @@ def report(
 
 
 app.command("try")(try_)
+app.command()(merge)
+app.command()(status)
 app.command()(compare)
 app.command()(publish)
 
@@ -296,10 +321,15 @@ def validate(
 
 @app.command()
 def reproduce(
-    path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
+    path: RunPath,
+    device: Device = None,
+    data: Data = None,
+    to: Out = None,
+    devices: Devices = "",
+    as_json: Json = False,
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
@@ -307,7 +337,9 @@ def reproduce(
     from sparsebench.results.agreement import agreement
 
     with measuring() as show:
-        fresh = reproduced(path, named(device), data, to, show)
+        ways = Ways(devices)
+        engine = ways.measure if ways else measure
+        fresh = reproduced(path, ways.first(device), data, to, show, engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)

@@ -28,7 +28,7 @@ from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import badges, told
-from sparsebench.results.environment import device_name, flat
+from sparsebench.results.environment import devices_named, flat
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
@@ -85,7 +85,7 @@ def build(
         trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
-        device=device_name(run.environment),
+        device=devices_named(run.environment),
     )
     if out_path:
         out_path.write_text(page, "utf-8")
@@ -148,6 +148,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     ok = (cases.status == Status.OK).groupby(cases.case_id).all()
     facts = {
         "started": str(run.state.get("started", "")),
+        "devices": _devices(run),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
         "only": run.state.get("flags", {}).get("only", ""),
@@ -157,11 +158,23 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts.items() if value]
 
 
+def _devices(run: Run) -> str:
+    """Say on how many devices a merged run was measured; "" of one that was not shared out."""
+    shards = run.state.get("shards", [])
+    if not shards:
+        return ""
+    hosts = len({shard["host"] for shard in shards})
+    taken = f"{run.state['seconds']:g} s of all in {run.state['wall_s']:g} s"
+    return f"{devices_named(run.environment)}, on {hosts} host{'s' * (hosts > 1)}; {taken}"
+
+
 def _trust(frames: Frames) -> list[str]:
     """Return sentences on how far the numbers can be trusted."""
     cases, found = frames.cases, [frames.noise.reliability[1]]
     if frames.raced.size:
         found.append(intervals(frames.raced))
+    if frames.run.state.get("shards"):
+        found.append(_shared(frames))
     once = cases.drop_duplicates("case_id").mark.fillna("")
     marks = once[once != ""]
     if len(marks):
@@ -172,6 +185,16 @@ def _trust(frames: Frames) -> list[str]:
     for mark, count in accuracy[accuracy != ""].value_counts().items():
         found.append(f"Marked for its accuracy: {count} of {len(once)} cases ({mark}).")
     return found
+
+
+def _shared(frames: Frames) -> str:
+    """Say whether intervals of a merged run are over processes of more than one device."""
+    count = frames.rows.groupby("case_id").device.nunique()
+    on = f"All contenders of a problem ran on one device of {len(frames.run.environment['devices'])}"
+    if (count == 1).all():
+        return f"{on}, in every process: no interval is over two devices."
+    moved = f"{(count > 1).sum()} of {len(count)} cases have processes on more than one device"
+    return f"{on} in each process. {moved}: their intervals hold what devices differ by, too."
 
 
 def _links(run: Path, out: Path | None) -> list[tuple[str, str]]:

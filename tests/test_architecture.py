@@ -62,7 +62,8 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
-    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
+    "cluster": {"machine", "plan", "run"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
     "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
     "pruning": {"inputs"},
     "train_lm": set(),
@@ -70,6 +71,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
 WAYS_IN = {
     "cli",
     "_cli",
+    "_cli_cluster",
     "_cli_make",
     "_cli_claims",
     "_cli_compare",

@@ -29,12 +29,15 @@ def spawn(*command: str) -> Process:
     )  # fmt: skip
 
 
-def early(device: str | None) -> None:
-    """Start a worker for a device that is not simulated; it imports and waits."""
+def early(device: str | None, count: int = 1) -> None:
+    """Start a worker a device, unless that is simulated; they import and wait."""
     if not (device or "").startswith("sim"):
-        _early.append(spawn(*MEASURES, WAIT))
+        _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
 
 
 def taken() -> Process | None:
-    """Return the process that was started early, once; None if there is none."""
-    return _early.pop() if _early else None
+    """Return a process that was started early, each once; None if there is none left."""
+    try:
+        return _early.pop()  # threads may ask at once
+    except IndexError:
+        return None

@@ -25,9 +25,11 @@ from sparsebench.harness.bench.energy import require_meter
 from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.device import tuned_tables
+from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.plugins import code_of
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.run.state import Counts, Flags, Record, now
@@ -70,6 +72,7 @@ def measure(
     told: Told = lambda finding: None,
     until: float = inf,
     rank: Rank = lambda contest: 0,
+    part: Part | None = None,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
@@ -79,11 +82,11 @@ def measure(
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
     it if it took as long as the longest so far. What is left then is left to --resume. Contests of
     a lower `rank` come first in every process; equal ones are in an order drawn anew. `told` hears
-    of the machine, and why cases fail.
+    of the machine, and why cases fail. With `part` the run is one of those that share the plan.
     """
     since = now()
     _require_flags(flags)
-    contests = planned(suite, flags.device, flags.only)
+    contests = planned(suite, flags.device, flags.only, flags.shard)
     _strike(flags.device, planned(suite, flags.device))
     if out and not resume:
         _require_new(out)
@@ -93,19 +96,25 @@ def measure(
     with ExitStack() as held:
         if resume:
             held.enter_context(store.locked(resume))
-        done = _finished(resume, suite, flags, contests) if resume else []
+        done = finished(resume, suite, flags, contests) if resume else []
         chosen_by = choices.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
         given = flags.device, flags.data, flags.timeout_s
         runner = Runner(*given, pinned, share, flags.replicates)
         held.callback(runner.kill)
+        if part:
+            part.start(runner)
+            runner.pin(part.earlier)
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
         watch = Watch(flags.device, runner, told)  # before anything runs: a GPU tells the last 1 s
-        before = {**(origin or {}), "choices": chosen_by}
+        before = {**(origin or {}), "choices": chosen_by, **_part(flags, part)}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
-        environment = runner.about["environment"] | code_of(contests)
+        whole = planned(suite, flags.device, flags.only)
+        environment = runner.about["environment"] | code_of(whole)
+        if part:
+            part.require_alike(environment)
         if resume:
             _same_place(resume, environment)
             stopped, path = store.read(resume), resume
@@ -124,10 +133,17 @@ def measure(
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
         try:
-            _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank)
+            _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank, part)
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     return path
+
+
+def _part(flags: Flags, part: Part | None) -> dict[str, Any]:
+    """Return what run.json says of a run that has a part of a plan; {} of a whole one."""
+    if part:
+        return {"part": {"number": part.number, "host": part.host}}
+    return {"part": {"number": 0, "host": boot()}} if flags.shard else {}
 
 
 def _require_flags(flags: Flags) -> None:
@@ -190,45 +206,56 @@ def _rows(
     watch: Watch,
     until: float,
     rank: Rank,
+    part: Part | None,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
     counts, kept = Counts(done), [*done]
     spent_s = Counter[str](record.before.get("spent_s", {}))
-    total, finished = record.contests, len(counts.done)
+    done_now, last = len(counts.done), ""
+
+    def total() -> int:
+        return part.total(contests, record.flags.replicates) if part else record.contests
 
     def state(status: str, counts: Counts | None = None) -> dict[str, Any]:
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
+        now = replace(record, contests=total())
         counts = counts or Counts(store.rows(path))
         every = spent_s.copy()
         every.update(runner.spent_s)
-        return record.at(status, counts, every) | watch.json
+        return now.at(status, counts, every) | watch.json
+
+    def announced(contests: Iterable[Contest]) -> Iterator[Contest]:
+        for contest in contests:
+            progress(done_now, total(), describe(contest) + last)
+            yield contest
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):
-            order = random.Random(f"{record.suite} {replicate}").sample(contests, len(contests))
+            seed = f"{record.suite} {replicate}" + (f" {part.number}" if part else "")
+            order = random.Random(seed).sample(contests, len(contests))
             order.sort(key=rank)
-            left = [c for c in order if (replicate, c.problem.id) not in counts.done]
+            missing = [c for c in order if (replicate, c.problem.id) not in counts.done]
+            left = part.own(missing, replicate) if part else missing
             if monotonic() >= until:
                 break
             if replicate:
                 runner.fresh()
             window()  # what was before the first contest is no contest's
-            progress(finished, total, describe(left[0]) if left else "")
             asked = wanted.after(kept)
-            timely = _before(until, left)
-            for number, measured in enumerate(runner.run(timely, replicate, asked), start=1):
+            timely = announced(_before(until, left))
+            for measured in runner.run(timely, replicate, asked):
                 seen_meanwhile = window()
                 store.append(
                     path,
                     [replace(r, telemetry=r.telemetry or seen_meanwhile) for r in measured.rows],
                 )
-                finished += 1
+                done_now += 1
                 spent_s.update(measured.spent_s)
                 kept += measured.rows
                 counts.add(measured.rows)
                 store.set_state(path, state("running", counts))  # a killed run keeps its time, too
-                following = describe(left[number]) if number < len(left) else ""
-                progress(finished, total, f"{following}{leader(measured.rows)}")
+                last = leader(measured.rows)
+            progress(done_now, total(), last)
         runner.kill()
         watch.end()
 
@@ -276,7 +303,7 @@ def leader(rows: Sequence[Row]) -> str:
     return f"; last: {best.case.contender.kernel}, {'the baseline' if best is over else ratio}"
 
 
-def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:
+def finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:
     """Return the rows of the contests that a stopped run completed; refuse another run's."""
     run = store.read(path)
     if run.suite_text != suite.text:

@@ -6,7 +6,7 @@ from pathlib import Path
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.plan.selection import planned
-from sparsebench.harness.plan.suite import Contest, Suite, read
+from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.results import bundle
 from sparsebench.results.record import Case
 from sparsebench.results.store import Run
@@ -17,7 +17,8 @@ def own_suite(run: Run, data: Path | None) -> Suite:
 
     SuiteError where that cannot be done here, or where the sources are no longer the same files.
     """
-    suite = replace(read(str(run.path / "suite.yaml"), data), name=run.state["suite"])
+    suite = expand(str(run.path / "suite.yaml"), run.suite_text, data)
+    suite = replace(suite, name=run.state["suite"])
     here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
     then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}
     for gone in then.keys() - here.keys():
@@ -50,5 +51,5 @@ def require_planned(run: Run, suite: Suite) -> int:
 def _contests(run: Run, suite: Suite) -> list[Contest]:
     """Return what the suite asks for, twins included."""
     flags = run.state["flags"]
-    asked = planned(suite, flags["device"], flags["only"])
+    asked = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
     return [contest for contest in asked if not contest.reference]

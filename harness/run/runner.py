@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event
 from time import monotonic
 from typing import Any, Self
 
@@ -71,7 +72,8 @@ class Runner:
     again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
     is handed to every later process. Without either, each process searches for itself. `processes`
     is how many there will be: `fresh` is called once less. `spent_s` has the seconds that were
-    waited for workers to start, and for ceilings.
+    waited for workers to start, and for ceilings. A runner in a thread ends by `stopping`, as by
+    Ctrl-C, once its worker is killed.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Runner:
         self._shared: dict[str, Mapping[str, Any]] = {}
         self._device, self._data = device, data
         self._timeout_s = timeout_s
+        self.stopping = Event()
         self._to_come = processes - 1
         self.spent_s = {"start": 0.0, "ceilings": 0.0}
         self._worker: Worker | None = None
@@ -135,9 +138,10 @@ class Runner:
 
     def kill(self) -> None:
         """Stop whatever runs."""
-        for worker in filter(None, (self._worker, *self._spares)):
-            worker.kill()
+        running = [worker for worker in (self._worker, *self._spares) if worker]
         self._worker, self._spares = None, []
+        for worker in running:
+            worker.kill()
 
     def _start(self) -> Worker:
         """Return a worker that has its device, when none that is to come imports any more."""
@@ -198,11 +202,19 @@ class Runner:
         return Measured(_in_order(contest, lost_rows), {})
 
     def _measured(self, contest: Contest, options: Mapping[str, Any]) -> Measured | Lost:
+        self._go_on()
         try:
-            self._worker = self._worker or self._start()
+            worker = self._worker = self._worker or self._start()
         except WorkerError as error:
             return Lost("", Status.FAILED, str(error))
-        return self._worker.measure(contest, options, self._timeout_s)
+        answer = worker.measure(contest, options, self._timeout_s)
+        self._go_on()
+        return answer
+
+    def _go_on(self) -> None:
+        """End here if another thread has asked for it: a worker that it killed is no row."""
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
 
     def _known(self, contest: Contest, replicate: int) -> Pinned:
         """Return what is known of these contenders; a twin takes what its original took."""
