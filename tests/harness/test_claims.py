@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_said_before_it_is_built(tmp_path: Path) -> None:
     (part,) = plan.parts(written(tmp_path))
     assert plan.too_large(part, 2**30) == ""
     said = plan.too_large(part, 2**20)
-    assert said.startswith("it does not fit the memory: its smallest problem has 0.0625 GiB")
+    assert said.startswith("it does not fit the memory: its smallest problem has 0.0938 GiB")
 
 
 def test_a_baseline_that_is_unsupported_here_makes_it_not_testable(tmp_path: Path) -> None:
