@@ -107,7 +107,21 @@ def _ended(error: BaseException) -> tuple[int, str]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}:{where.lineno}"
     hint = "SPARSEBENCH_TRACEBACK=1 shows where"
-    return DEFECT, f"an error of sparsebench: {type(error).__name__}: {error} ({place}; {hint})"
+    said = f"{type(error).__name__}: {error} ({place}; {hint})"
+    plugin = _plugin(error)
+    if plugin:
+        return BAD_INPUT, f"an error of the plug-in {plugin}: {said}"
+    return DEFECT, f"an error of sparsebench: {said}"
+
+
+def _plugin(error: BaseException) -> str | None:
+    """Name the package of others that an error comes from: libraries below it have no fault."""
+    from sparsebench._discovery import others
+
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    named = [name for name in packages if name in {"sparsebench", *others}]
+    return named[-1] if named and named[-1] != "sparsebench" else None
 
 
 @app.command("list")
