@@ -1,6 +1,7 @@
-"""The command for a device that nobody has measured: new-gpu."""
+"""The commands for a device that nobody has measured: doctor and new-gpu."""
 
 import re
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,16 @@ from typing import Annotated
 import typer
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness._cli import Device, Out, measuring, out
+from sparsebench.harness._cli import (
+    UNFIT,
+    Device,
+    Json,
+    Out,
+    measuring,
+    out,
+    print_json,
+    wide,
+)
 from sparsebench.harness._cli_cluster import Devices, Ways
 
 RESUME = "new-gpu --resume"
@@ -23,6 +33,21 @@ Against = Annotated[
     typer.Option(help="Runs of other GPUs, or folders of them; default results/published."),
 ]
 Resume = Annotated[Path | None, typer.Option(help="Go on with what a survey did not reach.")]
+
+
+def doctor(device: Device = None, as_json: Json = False) -> None:
+    """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
+    from sparsebench.harness.doctor.doctor import examine, table
+    from sparsebench.harness.doctor.findings import unfit
+    from sparsebench.harness.machine.device import pick
+
+    found = examine(pick(device))
+    if as_json:
+        print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
+    else:
+        wide().print(table(found))
+    if unfit(found):
+        raise typer.Exit(UNFIT)
 
 
 def new_gpu(
