@@ -84,6 +84,8 @@ def main() -> int:
                 line = " ".join(said.encode(errors="backslashreplace").decode().split())
                 err.print(f"[red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
         return code
+    finally:
+        ahead.end()
     return 0
 
 

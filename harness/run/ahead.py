@@ -4,7 +4,7 @@
             ─> the command itself imports torch, reads, plans   ┘
             ─> child.py makes them the first workers
 
-They end with the command, whether they were needed or not. Nothing here imports torch.
+Those that nobody took end with the command. Nothing here imports torch.
 """
 
 import os
@@ -45,3 +45,10 @@ def taken() -> Process | None:
         return _early.pop()  # threads may ask at once
     except IndexError:
         return None
+
+
+def end() -> None:
+    """End the processes that nobody took."""
+    while process := taken():
+        with process:  # closes its pipes, and waits
+            process.kill()

@@ -217,6 +217,8 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
     searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
+    constants = [constants_of(each, w.values.dtype, transposed) for each in configs]
+    cuda.ahead("bsr_wgmma", constants)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

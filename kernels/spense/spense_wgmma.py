@@ -34,6 +34,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    ahead,
     load,
     tensor_map,
     unsupported_on_hopper,
@@ -291,6 +292,7 @@ def prepare(
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
     searched = space() if tuned == "wide" else configurations(len(x))
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
+    ahead("spense_wgmma", [constants_of(each, w.dtype, activation) for each in configs])
     candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

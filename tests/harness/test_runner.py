@@ -12,6 +12,7 @@ import pytest
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
+from sparsebench.harness.cli import main
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import ahead
 from sparsebench.harness.run import child as children
@@ -150,6 +151,19 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(
     assert ahead.taken() is None
     worker.close()
     other.kill()
+
+
+def test_a_command_that_fails_leaves_no_worker_behind(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started: list[ahead.Process] = []
+    spawn = ahead.spawn
+    monkeypatch.setattr(ahead, "spawn", lambda *asked: started.append(spawn(*asked)) or started[-1])
+    monkeypatch.setattr(sys, "argv", ["sparsebench", "run", "no-such-suite"])
+    assert main() == 2
+    assert "expected a file.yaml or one of" in capfd.readouterr().err
+    assert started
+    assert all(process.poll() is not None for process in started)
 
 
 @pytest.fixture
