@@ -73,6 +73,7 @@ WAYS_IN = {
     "_cli",
     "_cli_cluster",
     "_cli_make",
+    "_cli_bundle",
     "_cli_claims",
     "_cli_compare",
     "_cli_survey",
