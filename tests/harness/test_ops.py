@@ -15,6 +15,8 @@ from sparsebench.results.record import Problem
 
 OPS = names("harness.ops")
 SIZES = {"m": 3, "n": 6, "k": 5}
+DECODER = {"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5}
+SIZES |= DECODER | {"layers": 2, "cache": 5, "caches": 1}
 ACTIVATIONS = ["silu", "relu", "relu2"]
 
 
@@ -22,7 +24,7 @@ def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
     found, op = {}, load_op(op_name)
     for name in op.arguments:
         operand = op.operands[name]
-        found[name] = torch.empty([SIZES[size] for size in operand.shape])
+        found[name] = torch.empty([op.sizes(SIZES)[size] for size in operand.shape])
         fill(found[name], 0, name)
     return {name: tensor.to(dtype) for name, tensor in found.items()}
 
@@ -55,7 +57,9 @@ def loops(activation: str, wg: Any, wu: Any, wd: Any, x: Any) -> np.ndarray:
 def test_sizes_of_operands_are_fields(name: str) -> None:
     op = load_op(name)
     sizes = {size for operand in op.operands.values() for size in operand.shape}
-    assert sizes <= op.fields.model_fields.keys()
+    fields = op.fields.model_fields.keys()
+    assert sizes <= fields | (op.sizes(SIZES).keys() - SIZES.keys())
+    assert name == "decoder" or sizes <= fields
     assert {"dtype", "pattern", "sparsity", "block"} <= op.fields.model_fields.keys()
     assert op.weights
     assert op.activations
@@ -121,7 +125,7 @@ def test_rounding_errors_are_of_the_size_of_the_spread(name: str, dtype: torch.d
     assert 0 < float(ratio.nan_to_num(0).max()) < 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name for name in OPS if name != "decoder"])
 def test_dense_work_is_the_most_and_grows_with_the_non_zeros(name: str) -> None:
     op = load_op(name)
     problem = Problem(name, {**SIZES, "dtype": "bf16"})
@@ -172,6 +176,18 @@ def test_the_work_of_linear_by_hand() -> None:
     assert op.fewest_bytes(problem, {"w": 7}, 2) == 2 * (7 + 3 * 5 + 3 * 6)
     fp8 = Problem("linear", {**SIZES, "dtype": "fp8"})
     assert op.fewest_bytes(fp8, {"w": 7}, 1) == 7 + 3 * 5 + 2 * 3 * 6
+
+
+def test_the_work_of_decoder_by_hand() -> None:
+    op, fields = load_op("decoder"), {**SIZES, "layers": 3, "dtype": "bf16"}
+    nnz = {"wqkv": 1, "wo": 2, "wg": 3, "wu": 4, "wd": 5, "wh": 100}
+    attended = 2 * 4 * 4 * (5 + 1)  # scores and sums: heads, head_dim, tokens
+    assert op.flops(Problem("decoder", fields), nnz) == 2 * 3 * (3 * 15 + 100 + 3 * attended)
+    cached = 2 * 3 * 2 * 4 * 5  # keys and values: m, kv_heads, head_dim, cache
+    rest = 100 + 3 * 6 + 3 * 5
+    assert op.fewest_bytes(Problem("decoder", fields), nnz, 2) == 2 * (3 * (15 + cached) + rest)
+    fp8 = Problem("decoder", {**fields, "dtype": "fp8"})
+    assert op.fewest_bytes(fp8, nnz, 1) == 3 * 15 + 2 * (3 * cached + rest)
 
 
 def test_the_work_of_ffn_by_hand() -> None:
