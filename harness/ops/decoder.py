@@ -10,7 +10,7 @@
     Y = norm(S) Wh.T                                  the head
 
 norm is RMS norm times a row of gains [2 layers + 1, hidden]. A head of the cache serves heads /
-kv_heads heads of queries. It holds `cache` tokens of each sequence, keys already turned; the token
+kv_heads heads of queries. It holds `context` tokens of each sequence, keys already turned; the token
 of the step comes after them and attends to itself, too. Qwen3 is such a model.
 
 All layers have the values of one layer that is drawn: fp64 has room for one. A kernel keeps a copy
@@ -62,7 +62,7 @@ class DecoderFields(Fields):
     intermediate: PositiveInt
     vocab: PositiveInt
     layers: PositiveInt
-    cache: PositiveInt
+    context: PositiveInt
     caches: PositiveInt = 1
     activation: Literal["silu", "relu", "relu2"] = "silu"
     pruned: Literal["mlp", "all"] = "mlp"
@@ -85,13 +85,13 @@ class DecoderFields(Fields):
 def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields and what follows from them: columns of projections, rows of caches."""
     heads, of_cache, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
-    rows = fields.get("caches", 1) * fields["m"] * of_cache * fields["cache"]
+    rows = fields.get("caches", 1) * fields["m"] * of_cache * fields["context"]
     return {
         **fields,
         "projected": (heads + 2 * of_cache) * width,
         "attended": heads * width,
         "norms": 2 * fields["layers"] + 1,
-        "cached": rows,
+        "cache_rows": rows,
     }
 
 
@@ -221,7 +221,7 @@ def depth(
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add a sequence and non-zero, and those of attention."""
     multiplied = problem["layers"] * sum(nnz[name] for name in LAYER) + nnz["wh"]
-    attended = problem["heads"] * problem["head_dim"] * (problem["cache"] + 1)
+    attended = problem["heads"] * problem["head_dim"] * (problem["context"] + 1)
     return float(2 * problem["m"] * (multiplied + 2 * problem["layers"] * attended))
 
 
@@ -229,7 +229,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
     """Return the bytes of each layer's non-zeros and cache, of the head, of X and of Y."""
     wide, m = OUTPUTS[problem["dtype"]].itemsize, problem["m"]
     weights = itemsize * sum(nnz[name] for name in LAYER)
-    cache = 2 * m * problem["kv_heads"] * problem["head_dim"] * problem["cache"]
+    cache = 2 * m * problem["kv_heads"] * problem["head_dim"] * problem["context"]
     rest = nnz["wh"] + m * (problem["hidden"] + problem["vocab"])
     return int(problem["layers"] * (weights + wide * cache) + wide * rest)
 
@@ -245,7 +245,7 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
     if name == "keys":
         power = 1  # scores of a deviation near 2: a query finds tokens of its own
     elif name == "values":
-        power = round(log2(problem["cache"]) / 2) - 3  # a mean of many is small
+        power = round(log2(problem["context"]) / 2) - 3  # a mean of many is small
     elif name in LAYER and prunes(problem.fields, name):
         power = round(-log2(1 - problem["sparsity"]) / 2)
     elif name == "wh" and problem["dtype"] == "fp8":  # drawn as if it were stored in fp8
@@ -325,8 +325,8 @@ OP = Op(
         "wd": Operand("weight", ("hidden", "intermediate")),
         "wh": Operand("weight", ("vocab", "hidden"), OUTPUTS),
         "gains": Operand("activation", ("norms", "hidden"), OUTPUTS),
-        "keys": Operand("activation", ("cached", "head_dim"), OUTPUTS),
-        "values": Operand("activation", ("cached", "head_dim"), OUTPUTS),
+        "keys": Operand("activation", ("cache_rows", "head_dim"), OUTPUTS),
+        "values": Operand("activation", ("cache_rows", "head_dim"), OUTPUTS),
         "x": Operand("activation", ("m", "hidden"), OUTPUTS),
     },
     definition=definition,

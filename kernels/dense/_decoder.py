@@ -107,9 +107,9 @@ def _attention(
     """Return each layer's attention, all into one tensor; the configuration; what was timed."""
     problem, given, pinned = operands.problem, operands.activations, operands.pinned or {}
     m, width, kv_heads = problem["m"], problem["head_dim"], problem["kv_heads"]
-    shape = problem["caches"], m, kv_heads, problem["cache"], width
+    shape = problem["caches"], m, kv_heads, problem["context"], width
     keys, values = (given[name].view(shape) for name in ("keys", "values"))
-    turn = turned(width, problem["cache"]).to(operands.device)
+    turn = turned(width, problem["context"]).to(operands.device)
     abouts = [
         Attention(problem["heads"], *each, turn, EPSILON) for each in zip(keys, values, strict=True)
     ]

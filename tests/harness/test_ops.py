@@ -16,7 +16,7 @@ from sparsebench.results.record import Problem
 OPS = names("harness.ops")
 SIZES = {"m": 3, "n": 6, "k": 5}
 DECODER = {"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5}
-SIZES |= DECODER | {"layers": 2, "cache": 5, "caches": 1}
+SIZES |= DECODER | {"layers": 2, "context": 5, "caches": 1}
 ACTIVATIONS = ["silu", "relu", "relu2"]
 
 

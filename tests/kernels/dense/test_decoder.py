@@ -36,7 +36,7 @@ SMALL = {
     "intermediate": 80,
     "vocab": 40,
     "layers": 2,
-    "cache": 37,
+    "context": 37,
 }
 
 
@@ -103,8 +103,8 @@ def test_steps_are_right_in_the_interpreter() -> None:
     [
         {},
         {"dtype": "fp32", "layers": 3, "caches": 2, "m": 1},
-        {"heads": 24, "kv_heads": 1, "head_dim": 48, "cache": 1, "activation": "relu2"},
-        {"heads": 2, "head_dim": 64, "cache": 200, "activation": "relu", "m": 2},
+        {"heads": 24, "kv_heads": 1, "head_dim": 48, "context": 1, "activation": "relu2"},
+        {"heads": 2, "head_dim": 64, "context": 200, "activation": "relu", "m": 2},
     ],
     ids=str,
 )
@@ -192,5 +192,5 @@ def test_contenders_refuse_a_model_that_no_longer_fits(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("m", [1, 16, 33])
 def test_a_step_is_right_on_a_gpu(m: int, dtype: str) -> None:
     fields = {"hidden": 512, "heads": 8, "head_dim": 128, "intermediate": 1024, "vocab": 256}
-    asked = problem(**fields, m=m, cache=1000, dtype=dtype, layers=3, caches=2)
+    asked = problem(**fields, m=m, context=1000, dtype=dtype, layers=3, caches=2)
     assert_right_twice(*given(asked, CUDA), decoder_dense.prepare)
