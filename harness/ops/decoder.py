@@ -10,8 +10,8 @@
     Y = norm(S) Wh.T                                  the head
 
 norm is RMS norm times a row of gains [2 layers + 1, hidden]. A head of the cache serves heads /
-kv_heads heads of queries. It holds `context` tokens of each sequence, keys already turned; the token
-of the step comes after them and attends to itself, too. Qwen3 is such a model.
+kv_heads heads of queries. It holds `context` tokens of each sequence, keys already turned. The
+token of the step comes after them, and attends to itself, too. Qwen3 is such a model.
 
 All layers have the values of one layer that is drawn: fp64 has room for one. A kernel keeps a copy
 of it for each layer, so that memory is read as if all were different. Gains are each layer's own.
