@@ -34,6 +34,7 @@ from sparsebench.harness._cli import (
     Only,
     Open,
     Out,
+    Peers,
     Replicates,
     RunPath,
     Timeout,
@@ -120,6 +121,7 @@ def check(
         Path | None,
         typer.Option(help="Plan for the GPU of these runs: results/published/nvidia-h200."),
     ] = None,
+    peers: Peers = None,
     as_json: Json = False,
 ) -> None:
     """Say what a suite will cost, and what is unsupported here; run nothing."""
@@ -165,6 +167,7 @@ def run(
     timeout: Timeout = 120.0,
     replicates: Replicates = 3,
     energy: Energy = False,
+    peers: Peers = None,
     as_json: Json = False,
     markdown: Markdown = False,
     browse: Open = False,
@@ -222,6 +225,7 @@ def try_(
     ] = None,
     device: Device = None,
     data: Data = None,
+    peers: Peers = None,
     repeat: Annotated[
         int, typer.Option(help="Run it so often after the check, untimed: for a profiler.", min=0)
     ] = 0,
