@@ -18,6 +18,7 @@ there for rounding alone; but for H, which the kernel of act writes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -48,8 +49,8 @@ Stored = TypeVar("Stored", bound=Format)
 class Part:
     """A part of the step in every layer: calls, what each of them writes, choices by product."""
 
-    calls: list[Callable[[], object]]
-    outs: list[Tensor]
+    calls: Sequence[Callable[[], object]]
+    outs: Sequence[Tensor]
     choice: Mapping[str, Any]
     told: Sequence[Mapping[str, Any]] = ()
     code: str | None = None
@@ -148,7 +149,8 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
     x, pinned = inputs[0], (operands.pinned or {}).get(name)
     scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
     out = x.new_empty(len(x), len(w), dtype=OUTPUTS[operands.problem["dtype"]])
-    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned)
+    before = partial(torch.zeros(1, device=x.device).add_, 1)
+    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned, before=before)
     shared = _cublaslt.workspace(out.device) if out.is_cuda and len(inputs) > 1 else None
     rest = [
         cublas.fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)

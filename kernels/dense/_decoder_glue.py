@@ -16,7 +16,7 @@
 Z and O are in 16 bits, or in e4m3 at a scale of 1. Sums are in fp32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import e, log2
 from typing import Any
@@ -27,11 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.search import search
-from sparsebench.kernels._common.triton import COMPILE_THREADS, SMALLEST_TILE, BoundKernel
+from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, whole_tile
 from sparsebench.kernels._common.tuned_table import multiprocessors
 
 NORM_ELEMENTS = 16  # of a thread
 PROGRAMS = 1, 2, 4, 8  # of attention, for each multiprocessor
+SHAPES = (64, 4, 3), (64, 4, 2), (64, 8, 3), (128, 4, 3), (128, 4, 2), (128, 8, 3), (32, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -78,36 +79,29 @@ def normed(
 def configurations(about: Attention) -> list[Config]:
     """Return the ways to time; on a CPU there is one."""
     (m, kv_heads, cache, _), device = about.keys.shape, about.keys.device
-    found = {}
-    for programs in PROGRAMS:
-        for tokens in (64, 128):
-            tokens = min(tokens, max(SMALLEST_TILE, triton.next_power_of_2(cache)))
+    found: dict[Config, None] = {}
+    for tokens, warps, stages in SHAPES:
+        tokens = min(tokens, whole_tile(cache))
+        for programs in PROGRAMS:
             wanted = programs * multiprocessors(device) / (m * kv_heads)
-            most = triton.cdiv(cache, tokens)
-            parts = min(max(1, 2 ** round(log2(wanted))), most)
-            found[Config(parts, tokens, 4, 3)] = None
+            parts = min(max(1, 2 ** round(log2(wanted))), triton.cdiv(cache, tokens))
+            found[Config(parts, tokens, warps, stages)] = None
     return [*found]
 
 
 def attended(
-    projected: Tensor, about: Attention, out: Tensor, config: Config, page: Tensor
+    projected: Tensor, about: Attention, out: Tensor, config: Config, page: Sequence[Tensor]
 ) -> BoundKernel:
     """Return the kernel of O [m, heads * head_dim], into `out`, from rows q | k | v.
 
-    page  [2, m, kv_heads, head_dim], contiguous: where key and value of the token are written
+    page  keys and values [m, kv_heads, head_dim], contiguous: where those of the token are written
     """
     m, kv_heads, cache, width = about.keys.shape
     group = about.heads // kv_heads
-    rows = max(SMALLEST_TILE, triton.next_power_of_2(group))
+    rows = whole_tile(group)
     each = triton.cdiv(triton.cdiv(cache, config.parts), config.tokens) * config.tokens
     parts = triton.cdiv(cache, each)
-    shape: Mapping[str, Any] = {
-        "GROUP": group,
-        "ROWS": rows,
-        "HALF": width // 2,
-        "PADDED": max(SMALLEST_TILE, triton.next_power_of_2(width // 2)),
-        "PARTS": parts,
-    }
+    shape = {"GROUP": group, "ROWS": rows, "HALF": width // 2, "PADDED": whole_tile(width // 2)}
     whole = parts == 1
     sums = out if whole else out.new_empty(m, kv_heads, parts, rows, width, dtype=torch.float32)
     weights = out.new_empty(m, kv_heads, parts, rows, 2, dtype=torch.float32)
@@ -116,7 +110,7 @@ def attended(
         **shape,
         "EPSILON": about.epsilon,
         "TOKENS": config.tokens,
-        "EACH": each,
+        "WHOLE": whole,
         "STAGES": config.stages,
         "TO_LOG2": log2(e) / width**0.5,
         "PRECISION": "ieee",
@@ -124,21 +118,22 @@ def attended(
     first = BoundKernel(
         _attend,
         (m * kv_heads * parts,),
-        (*args, cache, kv_heads),
+        (*args, cache, kv_heads, parts, each),
         constants | {"num_warps": config.warps},
         out,
     )
     if whole:
         return first
     joined = {**shape, "PADDED_PARTS": triton.next_power_of_2(parts), "num_warps": 2}
-    return BoundKernel(_join, (m * about.heads,), (sums, weights, out), joined, out, before=first)
+    to_join = sums, weights, out, parts
+    return BoundKernel(_join, (m * about.heads,), to_join, joined, out, before=first)
 
 
 def fastest_attention(
     projected: Tensor,
     about: Attention,
     out: Tensor,
-    page: Tensor,
+    page: Sequence[Tensor],
     pinned: Mapping[str, Any] | None,
 ) -> tuple[Config, list[dict[str, Any]]]:
     """Return the fastest configuration, or the pinned one, and what was timed."""
@@ -192,19 +187,20 @@ def _attend(  # type: ignore[no-untyped-def]
     weights,
     cache,
     kv_heads,
+    parts,
+    each,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
     EPSILON: tl.constexpr,
     TOKENS: tl.constexpr,
-    EACH: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     TO_LOG2: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    part, pair = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    part, pair = tl.program_id(0) % parts, tl.program_id(0) // parts
     sequence, of_cache = pair // kv_heads, pair % kv_heads
     WIDTH: tl.constexpr = 2 * HALF
     dtype = keys.dtype.element_ty
@@ -245,8 +241,8 @@ def _attend(  # type: ignore[no-untyped-def]
     ob = tl.where(first, vb.to(tl.float32), 0.0) + tl.zeros([ROWS, PADDED], tl.float32)
 
     begin = pair.to(tl.int64) * cache
-    last = tl.minimum((part + 1) * EACH, cache)
-    for done in tl.range(part * EACH, last, TOKENS, num_stages=STAGES):
+    last = tl.minimum((part + 1) * each, cache)
+    for done in tl.range(part * each, last, TOKENS, num_stages=STAGES):
         token = done + tl.arange(0, TOKENS)
         known = (token < last)[:, None] & inside[None, :]
         box = (begin + token)[:, None] * WIDTH + half[None, :]
@@ -262,7 +258,7 @@ def _attend(  # type: ignore[no-untyped-def]
         oa = tl.dot(p.to(dtype), left, oa * shrunk[:, None], input_precision=PRECISION)
         ob = tl.dot(p.to(dtype), right, ob * shrunk[:, None], input_precision=PRECISION)
 
-    if PARTS == 1:
+    if WHOLE:
         to = sums + (sequence.to(tl.int64) * heads + of_cache * GROUP + row)[:, None] * WIDTH
         oa, ob = oa / weight[:, None], ob / weight[:, None]
         tl.store(to + half[None, :], oa.to(sums.dtype.element_ty), there)
@@ -281,22 +277,22 @@ def _join(  # type: ignore[no-untyped-def]
     sums,
     weights,
     out,
+    parts,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
     PADDED_PARTS: tl.constexpr,
 ):
     head = tl.program_id(0)
     part, column = tl.arange(0, PADDED_PARTS), tl.arange(0, 2 * PADDED)
     WIDTH: tl.constexpr = 2 * HALF
-    known, inside = part < PARTS, column < WIDTH
-    place = ((head // GROUP).to(tl.int64) * PARTS + part) * ROWS + head % GROUP
+    known, inside = part < parts, column < WIDTH
+    place = ((head // GROUP).to(tl.int64) * parts + part) * ROWS + head % GROUP
     most = tl.load(weights + 2 * place, known, float("-inf"))
     weight = tl.load(weights + 2 * place + 1, known, 0.0)
     factor = tl.exp2(most - tl.max(most, 0))
     at = sums + place[:, None] * WIDTH + column[None, :]
-    parts = tl.load(at, known[:, None] & inside[None, :], 0.0)
-    total = tl.sum(parts * factor[:, None], 0) / tl.sum(weight * factor, 0)
+    each = tl.load(at, known[:, None] & inside[None, :], 0.0)
+    total = tl.sum(each * factor[:, None], 0) / tl.sum(weight * factor, 0)
     tl.store(out + head.to(tl.int64) * WIDTH + column, total.to(out.dtype.element_ty), inside)

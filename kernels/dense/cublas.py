@@ -194,11 +194,16 @@ def _definition(operands: Operands) -> Launch:
 
 
 def fastest_way(
-    product: Product, pinned: Mapping[str, Any] | None = None, space: Tensor | None = None
+    product: Product,
+    pinned: Mapping[str, Any] | None = None,
+    space: Tensor | None = None,
+    before: Callable[[], object] | None = None,
 ) -> Launch:
     """Return the call that writes product.out the fastest way, or the pinned one.
 
-    space  that a pinned call shares with others (_cublaslt.py); None gives it its own
+    space   that a pinned call shares with others (_cublaslt.py); None gives it its own
+    before  what runs ahead of it in a graph, where the product is one of many: calls are timed
+            behind it, so that what a library clears beforehand has to wait, as it will
 
     Its choice is the Way's fields. Raises Unsupported if cuBLASLt refuses the pinned algorithm.
     """
@@ -213,10 +218,16 @@ def fastest_way(
     calls = [_call(laid[way.weights], way, space) for way in ways]
     kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     kept = _right(kept, calls, ways)
-    found = searched([calls[i] for i in kept], device)
+    timed = [partial(_behind, before, calls[i]) if before else calls[i] for i in kept]
+    found = searched(timed, device)
     way, choices = ways[kept[found.best]], [_choice(ways[i], product) for i in kept]
     call = _call(laid[way.weights], way)
     return Launch(call, choices[found.best], candidates=found.told(choices))
+
+
+def _behind(before: Callable[[], object], call: Callable[[], Tensor]) -> Tensor:
+    before()
+    return call()
 
 
 def _right(
