@@ -4,12 +4,15 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from on_triton import complaint_about
 from torch import Tensor
+from triton.compiler import ASTSource
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
@@ -80,11 +83,16 @@ def verdict(launch: Launch, these: Operands, weights: Mapping[str, Tensor]) -> A
     )
 
 
-def assert_right_twice(these: Operands, weights: Mapping[str, Tensor], prepare: Any) -> Launch:
-    """Prepare, and again from what a row names."""
-    launch = prepare(these)
+def assert_right(these: Operands, weights: Mapping[str, Tensor], prepare: Any) -> Launch:
+    launch: Launch = prepare(these)
     found = verdict(launch, these, weights)
     assert found.reason is None, found.reason
+    return launch
+
+
+def assert_right_twice(these: Operands, weights: Mapping[str, Tensor], prepare: Any) -> Launch:
+    """Prepare, and again from what a row names."""
+    launch = assert_right(these, weights, prepare)
     again = prepare(replace(these, pinned=json.loads(json.dumps(launch.choice))))
     assert again.choice == launch.choice
     assert verdict(again, these, weights).reason is None
@@ -101,15 +109,19 @@ def test_steps_are_right_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"dtype": "fp32", "layers": 3, "caches": 2, "m": 1},
         {"heads": 24, "kv_heads": 1, "head_dim": 48, "context": 1, "activation": "relu2"},
-        {"heads": 2, "head_dim": 64, "context": 200, "activation": "relu", "m": 2},
+        {"heads": 2, "head_dim": 64, "context": 100, "activation": "relu", "m": 2},
     ],
     ids=str,
 )
 def test_an_interpreted_step_is_right(fields: Any) -> None:
-    launch = assert_right_twice(*given(problem(**fields)), decoder_dense.prepare)
+    assert_right(*given(problem(**fields)), decoder_dense.prepare)
+
+
+@interpreted
+def test_an_interpreted_choice_is_taken_again() -> None:
+    launch = assert_right_twice(*given(problem()), decoder_dense.prepare)
     assert [*launch.choice] == ["qkv", "o", "gate_up", "down", "head", "attention"]
 
 
@@ -120,18 +132,16 @@ def test_interpreted_attention_is_right_in_several_parts(
 ) -> None:
     config = _decoder_glue.Config(parts, 16, 4, 2)
     monkeypatch.setattr(_decoder_glue, "configurations", lambda about: [config])
-    these, weights = given(problem(layers=1))
-    found = verdict(decoder_dense.prepare(these), these, weights)
-    assert found.reason is None, found.reason
+    assert_right(*given(problem(layers=1)), decoder_dense.prepare)
 
 
 @interpreted
 @pytest.mark.parametrize("pruned", ["mlp", "all"])
 def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
-    size = {"hidden": 64, "intermediate": 96}
+    size = {"m": 1, "hidden": 64, "intermediate": 96}
     asked = problem(**size, pattern="blocks", block=16, sparsity=0.5, pruned=pruned)
     blocks = {name: lambda w: Bsr.from_dense(w, block=16) for name in _decoder.LAYER}
-    launch = assert_right_twice(*given(asked, formats=blocks), decoder_bsr.prepare)
+    launch = assert_right(*given(asked, formats=blocks), decoder_bsr.prepare)
     assert ("kernel" in launch.choice["qkv"]) is (pruned == "all")
     assert launch.choice["down"]["kernel"] == "bsr_triton"
 
@@ -146,6 +156,28 @@ def test_an_interpreted_step_that_mixes_up_layers_is_wrong(monkeypatch: pytest.M
 
     monkeypatch.setattr(_decoder, "normed", first_gains)
     assert "error" in str(verdict(decoder_dense.prepare(these), these, weights).reason)
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_attention_compiles_without_a_spill(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = _decoder_glue._attend
+    tokens, warps, stages = _decoder_glue.SHAPES[3]
+    constants = {"GROUP": 8, "ROWS": 16, "HALF": 64, "PADDED": 64, "EPSILON": 1e-6}
+    constants |= {"TOKENS": tokens, "WHOLE": False, "STAGES": stages, "TO_LOG2": 0.1}
+    kinds = dict.fromkeys(function.arg_names, "*bf16") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("turn", "sums", "weights"), "*fp32") | {"PRECISION": "constexpr"}
+    kinds |= dict.fromkeys(("cache", "kv_heads", "parts", "each"), "i32")
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(function.arg_names)
+        if kinds[name].startswith("*") or name == "cache"
+    }
+    source = ASTSource(function, kinds, constants | {"PRECISION": "ieee"}, aligned)
+    assert complaint_about(source, capability, {"num_warps": warps}) is None
 
 
 @compiled
