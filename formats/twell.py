@@ -22,7 +22,7 @@ tile is then 32 words of 32 bits, which one warp loads at once:
            an entry e: column in bits 15..0, bits of the bf16 value in bits 31..16
 
 The published kernel loses entries beyond the capacity. Here `from_words` and `words` raise
-FormatError instead.
+FormatError instead. Ours (twell_gate.cu) counts them all, and writes the tile into a dense matrix.
 Source: Cetin et al., arXiv 2603.23198, section 3.2; github SakanaAI/sparser-faster-llms.
 """
 
@@ -95,13 +95,22 @@ class Twell(Format):
 
     @classmethod
     def from_words(
-        cls, words: Tensor, shape: tuple[int, int], *, tile: int = 256, capacity: int = 31
+        cls,
+        words: Tensor,
+        shape: tuple[int, int],
+        *,
+        tile: int = 256,
+        capacity: int = 31,
+        dense: Tensor | None = None,
     ) -> Self:
-        """Read the published layout: 32-bit words [m, tiles * (capacity + 1)], values bf16.
+        """Read the published layout: 32-bit words [m, tiles * (capacity + 1)].
+
+        dense  [m, n], of the tiles whose count exceeds the capacity; its dtype is that of the
+               values, which are bf16 without it
 
         Entries keep their order: the published kernel writes them as its threads arrive. Words
-        after the last entry of a tile are not read. Raises FormatError if a count exceeds the
-        capacity (entries are lost) or a column is outside its tile.
+        after the last entry of a tile are not read. Raises FormatError if a column is outside its
+        tile, or a count exceeds the capacity and there is no `dense`: entries are lost.
         """
         m, n = shape
         tiles = _tiles(n, tile, capacity)
@@ -113,12 +122,13 @@ class Twell(Format):
         )
         split = words.contiguous().view(torch.int32).view(m, tiles, capacity + 1)
         counts = split[..., 0].clone()
-        lost = (counts < 0) | (counts > capacity)
+        full = (counts < 0) | (counts > capacity)
         require(
-            not lost.any(),
-            f"expected counts of at most {capacity}, found more in {int(lost.sum())} tiles: "
+            dense is not None or not full.any(),
+            f"expected counts of at most {capacity}, found more in {int(full.sum())} tiles: "
             "what they held is lost",
         )
+        counts[full] = 0
         used = _used(counts, capacity)
         entries = split[..., 1:].where(used, 0)
         halves = entries.view(torch.int16).view(m, tiles, capacity, 2)
@@ -131,11 +141,17 @@ class Twell(Format):
             f"expected columns inside their tiles of {tile} and below {n}, "
             f"found {int(astray.sum())} outside",
         )
-        values = halves[..., 1].contiguous().view(torch.bfloat16)
+        kind = torch.bfloat16 if dense is None else dense.dtype
+        values = halves[..., 1].contiguous().view(kind)
         none = torch.zeros(m + 1, dtype=torch.int32, device=words.device)
-        return cls(
+        listed = cls(
             shape, tile, counts, columns, values, none, columns.new_empty(0), values.new_empty(0)
         )
+        if dense is None or not full.any():
+            return listed
+        whole = full.repeat_interleave(tile, 1)[:, :n]
+        both = torch.where(whole, dense, listed.to_dense())
+        return cls.from_dense(both, tile=tile, capacity=capacity)
 
     @property
     def capacity(self) -> int:

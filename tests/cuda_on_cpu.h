@@ -34,6 +34,7 @@ static u32 __byte_perm(u32 a, u32 b, u32 how) {
   return out;
 }
 static int atomicAdd(int* p, int v) { return (*p += v) - v; }
+static void atomicOr(u32* p, u32 v) { *p |= v; }
 
 // ---- threads ----
 
@@ -102,7 +103,7 @@ static void go_on(Fiber& fiber) {
 }
 static void run_ctas(int size, size_t bytes) {
   ctas.assign(size, Cta{}), clusters.assign(size / cluster_size, Meeting{});
-  for (Cta& c : ctas) c.dynamic.assign(bytes, 0x7f), c.fixed.assign(1 << 15, 0x7f);  // NaN
+  for (Cta& c : ctas) c.dynamic.assign(bytes, 0x7f), c.fixed.assign(1 << 16, 0x7f);  // NaN
   fibers = std::vector<Fiber>((size_t)size * threads);
   for (size_t i = 0; i < fibers.size(); i++) {
     Fiber& f = fibers[i];

@@ -16,6 +16,7 @@ static u32 __ballot_sync(u32, bool own) {
   warp_in_step();
   return all;
 }
+static bool __any_sync(u32 lanes, bool own) { return __ballot_sync(lanes, own); }
 static u32 __shfl_sync(u32, u32 value, int from) {
   warp()[lane()][0] = value;
   warp_in_step();

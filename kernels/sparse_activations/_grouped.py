@@ -1,6 +1,7 @@
 """Feed-forward layer in groups of eight tokens: of each group, the units that are on for any token.
 
-    G = X @ Wg.T                         the fastest way of cublas.py; or _packed_gate.py
+    G = X @ Wg.T                         the fastest way of cublas.py; _packed_gate.py; or
+                                         _twell_gate.py
     Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: units that are on, and no others
     the same, dense                      _remainder.py: groups with too many units on
 
@@ -37,20 +38,23 @@ from sparsebench.kernels._common.cuda import (
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
-from sparsebench.kernels.sparse_activations import _packed_gate, _remainder
+from sparsebench.kernels.sparse_activations import _packed_gate, _remainder, _twell_gate
 from sparsebench.kernels.sparse_activations._layer import Layer
 from sparsebench.kernels.sparse_activations._remainder import GROUP
+from sparsebench.kernels.sparse_activations._twell_gate import Tiles
 
 MOST_SPLIT = 8
 MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
 SHARED_BYTES = 192 * 1024  # of 227 KB, of which 30 are the kernel's own
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
-GateProduct = Literal["library", "packed"]
-"""Who writes G: a library, all of it; or _packed_gate.py, a bitmap and the values that are on."""
+GateProduct = Literal["library", "packed"] | Tiles
+"""Who writes G: a library, all of it; _packed_gate.py, a bitmap and the values that are on; or
+_twell_gate.py, words of such tiles."""
 
-# x, g, wu, wd transposed, y, left, heavy; m, n, limit; bits
-ARGUMENTS = Layout(*"PPPPPPPiiiP")
+# x, g, wu, wd transposed, y, left, heavy; m, n, limit; bits or words; gates of the lists
+ARGUMENTS = Layout(*"PPPPPPPiiiPP")
+LISTS = 3  # of a CTA, as ffn_sparse.cu has it
 
 
 def split_of(m: int, at_once: Callable[[int], int]) -> int:
@@ -83,12 +87,24 @@ def clusters(split: int, k: int, device: torch.device) -> int:
 
 
 def constants_of(
-    k: int, split: int, squared: bool, gated: bool, dtype: torch.dtype, packed: bool = False
+    k: int,
+    split: int,
+    squared: bool,
+    gated: bool,
+    dtype: torch.dtype,
+    stored: bool | Tiles = False,
 ) -> Constants:
-    """Return what ffn_sparse.cu is compiled for."""
-    half = dtype == torch.float16
-    flags = {"SQUARED": squared, "GATED": gated, "PACKED": packed, "FP16": half}
-    return ("K", k), ("SPLIT", split), *((name, int(flag)) for name, flag in flags.items())
+    """Return what ffn_sparse.cu is compiled for; G is `stored` as a bitmap, in tiles, or whole."""
+    half, tiles = dtype == torch.float16, stored if isinstance(stored, Tiles) else None
+    flags = {
+        "SQUARED": squared,
+        "GATED": gated,
+        "GATES": 2 if tiles else int(stored is True),
+        "FP16": half,
+    }
+    sizes = {"TILE": tiles.tile, "CAPACITY": tiles.capacity} if tiles else {}
+    named = {"K": k, "SPLIT": split} | flags | sizes
+    return tuple((name, int(value)) for name, value in named.items())
 
 
 def launch(
@@ -103,33 +119,42 @@ def launch(
     limit: int,
     squared: bool,
     bits: Tensor | None = None,
+    tiles: Tiles | None = None,
 ) -> BoundKernel:
     """Return the kernel that writes Y of all groups that it does not leave to `rest`.
 
     x and y [m, k], gates g [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without wu,
-    H is act(g). With the `bits` of _packed_gate.py, g is packed.
+    H is act(g). With the `bits` of _packed_gate.py, g is packed; with `tiles`, `bits` are the words
+    of _twell_gate.py, and g is their dense tiles.
     """
     (m, k), n, device = x.shape, len(wd_t), x.device
-    constants = constants_of(k, split, squared, wu is not None, x.dtype, bits is not None)
+    stored = tiles or bits is not None
+    constants = constants_of(k, split, squared, wu is not None, x.dtype, stored)
     kernel, code = load("ffn_sparse", "up_and_down", constants, SHARED_BYTES, device)
     groups, (_, threads) = len(rest.heavy), threads_of(k)
     grid = groups * split if split > 1 else min(groups, multiprocessors(device))
     shared = shared_bytes(k)
     loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
-    at = 0 if bits is None else bits.data_ptr()
-    args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, at)
-    return BoundKernel(loaded, args, kept if bits is None else (*kept, bits), y)
+    gates = x.new_empty(grid * LISTS * MOST_ROWS * GROUP) if tiles else None
+    more = [t for t in (bits, gates) if t is not None]
+    places = [0 if t is None else t.data_ptr() for t in (bits, gates)]
+    args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, *places)
+    return BoundKernel(loaded, args, (*kept, *more), y)
 
 
 def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
     """Return the layer after this product of the gate. Raises Unsupported."""
     m, n, k = layer.sizes
-    device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
+    device, pinned, tiles = layer.x.device, (operands.pinned or {}).get("gate"), None
+    gates: Launch | _packed_gate.Gate | _twell_gate.Gate
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
         product = cublas.Product(layer.x, layer.gate.t(), g)
-        gates: Launch | _packed_gate.Gate = cublas.fastest_way(product, pinned)
+        gates = cublas.fastest_way(product, pinned)
+    elif isinstance(gate, Tiles):
+        gates = _twell_gate.prepare(layer.x, layer.gate, gate, pinned)
+        g, bits, tiles = gates.dense, gates.words, gate
     elif layer.up is None:
         raise Unsupported("option way: a packed product needs a layer with a gate")
     else:
@@ -139,9 +164,16 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
     split = split_of(m, partial(clusters, k=k, device=device))
     squared, (x, up, wd, y) = layer.squared, (layer.x, layer.up, layer.wd, layer.y)
     sparse = launch(
-        x, g, up, layer.wd_t, y, rest, split=split, limit=limit, squared=squared, bits=bits
+        *(x, g, up, layer.wd_t, y, rest),
+        split=split,
+        limit=limit,
+        squared=squared,
+        bits=bits,
+        tiles=tiles,
     )
-    dense = _remainder.products(x, g, up, wd, y, rest, squared=squared, bits=bits)
+    # Of groups that are left, the launch before has written G as a matrix where it was in tiles.
+    told = None if tiles else bits
+    dense = _remainder.products(x, g, up, wd, y, rest, squared=squared, bits=told)
     steps: list[Callable[[], object]] = [gates, sparse, *dense]
 
     def run() -> Tensor:

@@ -44,11 +44,17 @@
 //
 // With GATED = 0, Y = act(G) @ Wd.T: there is no U, and H is act(G).
 //
-// With PACKED, the product of the gate has written a bitmap (spense_wgmma.cu): a byte for a unit
-// and eight tokens, which are a group. Of G only values that are on are read.
+// GATES says how G is stored:
+//
+//    0  all of it.
+//    1  packed: the product of the gate has written a bitmap (spense_wgmma.cu), a byte for a unit
+//       and eight tokens, which are a group. Of G only values that are on are read.
+//    2  TwELL words (twell_gate.cu). List warps put the gates of a list, a row's eight tokens side
+//       by side, into `gates`: MMA warps then need not look for an entry. A group that is left to a
+//       dense product is written to G as a matrix.
 //
 // Compiled with -DK (a multiple of 8, at most 4096), -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2),
-// -DGATED=0|1, -DPACKED=0|1, -DFP16=0|1.
+// -DGATED=0|1, -DGATES=0|1|2, -DFP16=0|1; with GATES=2, -DTILE=256|128|64 and -DCAPACITY.
 
 #include "ffn_ptx.cuh"
 
@@ -67,10 +73,16 @@ constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is writte
 constexpr int END = -1;  // no group
 // Registers of a thread of an MMA warp, and of any other; a CTA has 64 K.
 constexpr int MMA_REGISTERS = HALVES == 1 ? 152 : 224, OTHER_REGISTERS = HALVES == 1 ? 104 : 56;
+#if GATES == 2
+constexpr int CHUNK = 256;  // units that a list warp takes at a time, of eight tokens
+constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // of a tile; of a token, in a chunk
+constexpr int CHUNKS = TILES > 1 || HALVES > 1 ? 1 : 3;  // loaded at a time
+#else
 // Pieces of eight units that a list thread loads at a time: each load takes 2 to 3 us while rows
 // are being copied.
-constexpr int PIECES = (PACKED ? 3 : 1) * (HALVES == 1 ? 2 : 1);
+constexpr int PIECES = (GATES == 1 ? 3 : 1) * (HALVES == 1 ? 2 : 1);
 constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that it loads at a time
+#endif
 constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // else all threads have enough
 
 extern __shared__ __align__(1024) char shared[];  // X, then the stages; in the end, sums of Y
@@ -78,6 +90,7 @@ extern __shared__ __align__(1024) char shared[];  // X, then the stages; in the 
 struct List {
   int group, steps;
   alignas(16) u32 rows[MOST_ROWS + ROWS];  // unit << 8 | tokens that it is on for
+  u16* gates;  // of GATES 2: [row][token], in global memory
 };
 struct Shared {
   List lists[LISTS];
@@ -86,17 +99,21 @@ struct Shared {
   int counts[2][THREADS / 32], next, after;  // counts of a scan; groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
   u64 x_full, x_empty, summed;
+#if GATES == 2
+  u32 marks[THREADS / 32][CHUNK / 4];  // of a chunk: a byte for a unit, a bit for a token
+#endif
 };
 
 // ---- what a CTA is given ----
 
 struct Layer {
-  const u16 *x, *g;
+  const u16* x;
+  u16* g;  // of GATES 2: gates of tiles with too many entries; of groups that are left
   const char *wu, *wd;
   u16* y;
   int *left, *heavy;
   int m, n, limit;
-  const uint2* bits;
+  const void* packed;  // the bitmap, or the words
   __device__ __forceinline__ int groups() const { return (m + GROUP - 1) / GROUP; }
   __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
   __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
@@ -125,6 +142,30 @@ __device__ __forceinline__ int exclusive_scan(int own, const ThreadGroup& team, 
   return up_to - own + __reduce_add_sync(~0u, lane < warp ? count : 0);
 }
 
+// Number the units whose bytes of `masks` are not zero, from `to` on, and list them.
+__device__ __forceinline__ void list_units(List& list, const u32 (&masks)[2], int unit, int to) {
+  #pragma unroll
+  for (int j = 0; j < 8; j++) {
+    const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
+    if (mask && to < MOST_ROWS) list.rows[to] = (u32)(unit + j) << 8 | mask;
+    to += mask != 0;
+  }
+}
+__device__ __forceinline__ int units_on(const u32 (&masks)[2]) {
+  int units = 0;
+  #pragma unroll
+  for (int j = 0; j < 8; j++) units += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
+  return units;
+}
+// Pad the last step of a list of `found` units, of which MOST_ROWS at most are listed.
+__device__ __forceinline__ void end_list(List& list, int found, int group,
+                                         const ThreadGroup& team) {
+  const int listed = min(found, MOST_ROWS), steps = listed ? (listed + ROWS - 1) / ROWS : 1;
+  for (int row = listed + team.thread; row < steps * ROWS; row += team.threads) list.rows[row] = 0;
+  if (team.thread == 0) list.group = group, list.steps = steps;
+}
+
+#if GATES != 2
 // Which units are on, of PIECES of eight units: a byte for a unit, a bit for a token.
 struct ActiveMask {
   u32 masks[PIECES][2];
@@ -132,11 +173,12 @@ struct ActiveMask {
   __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int piece,
                                        int stride) {
     const int pieces = layer.n / 8;  // beyond the last piece or token, the last is read again
-    if (PACKED) {
+    if (GATES == 1) {
       uint2 v[PIECES];
       #pragma unroll
       for (int i = 0; i < PIECES; i++)
-        v[i] = load_once(layer.bits + (u64)group * pieces + min(piece + i * stride, pieces - 1));
+        v[i] = load_once((const uint2*)layer.packed + (u64)group * pieces +
+                         min(piece + i * stride, pieces - 1));
       #pragma unroll
       for (int i = 0; i < PIECES; i++) masks[i][0] = v[i].x, masks[i][1] = v[i].y;
       return;
@@ -186,25 +228,139 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
       if (unit - 8 * team.thread >= layer.n) break;
       const u32 masks[2] = {unit < layer.n ? active.masks[i][0] : 0,
                             unit < layer.n ? active.masks[i][1] : 0};
-      int own = 0, all;
-      #pragma unroll
-      for (int j = 0; j < 8; j++)
-        own += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
-      int to = found + exclusive_scan(own, team, turn, s, all);
-      #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
-        if (mask && to < MOST_ROWS) list.rows[to] = (u32)(unit + j) << 8 | mask;
-        to += mask != 0;
-      }
+      int all;
+      list_units(list, masks, unit, found + exclusive_scan(units_on(masks), team, turn, s, all));
       found += all;
     }
   }
-  const int listed = min(found, MOST_ROWS), steps = listed ? (listed + ROWS - 1) / ROWS : 1;
-  for (int row = listed + team.thread; row < steps * ROWS; row += team.threads) list.rows[row] = 0;
-  if (team.thread == 0) list.group = group, list.steps = steps;
+  end_list(list, found, group, team);
   return found;
 }
+#else
+
+// ---- lists, from TwELL words ----
+//
+//   A warp takes CHUNK units of the group's eight tokens at a time: lane 4 t + q has words 2 q and
+//   2 q + 1 of each 32 bytes of token t. It marks the units in shared memory and numbers them.
+//   Then each entry knows its row of the list, and goes to its place in `gates`. Entries beyond the
+//   first 32 bytes of a tile are loaded twice: 7 are a multiple of what a tile has at 29 of 5632.
+
+// The tiles of a chunk and a token, as the warp that lists them has them.
+struct Chunk {
+  const u32* words;   // of the chunk's first tile
+  const u16* dense;   // the token's gates, where a tile has too many entries
+  int unit, n;        // the chunk's first unit; units of the layer
+  bool there;         // the token and the chunk are
+
+  __device__ __forceinline__ Chunk(const Layer& layer, int group, int number) {
+    const int token = threadIdx.x % 32 / 4, tiles = (layer.n + TILE - 1) / TILE;
+    const u64 row = (u64)group * GROUP + token;
+    unit = number * CHUNK, n = layer.n;
+    there = token < layer.tokens(group) && unit < n;
+    words = (const u32*)layer.packed + (row * tiles + number * TILES) * WORDS;
+    dense = layer.g + row * n;
+  }
+  // A lane's two words of the first 32 bytes of a tile, or fewer; zeros where there is no tile.
+  __device__ __forceinline__ uint2 head(int tile) const {
+    const int at = threadIdx.x % 4 * 2;
+    if (!there || unit + tile * TILE >= n || at >= WORDS) return uint2{0, 0};
+    return load_once((const uint2*)(words + tile * WORDS + at));
+  }
+  // Call visit(unit, gate) for a lane's part of the entries of a tile. All lanes of a warp call it.
+  template <class Visit>
+  __device__ __forceinline__ void each(int tile, uint2 head, Visit visit) const {
+    const int lane = threadIdx.x % 32, at = lane % 4 * 2;
+    const int count = __shfl_sync(~0u, (int)head.x, lane & ~3);
+    const int listed = count > CAPACITY ? 0 : count;
+    for (int word = 0; __any_sync(~0u, word < listed + 1 && listed); word += 8) {
+      const int first = word + at;
+      if (first > listed) continue;
+      if (word) head = load_once((const uint2*)(words + tile * WORDS + first));
+      if (first) visit(head.x & 0xffff, head.x >> 16);
+      if (first < listed) visit(head.y & 0xffff, head.y >> 16);
+    }
+    if (count <= CAPACITY) return;
+    for (int i = lane % 4; i < TILE && unit + tile * TILE + i < n; i += 4) {
+      const int at = unit + tile * TILE + i;
+      if (positive_mask(dense[at]) & 1) visit(at, dense[at]);
+    }
+  }
+};
+
+// List the units of a group that are on for any token, in ascending order, with their gates; pad
+// the last step. Return how many there are, of which MOST_ROWS at most are listed.
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
+                                         const ThreadGroup& team, Shared& s) {
+  const int warp = team.thread / 32, warps = team.threads / 32, lane = threadIdx.x % 32;
+  const int chunks = (layer.n + CHUNK - 1) / CHUNK;
+  u32* marks = s.marks[threadIdx.x / 32];
+  u16* gates = list.gates + lane / 4;
+  int found = 0, turn = 0;
+  for (int first = 0; first < chunks; first += CHUNKS * warps) {
+    uint2 heads[CHUNKS][TILES];
+    #pragma unroll
+    for (int i = 0; i < CHUNKS; i++)
+      #pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        heads[i][tile] = Chunk(layer, group, first + i * warps + warp).head(tile);
+    #pragma unroll
+    for (int i = 0; i < CHUNKS; i++, turn++) {
+      if (first + i * warps >= chunks) break;
+      const Chunk chunk(layer, group, first + i * warps + warp);
+      marks[lane] = 0, marks[lane + 32] = 0;
+      __syncwarp();
+      const auto mark = [&](int unit, u32) {
+        unit -= chunk.unit;
+        atomicOr(marks + unit / 4, 1u << 8 * (unit % 4) + lane / 4);
+      };
+      #pragma unroll
+      for (int tile = 0; tile < TILES; tile++) chunk.each(tile, heads[i][tile], mark);
+      __syncwarp();
+      const u32 masks[2] = {marks[2 * lane], marks[2 * lane + 1]};
+      int all, to = found + exclusive_scan(units_on(masks), team, turn, s, all);
+      list_units(list, masks, chunk.unit + 8 * lane, to);
+      const int base = __shfl_sync(~0u, to, 0);
+      unsigned char* ranks = (unsigned char*)marks;  // all lanes have read the marks
+      #pragma unroll
+      for (int j = 0; j < 8; j++) {
+        ranks[8 * lane + j] = to - base;
+        to += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
+      }
+      __syncwarp();
+      const auto put = [&](int unit, u32 gate) {
+        const int row = base + ranks[unit - chunk.unit];
+        if (row < MOST_ROWS) gates[row * GROUP] = gate;
+      };
+      #pragma unroll
+      for (int tile = 0; tile < TILES; tile++) chunk.each(tile, heads[i][tile], put);
+      found += all;
+      __syncwarp();  // the ranks have been read
+    }
+  }
+  end_list(list, found, group, team);
+  return found;
+}
+
+// Write the gates of a group to G as a matrix: zero where a unit is off.
+__device__ __forceinline__ void expand_group(const Layer& layer, int group,
+                                             const ThreadGroup& team) {
+  const int lane = threadIdx.x % 32, chunks = (layer.n + CHUNK - 1) / CHUNK;
+  u16* g = layer.g + ((u64)group * GROUP + lane / 4) * layer.n;
+  for (int number = team.thread / 32; number < chunks; number += team.threads / 32) {
+    const Chunk chunk(layer, group, number);
+    for (int tile = 0; tile < TILES; tile++) {
+      const uint2 head = chunk.head(tile);
+      const int first = chunk.unit + tile * TILE, end = min(first + TILE, layer.n);
+      const int count = __shfl_sync(~0u, (int)head.x, lane & ~3);
+      if (chunk.there && count <= CAPACITY)  // else it is there
+        for (int unit = first + lane % 4 * 8; unit < end; unit += 32)
+          *(uint4*)(g + unit) = uint4{0, 0, 0, 0};
+      __syncwarp();
+      chunk.each(tile, head, [&](int unit, u32 gate) { g[unit] = gate; });
+    }
+  }
+}
+#endif
 
 // Bring a group's X into L2, 128 bytes a thread at a time: from memory it takes over 3 us.
 __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const ThreadGroup& team) {
@@ -229,8 +385,11 @@ __device__ __forceinline__ void list_next(List& list, const Layer& layer, GridPl
     if (team.thread == 0) s.next = after, s.after = third;
     named_barrier_sync(team.barrier, team.threads);
     if (found <= layer.limit) return;
-    if (team.thread == 0 && place.cta % SPLIT == 0)
-      layer.heavy[atomicAdd(layer.left, 1)] = group;
+    if (place.cta % SPLIT) continue;
+#if GATES == 2
+    expand_group(layer, group, team);
+#endif
+    if (team.thread == 0) layer.heavy[atomicAdd(layer.left, 1)] = group;
   }
   if (team.thread == 0) list.group = END;
   named_barrier_sync(team.barrier, team.threads);
@@ -419,8 +578,12 @@ struct MmaWarp {
     if (threadIdx.x >= ROWS * GROUP) return;
     const u32 row = list.rows[step * ROWS + threadIdx.x / GROUP];
     const u32 token = threadIdx.x % GROUP;
-    if (row >> token & 1)
-      gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
+    if (!(row >> token & 1)) return;
+#if GATES == 2
+    gate = list.gates[step * ROWS * GROUP + threadIdx.x];
+#else
+    gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
+#endif
   }
   __device__ __forceinline__ void store_gate(Shared& s) const {
     if (threadIdx.x < ROWS * GROUP)
@@ -607,15 +770,16 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
 }
 
 extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS, 1)
-up_and_down(const u16* x, const u16* g, const char* wu, const char* wd, u16* y, int* left,
-            int* heavy, int m, int n, int limit, const uint2* bits) {
+up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* left, int* heavy,
+            int m, int n, int limit, const void* packed, u16* gates) {
   __shared__ Shared s;
-  const Layer layer{x, g, wu, wd, y, left, heavy, m, n, limit, bits};
+  const Layer layer{x, g, wu, wd, y, left, heavy, m, n, limit, packed};
   const GridPlace place{(int)blockIdx.x, (int)gridDim.x};
   if (threadIdx.x == 0) {
     for (int i = 0; i < LISTS; i++) {
       mbarrier_init(smem_address(&s.listed[i]), 1);
       mbarrier_init(smem_address(&s.used[i]), MMA_WARPS + LOAD_THREADS / 32);
+      s.lists[i].gates = gates + (u64)(place.cta * LISTS + i) * MOST_ROWS * GROUP;
     }
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(smem_address(&s.full[i]), LOAD_THREADS);

@@ -36,9 +36,11 @@ from sparsebench.kernels.sparse_activations import (
     _remainder,
     ffn_few,
     ffn_sparse,
+    ffn_twell,
     mlp_few,
     mlp_sparse,
 )
+from sparsebench.kernels.sparse_activations._twell_gate import Tiles
 from sparsebench.results.record import Problem
 
 CPU = torch.device("cpu")
@@ -166,13 +168,15 @@ def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
 @pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
 @pytest.mark.parametrize("split", sampled([1, 8]))
 @pytest.mark.parametrize(
-    ("gated", "packed"), sampled([(True, True), (True, False), (False, False)])
+    ("gated", "stored"),
+    sampled([(True, True), (True, False), (False, False), (True, Tiles()), (True, Tiles(64, 7))]),
+    ids=str,
 )
 def test_it_compiles_without_a_spill(
-    k: int, split: int, gated: bool, packed: bool, tmp_path: Path
+    k: int, split: int, gated: bool, stored: bool | Tiles, tmp_path: Path
 ) -> None:
     for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
-        constants = _grouped.constants_of(k, split, squared, gated, dtype, packed)
+        constants = _grouped.constants_of(k, split, squared, gated, dtype, stored)
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
@@ -182,11 +186,12 @@ def on_cpu(constants: Constants, folder: Path, late: bool) -> Any:
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
     source += """
-      static struct { const u16 *x, *g; const char *wu, *wd; u16* y; int *left, *heavy;
-                      const uint2* bits; } p;
+      static struct { const u16* x; u16* g; const char *wu, *wd; u16* y; int *left, *heavy;
+                      const void* packed; u16* gates; } p;
       static struct { int m, n, limit; } q;
       static void run() {
-        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.limit, p.bits);
+        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.limit, p.packed,
+                    p.gates);
       }
       extern "C" void call(void** pointers, int* sizes, int grid, size_t bytes) {
         memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
@@ -204,6 +209,25 @@ def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:
     return g.where(on, float("nan")), bits.to(torch.uint8)
 
 
+def gate_in_tiles(g: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Return gates as _twell_gate.py does: dense tiles, poisoned elsewhere; and words."""
+    m, n = g.shape
+    words = torch.full((m, -(-n // tiles.tile), tiles.words), -1, dtype=torch.int32)
+    dense = torch.full_like(g, 7.0)
+    for token in range(m):
+        for tile in range(words.shape[1]):
+            own = g[token, tile * tiles.tile : (tile + 1) * tiles.tile]
+            on = (~(own <= 0)).nonzero()[:, 0]
+            words[token, tile, 0] = len(on)
+            if len(on) > tiles.capacity:
+                dense[token, tile * tiles.tile :][: len(own)] = own.where(~(own <= 0), 0)
+                continue
+            on = on[torch.randperm(len(on))]
+            values = own[on].view(torch.int16).int() << 16
+            words[token, tile, 1 : len(on) + 1] = values | (on + tile * tiles.tile).int()
+    return dense, words
+
+
 # m, n, k, part of the units that is on, split, limit: a last group with few tokens, fewer units
 # than threads, steps that are full and not, groups of one step, k up to 1024, 2048 and beyond.
 CASES = [
@@ -218,23 +242,27 @@ CASES = [
     (40, 96, 4096, 0.04, 1, 24),
     (100, 96, 72, 0.01, 1, 96),
 ]
-# dtype, squared, gated, packed
+# dtype, squared, gated, how G is stored
 KINDS = [
     ("bf16", False, True, False),
     ("fp16", True, False, False),
     ("fp16", True, True, True),
     ("bf16", False, True, True),
+    ("bf16", False, True, Tiles(256, 31)),
+    ("fp16", True, False, Tiles(64, 7)),
+    ("bf16", True, True, Tiles(128, 3)),
 ]
 PAIRS = [(case, KINDS[(i + j) % 4]) for i, case in enumerate(CASES) for j in (0, 1)]
+PAIRS += [(case, KINDS[4 + (i + j) % 3]) for i, case in enumerate(CASES) for j in (0, 1)]
 
 
 @compiled
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5), ids=str)
+@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25), ids=str)
 def test_its_threads_give_the_product_on_a_cpu(
     case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    (m, n, k, part, split, limit), (dtype, squared, gated, packed) = case, kind
+    (m, n, k, part, split, limit), (dtype, squared, gated, stored) = case, kind
     torch.manual_seed(0)
     as_stored = DTYPES[dtype]
     x, wu, wd_t = (torch.randn(*size).to(as_stored) for size in ((m, k), (n, k), (n, k)))
@@ -242,12 +270,16 @@ def test_its_threads_give_the_product_on_a_cpu(
     g[1] = 0  # a token without a unit
     g[2, 3] = float("nan")
     y, rest = torch.full_like(x, 7.0), _remainder.rest_of(m, 1, CPU)
-    stored, bits = packed_gate(g) if packed else (g, g)
-    kept = x, stored, wu, wd_t, y, rest.left, rest.heavy, bits
-    pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
+    if isinstance(stored, Tiles):
+        in_memory, bits = gate_in_tiles(g, stored)
+    else:
+        in_memory, bits = packed_gate(g) if stored else (g, g)
+    gates = torch.full((16, _grouped.LISTS * _grouped.MOST_ROWS * 8), 7.0, dtype=as_stored)
+    kept = x, in_memory, wu, wd_t, y, rest.left, rest.heavy, bits, gates
+    pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in kept))
     bytes_ = ctypes.c_size_t(_grouped.shared_bytes(k))
     sizes = (ctypes.c_int * 3)(m, n, limit)
-    constants = _grouped.constants_of(k, split, squared, gated, as_stored, packed)
+    constants = _grouped.constants_of(k, split, squared, gated, as_stored, stored)
     groups = len(rest.heavy)
     grid = groups * split if split > 1 else min(2, groups)
     on_cpu(constants, tmp_path, late=squared).call(pointers, sizes, grid, bytes_)
@@ -261,6 +293,8 @@ def test_its_threads_give_the_product_on_a_cpu(
     assert sorted(rest.heavy[: rest.left[0]].tolist()) == heavy
     left = torch.isin(group, torch.tensor(heavy))
     assert (y[left] == 7).all()
+    if isinstance(stored, Tiles):  # G of the groups that are left, for the dense products
+        assert torch.equal(in_memory[left].nan_to_num(9999), g.clamp(min=0)[left].nan_to_num(9999))
     done = ~left & (torch.arange(m) != 2)
     assert y[2].isnan().all() or left[2]
     expected = Expected(right[done], 2 * spread[done] + 1e-30, as_stored, n)
@@ -391,6 +425,14 @@ def test_a_compiled_definition_follows_its_activations() -> None:
 GPU = torch.device("cuda", 0)
 SHAPES = [(1, 512, 256), (3, 1000, 200), (16, 5632, 2048), (33, 520, 1032), (77, 1408, 512)]
 SHAPES += [(300, 2056, 2048), (1500, 1024, 2048), (2500, 520, 4096), (130, 14336, 4096)]
+GATES = "library", "packed", Tiles(), Tiles(64, 7)
+
+
+def layer(these: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
+    """Prepare a layer in groups of tokens, whose gate is written in this way."""
+    if isinstance(way, Tiles):
+        return ffn_twell.prepare(these, tile=way.tile, capacity=way.capacity)
+    return ffn_sparse.prepare(these, way=way)
 
 
 @pytest.mark.gpu
@@ -415,12 +457,13 @@ def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, acti
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
+@pytest.mark.parametrize("way", GATES[1:], ids=str)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
-def test_packed_gates_give_the_same_layer_on_a_gpu(shape, dtype, activation):
+def test_packed_gates_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
     for active in (1, shape[1] / 64, shape[1] / 2):
         asked = problem(*shape, dtype, activation=activation, active=active)
         these = given(asked, GPU)
-        launch = ffn_sparse.prepare(these, way="packed")
+        launch = layer(these, way)
         for draw in (1, 2):
             redraw(asked, OP, these.activations, draw)
             assert_right(launch(), these)
@@ -470,27 +513,27 @@ def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Op
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("way", ["library", "packed"])
-def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu(way: ffn_sparse.Way) -> None:
+@pytest.mark.parametrize("way", GATES, ids=str)
+def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
     these = gpu_case()
     wg, x = these.weights["wg"].values, these.activations["x"]
     wg[:, 1] = 1.0  # what column 1 of X adds to every gate of a token
     x[:, 1] = 0
     x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units on, none, a group of eight
-    y = ffn_sparse.prepare(these, way=way)()
+    y = layer(these, way)()
     assert_right(y, these)
     assert (y[6] == 0).all()
     wg[256:, 0] = -100  # one tile of 256 units holds all that is on
     wg[:256, 0] = 100
-    assert_right(ffn_sparse.prepare(these, way=way)(), these)
+    assert_right(layer(these, way)(), these)
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("way", ["library", "packed"])
-def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way) -> None:
+@pytest.mark.parametrize("way", GATES, ids=str)
+def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
     these = gpu_case()
-    launch = ffn_sparse.prepare(these, way=way)
+    launch = layer(these, way)
     right = launch().clone()
     these.activations["x"][7, 3] = float("nan")
     y = launch()
@@ -502,11 +545,11 @@ def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way) -> None:
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("way", ["library", "packed"])
+@pytest.mark.parametrize("way", GATES, ids=str)
 @pytest.mark.parametrize("active", [8, 600])
-def test_a_graph_replays_it_on_a_gpu(active: float, way: ffn_sparse.Way) -> None:
+def test_a_graph_replays_it_on_a_gpu(active: float, way: ffn_sparse.Way | Tiles) -> None:
     these = gpu_case(active=active)
-    launch = ffn_sparse.prepare(these, way=way)
+    launch = layer(these, way)
     launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
