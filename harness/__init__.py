@@ -2,6 +2,8 @@
 
     cli.py, pytest_plugin.py    the two ways in
     ────────────────────────────────────────────────────────────────────────────────────────
+    testing/                    the contracts as functions: a plug-in's tests, and our own
+    claims/                     what others published: bounded, measured, judged
     run/       doctor/          a whole run, its workers, tuning  |  is the machine fit?
     sim/                        a GPU that is not there: a worker, a clock
     plan/                       a suite file to the contests of a run

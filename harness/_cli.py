@@ -73,6 +73,16 @@ Replicates = Annotated[
     ),
 ]
 Energy = Annotated[bool, typer.Option(help="Also the energy of a call: 2 s a case.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
+Profile = Annotated[
+    str, typer.Option(help="Call each case once under ncu or nsys, in an NVTX range of its name.")
+]
+Repeat = Annotated[
+    int,
+    typer.Option(
+        help="Check each case, then call it so often, untimed: for a profiler of yours.", min=0
+    ),
+]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown, for pasting.")]
 Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
 
@@ -110,6 +120,31 @@ def warn(finding: "Finding") -> None:
         level = f"[{LEVELS[finding.level]}]{finding.level}:[/]"
         said = f"{finding.check}: {finding.found}. {finding.means} {finding.do}".rstrip()
         err.print(f"{level} {escape(said)}", soft_wrap=True, highlight=False)
+
+
+def telling(debug: bool = False) -> "Callable[[Finding], None]":
+    """Return what says on stderr what is found of the machine, and why the first case failed.
+
+    With `debug` it says why every case failed, with its traceback, and so does an error of ours.
+    """
+    from sparsebench.harness.doctor.findings import FAILED
+
+    failed = 0
+    if debug:
+        os.environ["SPARSEBENCH_TRACEBACK"] = "1"
+
+    def told(finding: "Finding") -> None:
+        nonlocal failed
+        if finding.check != FAILED:
+            warn(finding)
+            return
+        failed += 1
+        if debug or failed == 1:
+            rest = f"\n{finding.means}" if debug else f" {finding.do} --debug prints all."
+            said = f"{finding.check}: {finding.found}.{rest}"
+            err.print(f"[bold red]warning:[/] {escape(said)}", soft_wrap=True, highlight=False)
+
+    return told
 
 
 @contextmanager

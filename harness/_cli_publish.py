@@ -20,9 +20,12 @@ BaseUrl = Annotated[
 def publish(runs: Runs, to: To, base_url: BaseUrl = "", data: Data = None) -> None:
     """Add runs to a static site: an index, a page a run, a format and a kernel, downloads, a feed.
 
-    A run that does not validate is refused. Paths and names of users and hosts are left out.
+    Claims are judged by the runs of the site, a page each. A run that does not validate is refused.
+    Paths and names of users and hosts are left out.
     """
     from sparsebench.harness.catalog import listing
+    from sparsebench.harness.claims.catalog import chosen
+    from sparsebench.harness.claims.check import evidence
     from sparsebench.harness.run.validate import validate
     from sparsebench.reports.publish._pages import Site
     from sparsebench.reports.publish.site import publish as published
@@ -32,7 +35,9 @@ def publish(runs: Runs, to: To, base_url: BaseUrl = "", data: Data = None) -> No
             pass
 
     known = listing()
-    site = Site(address(base_url), known["formats"], known["kernels"], version("sparsebench"))
+    asked = evidence(chosen([])).asked()
+    named = known["formats"], known["kernels"]
+    site = Site(address(base_url), *named, version("sparsebench"), asked)
     done = published(runs, to, site, check)
     for note in done.notes:
         out.print(note, soft_wrap=True, highlight=False, markup=False)

@@ -1,27 +1,28 @@
 """Names to things. A name in a suite is a file name: `bsr` is formats/bsr.py.
 
-What other people add comes in as `package.module`, or under a short name through an entry point
-(sparsebench/_discovery.py):
+What other people add comes in as `package.module[:ATTR]`, or under a short name through an entry
+point (sparsebench/_discovery.py):
 
-    sparsebench.formats, .kernels, .ops, .patterns, .figures    a module; its name is the entry's
+    sparsebench.formats, .kernels, .ops, .patterns, .figures    a module, or an object of one
     sparsebench.suites                                          a package; its *.yaml are suites
 """
 
 import ast
 import inspect
 from collections.abc import Callable
-from importlib.metadata import entry_points
-from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparsebench._discovery import load, modules
+from sparsebench._discovery import documents, load, modules
 from sparsebench.errors import SuiteError
-from sparsebench.formats._format import Format
-from sparsebench.harness.ops._op import Op
-from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.files import from_yaml
+
+if TYPE_CHECKING:  # listing needs no torch
+    from sparsebench.formats._format import Format
+    from sparsebench.harness.ops._op import Op
+    from sparsebench.kernels._kernel import Kernel
 
 Named = TypeVar("Named")
 
@@ -41,8 +42,8 @@ def names(folder: str) -> list[str]:
 
 
 def summary(folder: str, name: str) -> str:
-    """Return the first line of a file's docstring, without importing it."""
-    module = modules(folder)[name]
+    """Return the first line of a file's docstring, or of an object's in it; imports neither."""
+    module, _, attribute = modules(folder)[name].partition(":")
     try:
         found = find_spec(module)
     except ModuleNotFoundError:
@@ -50,8 +51,23 @@ def summary(folder: str, name: str) -> str:
     if found is None or found.origin is None:
         return f"(the entry point's module {module} is not installed)"
     with open(found.origin, encoding="utf-8") as file:
-        text = ast.get_docstring(ast.parse(file.read())) or ""
+        tree = ast.parse(file.read())
+    text = _documented(tree, attribute) or ast.get_docstring(tree) or ""
     return text.partition("\n")[0]
+
+
+def _documented(tree: ast.Module, attribute: str) -> str:
+    """Return the text below `ATTR = ...`, or the docstring of a class ATTR."""
+    for node, following in pairwise([*tree.body, ast.Pass()]):
+        match node, following:
+            case ast.ClassDef(name=name), _ if name == attribute:
+                return ast.get_docstring(node) or ""
+            case (
+                ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ) if name == attribute:
+                return text
+    return ""
 
 
 def listing() -> dict[str, dict[str, str]]:
@@ -73,38 +89,30 @@ def _title(name: str, text: str) -> str:
 
 def suites() -> dict[str, Traversable]:
     """Return the suites of this package, and of those that entry points name. Raises SuiteError."""
-    found: dict[str, Traversable] = {}
-    others = sorted(entry.value for entry in entry_points(group="sparsebench.suites"))
-    for package in dict.fromkeys(["sparsebench.suites", *others]):
-        try:
-            folder = files(package)
-        except (ModuleNotFoundError, TypeError) as error:  # TypeError: a module, no package
-            raise SuiteError(f"suites: expected a package {package}, found: {error}") from error
-        for file in folder.iterdir():
-            name = file.name.removesuffix(".yaml")
-            if name in found:
-                taken = f"found {found[name]} and {file}"
-                raise SuiteError(f"{name}: expected one suite of this name, {taken}")
-            if file.name.endswith(".yaml"):
-                found[name] = file
-    return found
+    return documents("suites")
 
 
-def load_format(name: str) -> type[Format]:
-    """Return the FORMAT of a file, an entry point or a `package.module`."""
+def load_format(name: str) -> "type[Format]":
+    """Return the FORMAT of a file, an entry point or a `package.module[:ATTR]`."""
+    from sparsebench.formats._format import Format
+
     found = load("formats", name)
     if not (isinstance(found, type) and issubclass(found, Format)):
         raise SuiteError(f"{name}: expected FORMAT to be a class of Format, found {found!r}")
     return found
 
 
-def load_kernel(name: str) -> Kernel:
-    """Return the KERNEL of a file, an entry point or a `package.module`."""
+def load_kernel(name: str) -> "Kernel":
+    """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`."""
+    from sparsebench.kernels._kernel import Kernel
+
     return _of(load("kernels", name), Kernel, name)
 
 
-def load_op(name: str) -> Op:
-    """Return the OP of a file or a `package.module`."""
+def load_op(name: str) -> "Op":
+    """Return the OP of a file, an entry point or a `package.module[:ATTR]`."""
+    from sparsebench.harness.ops._op import Op
+
     return _of(load("harness.ops", name), Op, name)
 
 

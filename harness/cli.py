@@ -27,6 +27,7 @@ from sparsebench.harness._cli import (
     UNCHECKED,
     UNFIT,
     Data,
+    Debug,
     Device,
     Energy,
     Json,
@@ -35,6 +36,8 @@ from sparsebench.harness._cli import (
     Open,
     Out,
     Peers,
+    Profile,
+    Repeat,
     Replicates,
     RunPath,
     Timeout,
@@ -44,13 +47,29 @@ from sparsebench.harness._cli import (
     out,
     print_json,
     show_page,
-    warn,
+    telling,
     wide,
+)
+from sparsebench.harness._cli_claims import claims
+from sparsebench.harness._cli_cluster import (
+    Devices,
+    Shard,
+    Shards,
+    Slurm,
+    Submit,
+    Ways,
+    go_on,
+    is_shared,
+    merge,
+    not_merged,
+    status,
 )
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import new_gpu
+from sparsebench.harness._cli_try import profiled, try_
+from sparsebench.harness.run import ahead
 
 
 def main() -> int:
@@ -168,16 +187,25 @@ def run(
     replicates: Replicates = 3,
     energy: Energy = False,
     peers: Peers = None,
+    repeat: Repeat = 0,
+    profile: Profile = "",
+    devices: Devices = "",
+    slurm: Slurm = "",
+    submit: Submit = "",
+    shards: Shards = 0,
+    shard: Shard = "",
+    debug: Debug = False,
     as_json: Json = False,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
-    from sparsebench.harness.machine.device import named
+    ways = Ways(devices, slurm, submit, shards)
+    ahead.early(device or devices, 0 if slurm or submit else ways.count)
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.own_suite import own_suite
     from sparsebench.harness.run.state import Flags
-    from sparsebench.harness.run.validate import own_suite
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
@@ -185,17 +213,26 @@ def run(
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
-    if resume:
-        stopped = store.read(resume)
-        before = stopped.state["flags"]
-        only, replicates = before["only"], before["replicates"]
-        energy = before.get("energy", False)
-        data = data or (Path(before["data"]) if before.get("data") else None)
-        device = device or before["device"]
-    asked = own_suite(stopped, data) if resume else read(str(suite), data)
-    flags = Flags(named(device), data, timeout, replicates, only, energy)
-    with measuring() as show:
-        path = measure(asked, flags, to, resume, show, told=warn)
+    if repeat or profile:
+        if suite is None:
+            raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
+        raise typer.Exit(profiled(suite, device, data, only, repeat, profile))
+    if resume and is_shared(resume):
+        with measuring() as show:
+            path = go_on(resume, show, telling(debug))
+    else:
+        if resume:
+            stopped = not_merged(store.read(resume))
+            before = stopped.state["flags"]
+            only, replicates = before["only"], before["replicates"]
+            energy, shard = before.get("energy", False), before.get("shard", "")
+            data = data or (Path(before["data"]) if before.get("data") else None)
+            device = device or before["device"]
+        asked = own_suite(stopped, data) if resume else read(str(suite), data)
+        flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
+        engine = ways.measure if ways else measure
+        with measuring() as show:
+            path = engine(asked, flags, to, resume, show, told=telling(debug))
     measured = store.read(path)
     page = path / "report.html"
     found = analyse(measured)
@@ -214,36 +251,6 @@ def run(
     if browse:
         show_page(page)
     if counts.keys() - {"ok", "unsupported"}:
-        raise typer.Exit(SOME_FAILED)
-
-
-@app.command("try")
-def try_(
-    kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
-    words: Annotated[
-        list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 ...")
-    ] = None,
-    device: Device = None,
-    data: Data = None,
-    peers: Peers = None,
-    repeat: Annotated[
-        int, typer.Option(help="Run it so often after the check, untimed: for a profiler.", min=0)
-    ] = 0,
-    profile: Annotated[bool, typer.Option(help="Run one call under Nsight Compute.")] = False,
-) -> None:
-    """Check one kernel against fp64 and time it beside its baseline."""
-    from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.run import try_kernel as tried
-
-    given, on = words or [], pick(device)
-    if profile:
-        raise typer.Exit(tried.profile(kernel, given, on, data))
-    if repeat:
-        tried.repeat(kernel, given, on, repeat, data)
-        return
-    found = tried.try_kernel(kernel, given, on, data)
-    wide().print(tried.report(found), soft_wrap=True, highlight=False)
-    if not found.right:
         raise typer.Exit(SOME_FAILED)
 
 
@@ -285,6 +292,9 @@ def report(
         show_page(to)
 
 
+app.command("try")(try_)
+app.command()(merge)
+app.command()(status)
 app.command()(compare)
 app.command()(publish)
 
@@ -314,10 +324,15 @@ def validate(
 
 @app.command()
 def reproduce(
-    path: RunPath, device: Device = None, data: Data = None, to: Out = None, as_json: Json = False
+    path: RunPath,
+    device: Device = None,
+    data: Data = None,
+    to: Out = None,
+    devices: Devices = "",
+    as_json: Json = False,
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
@@ -325,7 +340,9 @@ def reproduce(
     from sparsebench.results.agreement import agreement
 
     with measuring() as show:
-        fresh = reproduced(path, named(device), data, to, show)
+        ways = Ways(devices)
+        engine = ways.measure if ways else measure
+        fresh = reproduced(path, ways.first(device), data, to, show, engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)
@@ -418,3 +435,4 @@ def tune(
 app.command("new-gpu")(new_gpu)
 app.command()(prune)
 app.command("train-lm")(train_lm)
+app.add_typer(claims, name="claims")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
+from sparsebench.kernels._common.capture import keep
 from sparsebench.results.record import Problem
 
 
@@ -65,8 +66,9 @@ class Launch:
     `choice` records what `prepare` chose (tile, layout, algorithm), and how where the kernel
     tunes (`by`); that of a Portfolio has `chosen`. `code` is a digest of the machine code, where it
     is ours. `candidates` is what was timed for the choice, the default first (search.py). All three
-    go into the row. `lost` counts values that the last call left out, since its format had no room
-    for them: one is wrong, however small. The harness asks after each call that it checks.
+    go into the row. A CUDA graph that it is captured into keeps what it reads (capture.py). `lost`
+    counts values that the last call left out, since its format had no room for them: one is wrong,
+    however small. The harness asks after each call that it checks.
     """
 
     run: Callable[[], Output]
@@ -77,6 +79,7 @@ class Launch:
 
     def __call__(self) -> Output:
         """Enqueue the work on the current stream and return the output."""
+        keep(self.run)
         return self.run()
 
 
@@ -99,6 +102,14 @@ class Kernel:
     prepare: Callable[..., Launch]
     unsupported: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
     tunes: bool = False
+
+    def refusal(self, problem: Problem, device: torch.device) -> str | None:
+        """Say why it cannot run a problem on a device, or None; builds nothing."""
+        if self.op not in ("any", problem.op):
+            return f"computes {self.op}, not {problem.op}"
+        if self.device not in ("any", device.type):
+            return f"runs on {self.device}, not on {device.type}"
+        return self.unsupported(problem, device)
 
 
 @dataclass(frozen=True)

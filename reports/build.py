@@ -14,7 +14,6 @@ of the run point out of the page. What is chosen stands in the address: #m=16&bl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,13 @@ import jinja2
 from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import badges, told
-from sparsebench.results.environment import device_name, flat
+from sparsebench.results.environment import devices_named, flat
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
@@ -62,25 +62,30 @@ def build(
     out_path: Path | None = None,
     pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
+    alone: str = "",
 ) -> str:
-    """Return the report, and write it if a path is given; RuntimeError names a figure that fails.
+    """Return the report, and write it if a path is given.
 
-    `pruning` has the errors that one figure draws against the run's speed-ups.
+    pruning  the errors that one figure draws against the run's speed-ups
+    alone    the name of the only figure of the page; ResultError where it does not apply to the run
     """
     found = analyse(run)
     frames = Frames(run, found.rows, found.cases, found.noise, pruning)
-    drawn = [(figure, _drawn(figure, frames)) for figure in figures()]
+    chosen = [figure for figure in figures() if alone in ("", figure.name)]
+    drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
+    if not drawn and alone:
+        raise ResultError(f"{run.path}: figure {alone}: expected cases to draw, found none")
     page = rendered(
-        first=[(figure, body) for figure, body in drawn if body and figure.name == FIRST],
-        sections=[(figure, body) for figure, body in drawn if body and figure.name != FIRST],
+        first=[(figure, body) for figure, body in drawn if figure.name == (alone or FIRST)],
+        sections=[(figure, body) for figure, body in drawn if figure.name != (alone or FIRST)],
         badges=_badges(frames),
-        links=_links(run.path, out_path),
+        links=[] if alone else _links(run.path, out_path),
         surrounding=surrounding,
         facts=_facts(frames),
         trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
-        device=device_name(run.environment),
+        device=devices_named(run.environment),
     )
     if out_path:
         out_path.write_text(page, "utf-8")
@@ -102,18 +107,28 @@ def rendered(**parts: Any) -> str:
 
 def figures() -> list[Figure]:
     """Return the figures by their place on the page, other packages' too. Raises SuiteError."""
-    found = []
-    for name, place in modules("reports.figures").items():
-        title, module = load("reports.figures", name), import_module(place)
-        found.append(Figure(name, title, module.ORDER, module.draw))
+    found = [load_figure(name) for name in modules("reports.figures")]
     return sorted(found, key=lambda figure: (figure.order, figure.name))
+
+
+def load_figure(name: str) -> Figure:
+    """Return a figure by the name of its file, or of another package's. Raises SuiteError."""
+    parts = load("reports.figures", name)
+    title, order, draw = (getattr(parts, part, None) for part in ("TITLE", "ORDER", "draw"))
+    if not (isinstance(title, str) and isinstance(order, int) and callable(draw)):
+        expected = "expected a text TITLE, an integer ORDER and a function draw"
+        raise SuiteError(f"{name}: {expected}; found {title!r}, {order!r} and {draw!r}")
+    return Figure(name, title, order, draw)
 
 
 def _drawn(figure: Figure, frames: Frames) -> Markup:
     try:
         return figure.draw(frames)
     except Exception as error:
-        raise RuntimeError(f"figure {figure.name}: {type(error).__name__}: {error}") from error
+        place = modules("reports.figures").get(figure.name, "")
+        kind = RuntimeError if place.startswith("sparsebench.") else SuiteError
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise kind(f"figure {figure.name} ({place}): {said}") from error
 
 
 def _badges(frames: Frames) -> list[tuple[str, str, str]]:
@@ -133,6 +148,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     ok = (cases.status == Status.OK).groupby(cases.case_id).all()
     facts = {
         "started": str(run.state.get("started", "")),
+        "devices": _devices(run),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
         "only": run.state.get("flags", {}).get("only", ""),
@@ -142,11 +158,23 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts.items() if value]
 
 
+def _devices(run: Run) -> str:
+    """Say on how many devices a merged run was measured; "" of one that was not shared out."""
+    shards = run.state.get("shards", [])
+    if not shards:
+        return ""
+    hosts = len({shard["host"] for shard in shards})
+    taken = f"{run.state['seconds']:g} s of all in {run.state['wall_s']:g} s"
+    return f"{devices_named(run.environment)}, on {hosts} host{'s' * (hosts > 1)}; {taken}"
+
+
 def _trust(frames: Frames) -> list[str]:
     """Return sentences on how far the numbers can be trusted."""
     cases, found = frames.cases, [frames.noise.reliability[1]]
     if frames.raced.size:
         found.append(intervals(frames.raced))
+    if frames.run.state.get("shards"):
+        found.append(_shared(frames))
     once = cases.drop_duplicates("case_id").mark.fillna("")
     marks = once[once != ""]
     if len(marks):
@@ -157,6 +185,18 @@ def _trust(frames: Frames) -> list[str]:
     for mark, count in accuracy[accuracy != ""].value_counts().items():
         found.append(f"Marked for its accuracy: {count} of {len(once)} cases ({mark}).")
     return found
+
+
+def _shared(frames: Frames) -> str:
+    """Say whether intervals of a merged run are over processes of more than one device."""
+    count = frames.rows.groupby("case_id").device.nunique()
+    on = (
+        f"All contenders of a problem ran on one device of {len(frames.run.environment['devices'])}"
+    )
+    if (count == 1).all():
+        return f"{on}, in every process: no interval is over two devices."
+    moved = f"{(count > 1).sum()} of {len(count)} cases have processes on more than one device"
+    return f"{on} in each process. {moved}: their intervals hold what devices differ by, too."
 
 
 def _links(run: Path, out: Path | None) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from sparsebench.reports.figures import answer
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, table
 from sparsebench.results import files, store
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
 from sparsebench.results.contests import contests, raced
 from sparsebench.results.elsewhere import Elsewhere, elsewhere, fields
@@ -72,11 +72,16 @@ def _frames(path: Path) -> Frames:
     return Frames(run, found.rows, found.cases, found.noise)
 
 
+def _analysis(frames: Frames) -> Analysis:
+    return Analysis(frames.rows, frames.noise, frames.cases)
+
+
 def _page(
     survey: dict[str, Any], path: Path, found: dict[str, Frames], against: Sequence[Path]
 ) -> str:
     fitness, kernels = (_listed(path / name) for name in ("fitness.json", "kernels.json"))
-    others, refused = elsewhere([frames.run for frames in found.values()], against)
+    own = [(frames.run, _analysis(frames)) for frames in found.values()]
+    others, refused = elsewhere(own, against)
     device = found["screen"].device if "screen" in found else survey["device"]
     left = {**survey["left"], **survey["notes"]}
     sections = [

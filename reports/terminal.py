@@ -24,7 +24,7 @@ from sparsebench.reports._sheet import Cell, Sheet
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import Badge, answers, badges, told, unfit
 from sparsebench.results.contests import kinds, raced
-from sparsebench.results.environment import device_name
+from sparsebench.results.environment import devices_named
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.record import Status
@@ -189,7 +189,7 @@ def _sizes(column: pd.Series) -> pd.Series:
 
 
 def _heading(run: Run) -> str:
-    words = [device_name(run.environment), str(run.state.get("suite", run.path.name))]
+    words = [devices_named(run.environment), str(run.state.get("suite", run.path.name))]
     return " · ".join([*words, str(run.suite.get("title", ""))]).rstrip(" ·")
 
 

@@ -10,6 +10,7 @@ the same kind      equal names of the devices: the results hold for more than on
 another device     the results carry over; only ratios to the local baseline are compared
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -49,6 +50,7 @@ class Agreement:
     one_sided  how many cases are unsupported in one run only
     choices    who chose the configurations of the second run
     same_code  in how many cases the compiled code is the same, and in how many it is known
+    plugins    what differs between the plug-ins of the two runs, a text for each
     """
 
     place: Place
@@ -60,6 +62,7 @@ class Agreement:
     one_sided: int
     choices: Choices
     same_code: tuple[int, int]
+    plugins: list[str]
 
     @property
     def reproduced(self) -> bool:
@@ -73,7 +76,8 @@ class Agreement:
         """Return the numbers for a script."""
         named = {"place": str(self.place), "reproduced": self.reproduced, "cells": self.cells}
         counted = {"agreed": self.agreed, "close": self.close, "looks": self.looks}
-        return named | counted | {"one_sided": self.one_sided, "choices": str(self.choices)}
+        others = {"one_sided": self.one_sided, "choices": str(self.choices)}
+        return named | counted | others | {"plugins": self.plugins}
 
     @property
     def sentences(self) -> list[str]:
@@ -100,6 +104,7 @@ class Agreement:
         same, known = self.same_code
         if known:
             lines.append(f"Compiled to the same machine code: {same} of {known} kernels.")
+        lines += [f"Other code of a plug-in: {which}." for which in self.plugins]
         return lines
 
 
@@ -126,6 +131,7 @@ def agreement(first: Run, second: Run) -> Agreement:
         int(one_sided.sum()),
         choices(second.state),
         _same_code(first, second),
+        _plugins(first, second),
     )
 
 
@@ -147,6 +153,20 @@ def _same_code(first: Run, second: Run) -> tuple[int, int]:
     pairs = [(before[case], now[case]) for case in before.keys() & now.keys()]
     known = [(a, b) for a, b in pairs if _kinds(a) == _kinds(b)]
     return sum(a == b for a, b in known), len(known)
+
+
+def _plugins(first: Run, second: Run) -> list[str]:
+    """Return `acme 1.2 (0a1b2c3d) before, none now` of each plug-in that is not the same."""
+    before, now = (run.environment.get("plugins", {}) for run in (first, second))
+    return [
+        f"{name} {_version(before.get(name))} before, {_version(now.get(name))} now"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _version(facts: Mapping[str, Any] | None) -> str:
+    return f"{facts['version']} ({facts['sha256'][:8]})" if facts else "none"
 
 
 def _codes(run: Run) -> dict[str, set[str]]:

@@ -3,9 +3,9 @@
     lock.txt        every distribution that was installed when it ran: pip install -r lock.txt
     manifest.json   {"schema": ..., "files": {"rows.jsonl": SHA-256, "suite.yaml": SHA-256, ...}}
 
-The manifest names every file of the run but three: itself, the report (it can be written again)
-and worker.log (what kernels printed). The digest of the rows is of their text: they may be
-compressed later. The SHA-256 of the manifest names the bundle.
+The manifest names every file of the run but four: itself, the report (it can be written again),
+worker.log (what kernels printed) and failures.log (tracebacks). The digest of the rows is of their
+text: they may be compressed later. The SHA-256 of the manifest names the bundle.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
 MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
-UNSEALED = {MANIFEST, "report.html", "worker.log"}
+UNSEALED = {MANIFEST, "report.html", "worker.log", "failures.log"}
 UNFINISHED = ".new"  # how files end that replace others: a process was killed over one
 TORCH_INDEX = "https://download.pytorch.org/whl"  # PyPI lacks builds such as torch==2.13.0+cpu
 

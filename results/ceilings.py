@@ -25,7 +25,7 @@ from typing import Any, Self
 from sparsebench.results.record import Row, Status
 
 LIGHT = 0.95  # of the bound: ceilings are measured too
-TF32 = "tf32"
+FP32, TF32 = "fp32", "tf32"
 
 Bound = tuple[float, str]
 """The least µs that an op can take, and whether memory or compute says so."""
@@ -93,7 +93,7 @@ class Ceilings:
     def _rate(self, dtype: str) -> str:
         """Name the matrix rate that bounds a dtype."""
         rates = self.matrix_tflops
-        name = TF32 if dtype == "fp32" else dtype
+        name = TF32 if dtype == FP32 else dtype
         return name if rates.get(name) else max(rates, key=lambda n: rates[n], default=name)
 
     def _raised(self, row: Row, factor: float) -> tuple[Self, str]:

@@ -24,13 +24,14 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.compare import Comparison, compare
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.noise import LEAST
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
-FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "tuned", "switches."
+FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "plugins.", "tuned", "switches."
 GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
 
 
@@ -90,9 +91,9 @@ class Changes:
         return _mean(self.cases[self.cases.is_baseline].ratio)
 
 
-def changes(here: Run, there: Run) -> Changes:
-    """Compare two runs; ResultError where no case has a ratio."""
-    found = compare(here, there)
+def changes(here: Run, there: Run, known: tuple[Analysis, Analysis] | None = None) -> Changes:
+    """Compare two runs, whose analyses may be known; ResultError where no case has a ratio."""
+    found = compare(here, there, known)
     same = device_name(here.environment) == device_name(there.environment)
     cases = _with_ratios(found.cases, same)
     cases = cases.assign(word=[_word(line) for line in cases.to_dict("records")])

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
@@ -57,13 +57,17 @@ class Comparison:
     only_b: pd.DataFrame
 
 
-def compare(a: Run, b: Run) -> Comparison:
-    """Join two runs; ResultError if they share no case, or if operands of one problem differ."""
-    in_a, in_b = (c[~c.twin.astype(bool)] for c in (analyse(a).cases, analyse(b).cases))
+def compare(a: Run, b: Run, found: tuple[Analysis, Analysis] | None = None) -> Comparison:
+    """Join two runs; ResultError if they share no case, or if operands of one problem differ.
+
+    `found` are their analyses, where they are known.
+    """
+    both = found or (analyse(a), analyse(b))
+    in_a, in_b = (each.cases[~each.cases.twin.astype(bool)] for each in both)
     shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
-        found = f"{len(in_a)} and {len(in_b)} with none in common"
-        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {found}")
+        alone = f"{len(in_a)} and {len(in_b)} with none in common"
+        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {alone}")
     _require_equal_operands(a, b)
     named = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
     cases = in_a[[*KEYS, *named, *SIDES]].merge(

@@ -18,6 +18,7 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.changes import Changes, changes
 from sparsebench.results.compare import KEYS
 from sparsebench.results.environment import device_name
@@ -81,13 +82,15 @@ def bundles(paths: Iterable[Path]) -> list[Path]:
     return [file.parent for path in paths for file in sorted(path.rglob("run.json"))]
 
 
-def elsewhere(own: Sequence[Run], paths: Iterable[Path]) -> tuple[list[Elsewhere], list[str]]:
+def elsewhere(
+    own: Sequence[tuple[Run, Analysis]], paths: Iterable[Path]
+) -> tuple[list[Elsewhere], list[str]]:
     """Return the other devices, and a line for each bundle that cannot be compared.
 
-    `own` are the runs of the survey, the one that counts more first.
+    `own` are the runs of the survey and their analyses, the one that counts more first.
     """
-    ids = {row.case.problem.id for run in own for row in run.rows}
-    mine = {run.path.resolve() for run in own}
+    ids = {row.case.problem.id for run, _ in own for row in run.rows}
+    mine = {run.path.resolve() for run, _ in own}
     shared: dict[str, list[tuple[Run, list[Changes]]]] = {}
     refused = []
     for path in bundles(paths):
@@ -95,7 +98,9 @@ def elsewhere(own: Sequence[Run], paths: Iterable[Path]) -> tuple[list[Elsewhere
             continue
         try:
             there = _only(store.read(path), ids)
-            found = [changes(_only(run, _ids(there)), there) for run in own if _meet(run, there)]
+            met = [each for each in own if _meet(each[0], there)]
+            known = analyse(there) if met else None
+            found = [changes(run, there, (here, known)) for run, here in met if known]
         except ResultError as error:
             refused.append(str(error))
             continue
@@ -121,10 +126,6 @@ def _joined(device: str, found: list[tuple[Run, list[Changes]]]) -> Elsewhere:
 
 def _only(run: Run, ids: set[str]) -> Run:
     return replace(run, rows=[row for row in run.rows if row.case.problem.id in ids])
-
-
-def _ids(run: Run) -> set[str]:
-    return {row.case.problem.id for row in run.rows}
 
 
 def _meet(run: Run, there: Run) -> bool:

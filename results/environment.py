@@ -7,11 +7,48 @@ Code reads `gpu.name`, `gpu.uuid`, `cpu.name`, `versions.<package>`, `commit`, `
 from collections.abc import Mapping
 from typing import Any
 
+from sparsebench.errors import ResultError
+
+KIND = "name", "compute_capability", "multiprocessors", "memory_bytes", "l2_bytes"
+LIMITS = "driver", "power_limit_w", "sm_clock_max_mhz"  # GPUs of one name may be set otherwise
+SIMULATED = "seed", "faults"  # of a simulated GPU: what two of a kind may have of their own
+
 
 def device_name(environment: Mapping[str, Any]) -> str:
     """Name the GPU, or the CPU where there was none."""
     facts = flat(environment)
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
+
+
+def devices_named(environment: Mapping[str, Any]) -> str:
+    """Name the GPU for a reader; of a merged run also how many there were: 2 × NVIDIA H200."""
+    count = len(environment.get("devices", []))
+    return f"{count} × {device_name(environment)}" if count > 1 else device_name(environment)
+
+
+def alike(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what runs on several GPUs must share to be parts of one: kind, code, versions."""
+    gpu, sim = environment.get("gpu") or {}, environment.get("sim") or {}
+    return {
+        "code_sha256": environment.get("code_sha256"),
+        "tuned": environment.get("tuned"),
+        **{f"gpu.{name}": gpu.get(name) for name in (*KIND, *LIMITS)},
+        "cpu.name": (environment.get("cpu") or {}).get("name"),
+        "sim": {name: value for name, value in sim.items() if name not in SIMULATED},
+        **{f"versions.{name}": found for name, found in environment["versions"].items()},
+    }
+
+
+def require_alike(where: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raise a ResultError that names the first thing in which two differ, as `alike` returns it."""
+    for name in {**first, **other}:
+        if (expected := first.get(name)) != (found := other.get(name)):
+            said = f"{where}: expected {name} {_short(expected)} as in the first part"
+            raise ResultError(f"{said}, found {_short(found)}")
+
+
+def _short(value: Any) -> str:
+    return str(value) if len(str(value)) <= 100 else f"{str(value)[:100]}..."
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Is a run complete and consistent? Rows are checked against each other and the other files.
 
-    finished ─> of one device ─> the same cases in every replicate ─> A/A pairs ─> samples
-             ─> errors within their bounds ─> times above theirs ─> operands
+    finished ─> of one device, or of its shards' ─> the same cases in every replicate ─> A/A pairs
+             ─> samples ─> errors within their bounds ─> times above theirs ─> operands
 
 Whoever changes samples with care, and seals them anew, passes all of it: such a bundle differs from
 the digest that was published (results/published/README.md). Each check yields one line that says
@@ -27,21 +27,25 @@ from sparsebench.results.store import Run
 def inspect(run: Run) -> Iterator[str]:
     """Yield one line per check; ResultError at the first error.
 
-    The run is finished. All rows are of one device. Every replicate has the same cases, each once,
-    and A/A pairs. Only ok rows have samples, finite and positive. Their errors are within the
-    bound, and on a GPU their times are above the least that the ceilings allow. A problem has the
-    same operands in all rows.
+    The run is finished. All rows are of one device, or of their shard's. Every replicate has the
+    same cases, each once, and A/A pairs. Only ok rows have samples, finite and positive. Their
+    errors are within the bound, and on a GPU their times are above the least that the ceilings
+    allow. A problem has the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
         found = f"{status} with {len(rows)} rows"
         raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {found}")
     device = dict.fromkeys([device_name(run.environment), _one_device(run, rows)])
-    yield f"rows: {len(rows)}, complete, all of {', '.join(device)}"
+    of = f"from {len(shards)} shards, of" if (shards := run.state.get("shards")) else "all of"
+    yield f"rows: {len(rows)}, complete, {of} {', '.join(device)}"
     replicates = _equal_replicates(run, rows)
     little = "" if replicates >= FEWEST else f": a look; a verdict takes {FEWEST}"
     yield f"replicates: {replicates}, the same cases in each, none twice{little}"
-    yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
+    if run.state.get("part"):
+        yield "A/A pairs: not asked for: this is a part of a run"
+    else:
+        yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
     yield f"errors: of {_right(run, rows)} ok rows, each within its bound"
     yield f"times: {_below_light(run, rows)} held against a bound, none below it"
@@ -49,14 +53,23 @@ def inspect(run: Run) -> Iterator[str]:
 
 
 def _one_device(run: Run, rows: list[Row]) -> str:
-    """Return the GPU's UUID, or the CPU's name."""
+    """Return the GPU's UUID, or the CPU's name; of a merged run those of all its shards.
+
+    ResultError where a row is of another device, or where a contest is of two.
+    """
     gpu, cpu = run.environment.get("gpu") or {}, run.environment.get("cpu") or {}
-    expected = gpu.get("uuid") or cpu.get("name")
+    of_run = str(gpu.get("uuid") or cpu.get("name"))
+    known = dict.fromkeys(shard["device"] for shard in run.state.get("shards", [])) or {of_run: 0}
+    contests: dict[tuple[int, str], str] = {}
     for row in rows:
+        contest = row.replicate, row.case.problem.id
+        expected = contests.setdefault(
+            contest, row.device if row.device in known else str([*known])
+        )
         if row.device != expected:
             said = f"expected device {expected} (environment.json), found {row.device}"
             raise ResultError(f"{_where(run, row)}: {said}")
-    return str(expected)
+    return ", ".join(known)
 
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:

@@ -61,9 +61,14 @@ def between(ours: Blocks, over: Blocks) -> Ratio | None:
     It is the definition of a speed-up, with `over` in the place of the baseline. None if they
     share no contest.
     """
+    logs = logs_between(ours, over)
+    return ratio(list(logs.values())) if logs else None
+
+
+def logs_between(ours: Blocks, over: Blocks) -> dict[tuple[int, int], Floats]:
+    """Return log(time of `over` / time of `ours`) by block, of each contest that they share."""
     shared = [contest for contest in ours if contest in over]
-    pairs = [(over[contest][:, None], ours[contest][:, None]) for contest in shared]
-    return ratio([block_logs(*pair) for pair in pairs]) if pairs else None
+    return {each: block_logs(over[each][:, None], ours[each][:, None]) for each in shared}
 
 
 def _original(

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Self
 
 ROWS_SCHEMA = "sparsebench/rows@3"
@@ -78,7 +79,7 @@ class Problem:
             raise KeyError(f"op {self.op} has no field {name}")
         return self.fields[name]
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Name the problem; a source counts by content, not by place."""
         defaults = self.defaults.items()
@@ -139,7 +140,7 @@ class Case:
     problem: Problem
     contender: Contender
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Hash the canonical JSON, without `baseline` and `error`: they say how it is judged."""
         names = "format", "kernel", "params", "options", "twin"

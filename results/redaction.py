@@ -3,7 +3,7 @@
     /home/ada/models/gate.safetensors  ─>  gate.safetensors        paths, by their last part
     "hostname": "node17"               ─>  (removed)               fields that name user or host
     ada, node17 anywhere else          ─>  user, host              found in paths and those fields
-    worker.log                         ─>  (not copied)            it holds whatever kernels print
+    worker.log, failures.log           ─>  (not copied)            they hold whatever kernels print
 
 Ids of cases and problems stay as they are: they hash no path. A file that nothing was removed from
 is copied byte for byte. If a file has changed, the copy is sealed anew; removed.json, beside the
@@ -59,7 +59,7 @@ def redact(run: Path, to: Path) -> Removed:
         bundle.seal_files(to, names)
     else:
         (to / bundle.MANIFEST).write_bytes(bundle.content(run, bundle.MANIFEST))
-    left = [name for name in ("worker.log",) if (run / name).exists()]
+    left = [name for name in ("worker.log", "failures.log") if (run / name).exists()]
     removed = Removed(bundle.identity(run), dict(sorted(found.items())), left)
     (to / NOTE).write_text(json.dumps(asdict(removed), indent=1) + "\n", "utf-8")
     return removed

@@ -5,6 +5,7 @@
     run.json          flags, status (running, finished, interrupted), seconds by phase
     rows.jsonl        a schema line, then one row per line; appended and synced per contest
     worker.log        whatever kernels and compilers printed
+    failures.log      the traceback of every case that failed, where there is one
     lock.txt          every installed distribution; written when the run is sealed (bundle.py)
     manifest.json     the SHA-256 of every file, likewise
 
@@ -55,6 +56,18 @@ class _Flags(_Typed):
     replicates: Annotated[int, Field(ge=1, le=REPLICATES)]
     only: str
     energy: bool = False
+    shard: str = ""
+
+
+class _Part(_Typed):
+    number: int = 0
+    host: str = ""
+
+
+class _Shard(_Typed):
+    device: str
+    host: int
+    manifest_sha256: str
 
 
 class _State(_Typed):
@@ -68,11 +81,19 @@ class _State(_Typed):
     spent_s: dict[str, float] = {}
     confirms: dict[str, Any] = {}
     reproduces: dict[str, Any] = {}
+    part: _Part | None = None
+    shards: list[_Shard] = []
 
 
 class _Device(_Typed):
     name: str | None = None
     uuid: str | None = None
+
+
+class _Plugin(_Typed):
+    distribution: str | None
+    version: str | None
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
 class _Environment(_Typed):
@@ -82,6 +103,8 @@ class _Environment(_Typed):
     commit: str | None = None
     dirty: bool | None = None
     ceilings: dict[str, Any] = {}
+    devices: list[dict[str, Any]] = []
+    plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 
 
 class _Suite(_Typed):
@@ -106,9 +129,33 @@ class Run:
 
 
 def create(
-    path: Path, suite_text: str, environment: Mapping[str, Any], state: Mapping[str, Any]
+    path: Path,
+    suite_text: str,
+    environment: Mapping[str, Any],
+    state: Mapping[str, Any],
 ) -> None:
-    """Make a new run directory, whole or not at all; ResultError where one is in its place.
+    """Make a new run directory, whole or not at all; ResultError where one is in its place."""
+    with made(path) as fresh:
+        fill(fresh, suite_text, environment, state)
+
+
+def fill(
+    fresh: Path,
+    suite_text: str,
+    environment: Mapping[str, Any],
+    state: Mapping[str, Any],
+    rows: Iterable[Row] = (),
+) -> None:
+    """Write the files of a run into an empty directory."""
+    (fresh / "suite.yaml").write_text(suite_text)
+    write_json(fresh / "environment.json", {"schema": ENVIRONMENT_SCHEMA, **environment})
+    keep(fresh, rows)
+    set_state(fresh, state)
+
+
+@contextmanager
+def made(path: Path) -> Iterator[Path]:
+    """Give a hidden directory, which gets its name at the end; ResultError where one has it.
 
     An empty directory is taken. A process that is killed meanwhile leaves a hidden one beside it.
     """
@@ -122,10 +169,7 @@ def create(
         raise ResultError(f"{path}: expected a directory to write, found {error}") from error
     try:
         fresh.chmod(0o755)  # mkdtemp's are the owner's alone
-        (fresh / "suite.yaml").write_text(suite_text)
-        write_json(fresh / "environment.json", {"schema": ENVIRONMENT_SCHEMA, **environment})
-        (fresh / "rows.jsonl").write_text(json.dumps({"schema": ROWS_SCHEMA}) + "\n")
-        set_state(fresh, state)
+        yield fresh
         fresh.rename(path)
     except BaseException as error:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -185,7 +229,7 @@ def set_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def keep(path: Path, rows: Iterable[Row]) -> None:
-    """Rewrite rows.jsonl with these rows alone, before a run is resumed."""
+    """Write rows.jsonl with these rows alone: none at first, or those that a resumed run keeps."""
     first = json.dumps({"schema": ROWS_SCHEMA}) + "\n"
     _replace(path / "rows.jsonl", first + "".join(map(_line, rows)))
 

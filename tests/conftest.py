@@ -14,6 +14,7 @@ sys.path += [str(HERE), str(HERE / "kernels" / "spense")]  # the latter: emulati
 
 import compile_record  # noqa: E402  (it is in the folder that was just added)
 
+collect_ignore = ["thirdparty"]  # a package of its own, with its own tests (test_plugins.py)
 PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers: `wrong.zeros`, `faulty.hangs`
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported

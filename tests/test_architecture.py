@@ -60,20 +60,27 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "plan": {"inputs", "machine", "patterns", "ops", "catalog", "bench"},
     "doctor": {"machine", "bench", "plan"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
-    "run": {"machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
-    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor"},
+    "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
+    "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
+    "cluster": {"machine", "plan", "run"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
+    "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
     "pruning": {"inputs"},
     "train_lm": set(),
 }
 WAYS_IN = {
     "cli",
     "_cli",
+    "_cli_cluster",
     "_cli_make",
+    "_cli_claims",
     "_cli_compare",
     "_cli_survey",
     "_cli_publish",
+    "_cli_try",
     "pytest_plugin",
     "_pytest_nodes",
+    "api",
 }  # these may import every group
 
 

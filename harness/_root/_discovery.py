@@ -1,15 +1,19 @@
-"""Names to modules. A name in a suite is a file name, and there is no registry.
+"""Names to modules and files. A name in a suite is a file name, and there is no registry.
 
     kernels/bsr/bsr_wgmma.py                  bsr_wgmma    a folder is searched one level deep
     kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore is plumbing
     kernels/nn/linear.py                      (none)       it names no KERNEL
-    entry point diagonal of sparsebench.kernels            what another package adds
-    package.module                                         likewise, without an entry point
+    suites/decode.yaml                        decode       data: its text is what the name means
 
-What another package adds is code that runs when it is imported. `own_code_only` refuses it: a suite
-out of somebody's bundle may name any module.
+What another package adds:
 
-Two modules of one name in a folder are an error: a suite could not say which it means.
+    entry point diagonal = "acme.diagonal"         of sparsebench.kernels: the module's KERNEL
+    entry point diagonal = "acme.kernels:FAST"     the object FAST of the module
+    entry point acme = "acme.suites"               of sparsebench.suites: every *.yaml in it
+    acme.diagonal, acme.kernels:FAST               in a suite, without an entry point
+
+That is code that runs when it is imported. `own_code_only` refuses it: a suite out of somebody's
+bundle may name any module. Two of one name are an error: a suite could not say which it means.
 """
 
 import re
@@ -19,8 +23,10 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,38 +42,90 @@ CONSTANTS = {
 }
 """What a file of each folder must name to be found."""
 
+DOCUMENTS = {"suites": ".yaml"}
+"""What a file of data ends in, by folder."""
+
+WHOLE = {"reports.figures"}
+"""Folders whose files are what is loaded, not a constant in them."""
+
+NAME = re.compile(r"\w[\w-]*")
+PLACE = re.compile(r"[^\W\d]\w*(?:\.\w+)*(?::[^\W\d]\w*(?:\.\w+)*)?")  # package.module:ATTRIBUTE
+
 _others = ContextVar("whether modules of other packages are imported", default=True)
+
+
+def group(folder: str) -> str:
+    """Return the group of entry points that adds to a folder."""
+    return f"sparsebench.{folder.rpartition('.')[2]}"
 
 
 @cache  # reading the metadata of 250 installed packages takes 15 ms, and a suite asks for each case
 def modules(folder: str) -> MappingProxyType[str, str]:
-    """Return the module of every name in a folder ("kernels"), in order. Raises SuiteError."""
+    """Return the place of every name in a folder ("kernels"), in order: `package.module[:ATTR]`.
+
+    Raises SuiteError where a name is taken, or no name, or its place none.
+    """
     found = dict(sorted(_own(folder).items()))
-    group = f"sparsebench.{folder.rpartition('.')[2]}"
-    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        _add(found, entry.name, entry.module)
+    for entry in _entries(folder):
+        place = _place(entry)
+        if not NAME.fullmatch(entry.name):
+            expected = "expected a name of letters, digits, _ and -"
+            raise SuiteError(f"{_told(entry)}: {expected}; found {entry.name!r}")
+        _add(found, entry.name, place, _of(entry))
     return MappingProxyType(found)
 
 
+def documents(folder: str) -> dict[str, Traversable]:
+    """Return every file of data of a folder ("suites"), by name. Raises SuiteError."""
+    what, ends = folder.rpartition(".")[2], DOCUMENTS[folder]
+    found: dict[str, Traversable] = {}
+    owners = [(f"sparsebench.{folder}", "")]
+    owners += [(_place(entry), _of(entry)) for entry in _entries(folder)]
+    for package, owner in dict(owners).items():
+        try:
+            inside = sorted(files(package).iterdir(), key=lambda file: file.name)
+        except (ImportError, TypeError, NotADirectoryError) as error:  # TypeError: not a package
+            said = f"expected a package {package}, found: {error}{owner}"
+            raise SuiteError(f"{what}: {said}") from error
+        for file in inside:
+            name = file.name.removesuffix(ends)
+            if file.name.endswith(ends) and name in found:
+                taken = f"found {found[name]} and {file}{owner}"
+                one = what.removesuffix("s")
+                raise SuiteError(f"{name}: expected one {one} of this name, {taken}")
+            if file.name.endswith(ends):
+                found[name] = file
+    return found
+
+
 def load(folder: str, name: str) -> Any:
-    """Return the constant of a file, an entry point or a `package.module`. Raises SuiteError."""
+    """Return what a name stands for: a file's constant, or the object that is named itself.
+
+    The name is that of a file, of an entry point, or `package.module[:ATTR]`. Raises SuiteError.
+    """
     known, constant = modules(folder), CONSTANTS[folder]
-    if name not in known and "." not in name:
+    if name not in known and "." not in name and ":" not in name:
         what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
         raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
-    module = known.get(name, name)
-    if not module.startswith("sparsebench.") and not _others.get():
+    place = known.get(name, name)
+    if not PLACE.fullmatch(place):
+        raise SuiteError(f"{name}: expected package.module or package.module:NAME")
+    module, _, attribute = place.partition(":")
+    if module.partition(".")[0] != "sparsebench" and not _others.get():
         raise SuiteError(f"{name}: not imported, since {module} is no module of sparsebench")
     try:
-        found = getattr(import_module(module), constant, None)
+        found = import_module(module)
     except ModuleNotFoundError as error:
         raise SuiteError(f"{name}: expected to import {module}, found: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SuiteError(f"{name}: expected to import {module}, found {said}") from error
-    if found is None:
-        raise SuiteError(f"{name}: expected {module} to define {constant}, found no such name")
-    return found
+    try:
+        constant_of = attrgetter(attribute or constant)(found)
+    except AttributeError as error:
+        expected = f"expected {module} to define {attribute or constant}"
+        raise SuiteError(f"{name}: {expected}, found no such name") from error
+    return found if folder in WHOLE and not attribute else constant_of
 
 
 @contextmanager
@@ -96,9 +154,31 @@ def _own(folder: str) -> dict[str, str]:
     return found
 
 
-def _add(found: dict[str, str], name: str, module: str) -> None:
-    """Add a module. Raises SuiteError where its name is taken."""
-    if name in found and found[name] != module:
-        taken = f"found {found[name]} and {module}"
+def _entries(folder: str) -> list[EntryPoint]:
+    return sorted(entry_points(group=group(folder)), key=lambda entry: (entry.name, entry.value))
+
+
+def _place(entry: EntryPoint) -> str:
+    """Return `package.module[:ATTR]` of an entry point, without spaces. Raises SuiteError."""
+    place = "".join(entry.value.split())
+    if not PLACE.fullmatch(place):
+        expected = "expected package.module or package.module:NAME"
+        raise SuiteError(f"{_told(entry)}: {expected}; found {entry.value!r}")
+    return place
+
+
+def _of(entry: EntryPoint) -> str:
+    """Return ` (acme 1.2)`: the distribution that has the entry point."""
+    return f" ({entry.dist.name} {entry.dist.version})" if entry.dist else ""
+
+
+def _told(entry: EntryPoint) -> str:
+    return f"entry point {entry.name!r} of {entry.group}{_of(entry)}"
+
+
+def _add(found: dict[str, str], name: str, place: str, owner: str = "") -> None:
+    """Add a place. Raises SuiteError where its name is taken."""
+    if name in found and found[name] != place:
+        taken = f"found {found[name]} and {place}{owner}"
         raise SuiteError(f"{name}: expected one module of this name, {taken}")
-    found[name] = module
+    found[name] = place

@@ -14,7 +14,7 @@ The end of what is written may stay in the L2 cache; so its size is taken off wh
 Datasheets are no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -29,6 +29,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.operands import operands
 from sparsebench.harness.bench.timing import ready, time_together
 from sparsebench.harness.catalog import keywords, load_kernel, load_op
+from sparsebench.kernels._common.search import warmed
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.results.ceilings import Ceilings
@@ -46,6 +47,7 @@ LONG_US = 2000.0  # a product that takes longer is not followed by a larger one
 
 STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # at most, and at most an eighth of what is free
 LEAST_BYTES = 2**20  # holds whole chunks of every stream
+COMPILERS = 8  # threads, of our own streams
 SEED = 0
 FP8 = "fp8"
 
@@ -53,15 +55,15 @@ Call = Callable[[], Any]
 Streams = Iterator[tuple[str, Call]]
 
 
-def measure(device: torch.device) -> Ceilings:
-    """Measure a device's ceilings; about five seconds on an H200."""
+def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ceilings:
+    """Measure a device's ceilings, those of products of these dtypes; all take 5 s on an H200."""
     memory, moved_by = _memory(device), {}
     for kind, found in memory.items():
         moved_by[kind] = max(found.items(), key=lambda pair: pair[1])
     best = {kind: rate for kind, (_, rate) in moved_by.items()}
     by = {kind: name for kind, (name, _) in moved_by.items()}
     rates: dict[str, float] = {}
-    for dtype in DTYPES:
+    for dtype in dtypes:
         products = _products(dtype, device)
         if products:
             by[dtype], rates[dtype] = max(products.items(), key=lambda pair: pair[1])
@@ -100,7 +102,10 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     for kind, streams in _streams(source, target).items():
         calls[kind] |= dict(streams)
     names = [(kind, name) for kind, named in calls.items() for name in named]
-    least_us = _least_us([calls[kind][name] for kind, name in names], device)
+    every = [calls[kind][name] for kind, name in names]
+    if device.type == "cuda":
+        warmed(every, device, COMPILERS)
+    least_us = _least_us(every, device)
     found: dict[str, dict[str, float]] = {kind: {} for kind in calls}
     for (kind, name), time_us in zip(names, least_us, strict=True):
         found[kind][name] = moved[kind] / time_us

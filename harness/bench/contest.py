@@ -35,17 +35,20 @@ from sparsebench.harness.bench.entry import (
     Announce,
     ContestOptions,
     Entry,
+    Explain,
     Fatal,
     RunningContest,
     bound,
     one_line,
     synchronize,
+    unexplained,
 )
 from sparsebench.harness.bench.guard import Guard, Meddled
 from sparsebench.harness.bench.prepare import prepare, unsupported
+from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.bench.seal import Seal
 from sparsebench.harness.bench.spots import A, B, Spots, print_of, values_of
-from sparsebench.harness.bench.timing import Samples, Timed, possible, ready, time_together
+from sparsebench.harness.bench.timing import Samples, Timed, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.ops._op import Op
@@ -61,6 +64,7 @@ def run(
     data: Path | None,
     options: ContestOptions | None = None,
     announce: Announce = lambda case, stage: None,
+    explain: Explain = unexplained,
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
@@ -74,7 +78,7 @@ def run(
             entry.end(Status.UNSUPPORTED, str(reason))
         return [row for entry in entries for row in entry.rows(measures)], {}
     try:
-        contest = start(problem, entries, device, data, options, announce)
+        contest = start(problem, entries, device, data, options, announce, explain)
     except (torch.OutOfMemoryError, MemoryError) as error:
         for entry in entries:
             entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
@@ -97,6 +101,7 @@ def start(
     data: Path | None,
     options: ContestOptions,
     announce: Announce,
+    explain: Explain = unexplained,
 ) -> RunningContest:
     """Build the operands, and prepare, check and capture every contender: ready to be timed."""
     began = time.perf_counter()
@@ -109,7 +114,7 @@ def start(
         entry.row = replace(entry.row, **facts)
     guard, spots = Guard(device), Spots(dense.activations)
     contest = RunningContest(
-        problem, op, device, options, dense, entries, announce, guard, seal, spots
+        problem, op, device, options, dense, entries, announce, guard, seal, spots, explain
     )
     _watch(contest, data)
     synchronize(device)
@@ -325,7 +330,7 @@ def _inspect(contest: RunningContest) -> None:
 def _as_called(entry: Entry, timed: Timed) -> Timed:
     """Return the launch itself, as Python calls it, where a captured graph was to be timed."""
     assert entry.launch is not None
-    return timed if timed.clock == "host" else Timed(entry.launch, "events")
+    return timed if timed.clock == "host" else Timed(entry.launch.run, "events")
 
 
 def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:

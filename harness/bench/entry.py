@@ -19,11 +19,13 @@ from torch import Tensor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
+from sparsebench.harness.bench.explain import explained
 from sparsebench.harness.bench.guard import Guard, Meddled
 from sparsebench.harness.bench.operands import DenseOperands
+from sparsebench.harness.bench.samples import Measure
 from sparsebench.harness.bench.seal import Seal
 from sparsebench.harness.bench.spots import Spots
-from sparsebench.harness.bench.timing import Measure, Timed
+from sparsebench.harness.bench.timing import Timed
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
@@ -33,6 +35,13 @@ from sparsebench.results.record import Problem, Row, Status
 Announce = Callable[[str, str], None]
 """Called with a case id and a stage before anything of that case runs: if the process dies or
 hangs, its parent knows whose fault it was."""
+
+Explain = Callable[[str, str, str], None]
+"""Called with a case id, why the case ended, and the traceback (explain.py)."""
+
+
+def unexplained(case: str, reason: str, traceback: str) -> None:
+    """Tell nobody."""
 
 
 class Fatal(Exception):
@@ -119,6 +128,7 @@ class RunningContest:
     guard: Guard
     seal: Seal
     spots: Spots
+    explain: Explain = unexplained
     draw: int = 0  # of the activations, now
     timed_last: str = ""  # the case of the last sample, where each is announced
     output_bytes: int = 0
@@ -156,6 +166,7 @@ class RunningContest:
             self._mend()
         except (torch.OutOfMemoryError, MemoryError) as error:
             entry.end(Status.OUT_OF_MEMORY, one_line(error))
+            self.explain(case, entry.row.detail, explained(error))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._mend()
@@ -165,6 +176,7 @@ class RunningContest:
             except Exception as dead:
                 raise Fatal(case, f"{stage}: {one_line(dead)}") from error
             entry.end(Status.FAILED, f"{stage}: {one_line(error)}")
+            self.explain(case, entry.row.detail, explained(error))
             self._mend()
 
     def _mend(self) -> None:

@@ -131,12 +131,7 @@ def _refuse(contest: RunningContest, contender: Contender) -> None:
 
 def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
     """Say why a contender cannot run a problem on a device, or None; builds nothing."""
-    kernel = load_kernel(contender.kernel)
-    if kernel.op not in ("any", problem.op):
-        return f"computes {kernel.op}, not {problem.op}"
-    if kernel.device not in ("any", device.type):
-        return f"runs on {kernel.device}, not on {device.type}"
-    return kernel.unsupported(problem, device)
+    return load_kernel(contender.kernel).refusal(problem, device)
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:

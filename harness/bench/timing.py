@@ -18,30 +18,23 @@ CPU: the host clock around one call, for which scope and cache make no differenc
 Spots (spots.py) are calls among these, made in the same way and seen to be right. No sample is
 theirs.
 
-A slow contender gets fewer samples: BUDGET_MS of its own time, at least MIN_SAMPLES.
+How many samples each takes is in samples.py.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
+from sparsebench.harness.bench.samples import BLOCKS, budgeted
 from sparsebench.harness.bench.spots import Spots
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
-BLOCKS = 48
-SAMPLES_PER_BLOCK = 8
-MIN_SAMPLES = 5
-BUDGET_MS = 40.0
 SPOT_FLUSHES = 12  # 27 µs each on an H200: time to enqueue a spot, where a block is queued up
-
-
-Measure = tuple[str, str]
-"""A scope (kernel, op) and a state of the cache (cold, hot)."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +55,20 @@ class Samples:
 
 
 def ready(launch: Launch, device: torch.device) -> Timed:
-    """Capture the launch as a CUDA graph where that is possible; the clock's name says which."""
+    """Capture the launch as a CUDA graph where that is possible; the clock's name says which.
+
+    What is called is `launch.run`, without the look for a capture, which takes 0.2 µs.
+    """
     if device.type == "cpu":
-        return Timed(launch, "host")
+        return Timed(launch.run, "host")
     graph = torch.cuda.CUDAGraph()
     try:
         with capturing(graph):
-            output = launch()
+            output = launch.run()
     except RuntimeError as error:
         torch.cuda.synchronize(device)
-        return Timed(launch, "events", f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
+        why = str(error).strip().partition("\n")[0]
+        return Timed(launch.run, "events", f"no CUDA graph: {why}")
 
     def replay(_owner: Launch = launch) -> Output:  # the graph reads memory that the launch owns
         graph.replay()
@@ -97,7 +94,7 @@ def time_together(
         take = _host_clock(announce, spots)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # a first call may still warm something up
-    plans = [_plan(min(t for _, t in own)) for own in zip(*trials, strict=True)]
+    plans = [budgeted(min(t for _, t in own)) for own in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
     turns = [
         spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
@@ -111,18 +108,6 @@ def time_together(
         for i, time_us in take(order):
             samples[i].append(round(time_us, 3))
     return [Samples(tuple(s), plan[1]) for s, plan in zip(samples, plans, strict=True)]
-
-
-def _plan(time_us: float) -> tuple[int, int]:
-    """Return blocks and samples a block for a contender that takes about this long."""
-    affordable = int(1e3 * BUDGET_MS / max(time_us, 1e-3))
-    per_block = min(SAMPLES_PER_BLOCK, max(1, affordable // BLOCKS))
-    return min(BLOCKS, max(MIN_SAMPLES, affordable // per_block)), per_block
-
-
-def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
-    """Return the measures that a device tells apart: on the CPU there is one."""
-    return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 
 
 Order = list[tuple[int, Timed, str]]

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from sparsebench.results.frame import POWER_LIMITED
 
+FAILED = "a case failed"
 BUSY_PERCENT = 5.0  # of the second before anything ran here
 NEAR_C = 5.0  # to the highest temperature
 HELD_DOWN = 0.9  # of the highest clock
@@ -56,6 +57,11 @@ class Finding:
 def ok(check: str, found: str) -> Finding:
     """Return a finding that asks for nothing."""
     return Finding(Level.OK, check, found)
+
+
+def failure(reason: str, traceback: str) -> Finding:
+    """Return why a case failed in a run: not a matter of the machine, but told likewise."""
+    return Finding(Level.WARNING, FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
 def untold(check: str) -> Finding:

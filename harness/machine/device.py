@@ -1,25 +1,21 @@
 """The device under test and everything around it that a number depends on."""
 
-import hashlib
 import os
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, distributions, version
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.kernels._common import tuned_table
 
 LIBRARIES = (
     *("torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"),
     *("numpy", "scipy", "pandas"),
 )
-FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
 SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
 
 
@@ -112,53 +108,6 @@ def tuned_tables() -> None:
     for folder in tuned_table.folders().values():
         for file in sorted(folder.glob("sm*.json")):
             tuned_table.read(file)
-
-
-def code_sha256() -> str:
-    """Return one digest of the code that measures: the same commit or not, this tells."""
-    digest = hashlib.sha256()
-    for folder in FOLDERS:
-        for path, text in sorted(_sources(folder, files(f"sparsebench.{folder}"))):
-            digest.update(path.encode() + b"\0" + text + b"\0")
-    return digest.hexdigest()
-
-
-def commit() -> dict[str, Any]:
-    """Return the commit and whether the checkout is dirty; None where that is not known.
-
-    SPARSEBENCH_COMMIT names the commit on a machine that was given the code without its history.
-    """
-    if "SPARSEBENCH_COMMIT" in os.environ:
-        return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
-    root = Path(str(files("sparsebench.harness"))).parent
-    return {
-        "commit": _git(root, "rev-parse", "HEAD"),
-        "dirty": bool(changes)
-        if (changes := _git(root, "status", "--porcelain")) is not None
-        else None,
-    }
-
-
-def _git(root: Path, *command: str) -> str | None:
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", root, *command], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def _sources(path: str, folder: Traversable) -> list[tuple[str, bytes]]:
-    found = []
-    for item in folder.iterdir():
-        if item.is_dir():
-            found += _sources(f"{path}/{item.name}", item)
-        elif item.name.endswith((".py", ".cu", ".cuh", ".json")) and "published" not in path:
-            found.append((f"{path}/{item.name}", item.read_bytes()))
-    return found
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

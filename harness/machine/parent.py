@@ -13,6 +13,7 @@ import threading
 import time
 
 GRACE_S = 5.0
+WAIT = "--wait"  # of a worker: import everything, then wait for a line: the device, the data folder
 
 
 def end_with_parent() -> None:

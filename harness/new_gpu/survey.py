@@ -3,8 +3,9 @@
     doctor   fitness.json        is the machine fit to measure
     probe    kernels.json        which kernels run here, and why others do not
     tune     the user's table    configurations for this GPU (harness/run/tune.py)
-    screen   screen/             the core suite in one process: coarse
-    decide   decide/             the problems that decide (deciding.py), in PROCESSES processes
+    screen   screen/             the core suite in one process, coarse problems first (costs.py)
+    decide   decide/             the problems that decide (deciding.py), in PROCESSES processes:
+                                 as many as there is time for, by what the screening took
     page     report.html         the answer, and the same cases on other GPUs
 
 A step gets a share of what is left when it starts, and stops by itself. What it did not reach is
@@ -27,7 +28,8 @@ import torch
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.new_gpu.deciding import deciding
+from sparsebench.harness.new_gpu.costs import coarse, costs
+from sparsebench.harness.new_gpu.deciding import DECIDED, deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped, measure
@@ -42,11 +44,10 @@ SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours
 SUITE = "core"
 TUNE, SCREEN = 0.2, 0.5  # shares of what is left; deciding has the rest, less PAGE_S
-SAFE = 0.8  # of that is planned for: the same contest takes longer in some processes
-LEAST_S = 0.05  # of a contest
+SAFE = 0.85  # of that is planned for: the same contest takes longer in some processes
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # it takes ten, and the start of a process
-PAGE_S = 30.0  # the reports of both runs and the page: 12 s of two quiet cores, or more
+PAGE_S = 20.0  # the reports of both runs and the page: 12 s of two quiet cores
 PROCESSES = 8
 SILENT_S = 60.0  # a contender that says nothing for so long has hung
 
@@ -189,34 +190,19 @@ def _decide(asked: Survey, end: float, progress: Progress) -> str:
     found = deciding(analyse(screened).cases)
     if not found:
         return "expected a case with a time in screen/, found none"
-    count = _affordable(asked, end - monotonic())
-    if count < 1:
+    chosen = costs(screened).affordable(found, SAFE * (end - monotonic()), PROCESSES)
+    if not chosen:
         if "screen" in asked.left:
             asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)
             asked.left = {step: why for step, why in asked.left.items() if why}
         return f"{len(found)} problems would decide, no time left for a verdict"
-    chosen = [case for cases in list(found.values())[:count] for case in cases]
-    only = f"case={'|'.join(dict.fromkeys(chosen))}"
-    if count < len(found):
+    only = f"case={'|'.join(dict.fromkeys(case for cases in chosen.values() for case in cases))}"
+    if len(chosen) < len(found):
         asked.notes["decide"] = (
-            f"{len(found) - count} of {len(found)} problems that decide have a look and no verdict;"
-            " a longer --budget measures more of them"
+            f"{len(found) - len(chosen)} of {len(found)} problems that decide have a look and no"
+            " verdict; a longer --budget measures more of them"
         )
     return _measured(asked, "decide", PROCESSES, only, end, progress)
-
-
-def _affordable(asked: Survey, left_s: float) -> int:
-    """Return how many problems PROCESSES processes can measure, by what the screening took.
-
-    A process starts, times the reference contests, and searches anew as the screening did.
-    """
-    screened = store.read(asked.path / "screen")
-    state = screened.state
-    timed_s = sum(state["spent_s"].values())  # 0 where the device is simulated
-    each_s = max(LEAST_S, timed_s / max(1, state["contests"]["done"]))
-    starting_s = state["seconds"] - timed_s
-    references = len({row.case.problem.id for row in screened.reference})
-    return int((SAFE * left_s / PROCESSES - starting_s) / each_s) - references
 
 
 def _measured(
@@ -225,8 +211,11 @@ def _measured(
     """Measure the suite into a folder of the survey, or go on with it; say what is left."""
     target = asked.path / name
     stopped = target if (target / "run.json").exists() else None
-    flags = Flags(asked.device, None, SILENT_S, replicates, only)
-    run = partial(measure, read(asked.suite), flags, progress=progress, until=until)
+    flags, suite = Flags(asked.device, None, SILENT_S, replicates, only), read(asked.suite)
+    problems = [contest.problem for contest in suite.contests]
+    ranks = coarse(problems, DECIDED) if name == "screen" else {}  # references come first
+    run = partial(measure, suite, flags, progress=progress, until=until,
+                  rank=lambda contest: ranks.get(contest.problem.id, -1))  # fmt: skip
     path = run(None, stopped) if stopped else run(target, None)
     state = store.read(path).state
     contests = state["contests"]

@@ -72,6 +72,8 @@ class Op:
                   each held against its own size; default: one
     sizes         a problem's fields to all that operands name as sizes, fields included; default:
                   the fields
+    example       sizes of a small problem, of fields that not any number suits, for checks of this
+                  contract (harness/testing); default: any numbers suit
     prunes        (a problem's fields, weight's name) to whether the pattern holds for that weight;
                   default: it holds for all
     """
@@ -89,6 +91,7 @@ class Op:
     keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
     sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
+    example: Mapping[str, int] = field(default_factory=dict)
     prunes: Callable[[Mapping[str, Any], str], bool] = lambda *_: True
 
     @property

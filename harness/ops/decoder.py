@@ -47,6 +47,10 @@ EPSILON = 1e-6  # of RMS norms
 ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
 LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other is the head's
 MLP = "wg", "wu", "wd"
+EXAMPLE = {
+    **{"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5},
+    **{"m": 3, "layers": 1, "context": 5, "caches": 1},
+}
 FINE_FP8 = 2.0**-4  # variance of a rounding to bf16, where eps is that of one to e4m3 (check.py)
 
 
@@ -219,9 +223,13 @@ def depth(
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a sequence and non-zero, and those of attention."""
+    """Return one multiply and one add a sequence and non-zero, and those of attention.
+
+    Where Wo has no non-zero, nothing need be attended to.
+    """
     multiplied = problem["layers"] * sum(nnz[name] for name in LAYER) + nnz["wh"]
-    attended = problem["heads"] * problem["head_dim"] * (problem["context"] + 1)
+    tokens = problem["context"] + 1 if nnz["wo"] else 0
+    attended = problem["heads"] * problem["head_dim"] * tokens
     return float(2 * problem["m"] * (multiplied + 2 * problem["layers"] * attended))
 
 
@@ -336,5 +344,6 @@ OP = Op(
     fewest_bytes=fewest_bytes,
     adjust=adjust,
     sizes=sizes,
+    example=EXAMPLE,
     prunes=prunes,
 )

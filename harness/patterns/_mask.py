@@ -73,7 +73,7 @@ def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
 
 def _pattern(name: str) -> Pattern:
     known = [*modules("harness.patterns"), FILE]
-    if name not in known and "." not in name:
+    if name not in known and "." not in name and ":" not in name:
         hint = did_you_mean(name, known)
         raise SuiteError(f"pattern: expected one of {', '.join(known)}; found {name!r}{hint}")
     found = load("harness.patterns", name)

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
@@ -30,6 +30,7 @@ from sparsebench.results.store import Run
 
 RUNS_AT_MOST = 64  # of a folder that are read
 NEAR = 5
+STAGES = "operands", "convert", "prepare", "check", "capture", "timing"  # of a contest
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def costs(path: Path) -> Costs:
         raise ResultError(f"--gpu {path}: expected runs of one GPU, found {', '.join(names)}")
     if not all(run.environment.get("gpu") for run in runs):
         raise ResultError(f"--gpu {path}: expected runs of a GPU, found {', '.join(names)}")
-    spent_s = sum(sum(run.state["spent_s"].values()) for run in runs)
+    spent_s = sum(run.state["spent_s"].get(stage, 0.0) for run in runs for stage in STAGES)
     processes = sum(run.state["flags"]["replicates"] for run in runs)
     wall_s = sum(run.state["seconds"] for run in runs)
     timed = [run for run in runs if any(row.status is Status.OK for row in run.rows)]

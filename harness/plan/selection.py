@@ -1,8 +1,11 @@
 """Which contests a run measures: what is asked for, and the A/A pairs that every run has.
 
 --only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
+--shard 2/4                                    the second of four parts, by a draw
 """
 
+import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +15,22 @@ from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
 
 
-def planned(suite: Suite, device: str, condition: str = "") -> list[Contest]:
+def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
-    return references(device) + with_twins(only(suite.contests, condition), suite.name)
+    asked = with_twins(only(suite.contests, condition), suite.name)
+    whole = references(device) + asked
+    return part(whole, shard) if shard else whole
+
+
+def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
+    """Return the contests of one shard, "2/4"; every contest is in one of the four."""
+    written = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
+    number, of = (int(written[1]), int(written[2])) if written else (0, 0)
+    if not 1 <= number <= of <= len(contests):
+        expected = f"a shard as 2/4, of {len(contests)} at most, one a problem"
+        raise SuiteError(f"--shard: expected {expected}; found {shard!r}")
+    drawn = random.Random("shards").sample(range(len(contests)), len(contests))
+    return [contests[place] for place in sorted(drawn[number - 1 :: of])]
 
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:

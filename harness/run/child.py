@@ -1,7 +1,8 @@
 """A worker process as its parent sees it: started, asked, heard, ended.
 
     ─> a contest a line              <─ what is announced, then the rows: JSON lines
-                                     <─ stderr: into the log, the last words into a row
+                                     <─ tracebacks: into failures.log
+                                     <─ stderr: into worker.log, the last words into a row
 
 A worker leads a process group. When it ends, whatever a kernel has started in that group is killed;
 what has left the group is waited for no longer than LEFT_S.
@@ -10,25 +11,26 @@ what has left the group is waited for no longer than LEFT_S.
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.parent import WAIT
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run import ahead
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import without_paths
 
-# -P: the repository's own folders must not shadow installed packages of the same name.
-COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
+COMMAND = ahead.MEASURES
 SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.worker")
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 END_TIMEOUT_S = 60.0  # for a child that nobody asks any more; writing a core takes seconds
@@ -36,6 +38,13 @@ LEFT_S = 2.0  # for what a dead child's pipes still hold
 START_ATTEMPTS = 3
 START_PAUSE_S = 1.0  # and twice as long after each attempt: memory, or a GPU, may be freed
 WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
+LINES_KEPT = 200  # and into failures.log: also the stacks that faulthandler writes
+STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # how these begin
+DUMP_S, DUMP_STEP_S = 2.0, 0.1  # for the stacks of a worker that hangs, looked for in steps
+FAILURES = "failures.log"  # beside worker.log
+
+Explained = Callable[[str, str], None]
+"""Called with the reason why a case has no time, in a line, and with its traceback."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,13 @@ class Measured:
 
 @dataclass
 class Log:
-    """What workers print: kept until there is a file for it."""
+    """What workers print, and why cases failed: kept until there are files for it."""
 
     file: Path | None = None
+    explained: Explained = lambda reason, text: None
     kept: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
 
     def add(self, line: str) -> None:
         """Take one line; it is published, so paths are left out."""
@@ -70,23 +82,46 @@ class Log:
                 file.write("".join(self.kept))
             self.kept.clear()
 
+    def explain(self, reason: str, text: str) -> None:
+        """Take why a case failed."""
+        reason, text = without_paths(reason), without_paths(text)
+        told = "(the traceback is that of an earlier case)" if text in self.known else text
+        self.known.add(text)
+        self.failures.append(f"{reason}\n{told.rstrip()}\n\n")
+        if self.file:
+            with self.file.with_name(FAILURES).open("a") as file:
+                file.write("".join(self.failures))
+            self.failures.clear()
+        self.explained(reason, text)
+
 
 class Worker:
-    """A child process. Its first answer, `about`, describes the device."""
+    """A child process. Its first answer, `about`, describes the device.
 
-    def __init__(self, device: str, data: Path | None, log: Log) -> None:
-        """Start the child and wait until it has its device."""
-        arguments = [device, *([str(data)] if data else [])]
-        pipe = subprocess.PIPE
+    A spare one imports everything, and has no device before it is `begun` and `there`.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        data: Path | None,
+        log: Log,
+        *,
+        spare: bool = False,
+        process: ahead.Process | None = None,
+    ) -> None:
+        """Start the child and wait until it has its device, unless it is a spare one.
+
+        A `process` that waits already is taken in its place.
+        """
+        self._given = [device, *([str(data)] if data else [])]
+        command = SIMULATED if simulated(device) else COMMAND
         try:
-            self._child = subprocess.Popen(
-                [*(SIMULATED if simulated(device) else COMMAND), *arguments],
-                stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
-                start_new_session=True,  # Ctrl-C is for the parent, which ends the child's group
-            )  # fmt: skip
+            self._child = process or ahead.spawn(*command, *([WAIT] if spare else self._given))
         except OSError as error:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()
+        self._log = log
         self._words: list[str] = []
         self._readers = [
             _reader(self._child.stdout, self._answers.put),
@@ -94,14 +129,34 @@ class Worker:
         ]
         self._end = threading.Thread(target=self._see_off, daemon=True)
         self._end.start()
-        about = self._next(START_TIMEOUT_S)
-        if isinstance(about, Lost):
-            raise WorkerError(f"the worker did not start: {about.detail}")
-        self.about: dict[str, Any] = about
+        self.about: dict[str, Any] = {}
+        if process:
+            self.imported()
+            self.begin()
+        if not spare:
+            self.there()
 
-    def ceilings(self) -> dict[str, Any]:
+    def imported(self) -> None:
+        """Wait until a spare child has imported everything and is idle. Raises WorkerError."""
+        self._started()
+
+    def begin(self) -> None:
+        """Let a spare child take its device."""
+        self._ask(self._given)
+
+    def there(self) -> None:
+        """Wait until the child has its device. Raises WorkerError."""
+        self.about = self._started()
+
+    def _started(self) -> dict[str, Any]:
+        said = self._next(START_TIMEOUT_S)
+        if isinstance(said, Lost):
+            raise WorkerError(f"the worker did not start: {said.detail}")
+        return said
+
+    def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Return what the device can do at most, measured now; a WorkerError where it cannot."""
-        lost = self._ask({"ceilings": True})
+        lost = self._ask({"ceilings": sorted(dtypes)})
         answer = lost or self._next(START_TIMEOUT_S)
         if isinstance(answer, Lost):
             raise WorkerError(f"the ceilings were not measured: {answer.detail}")
@@ -121,10 +176,13 @@ class Worker:
         while True:
             answer = self._next(timeout_s)
             if isinstance(answer, Lost):
+                self._explain(contest, options, case, answer.detail, "".join(self._words))
                 return Lost(case, answer.status, answer.detail)
             try:
                 if "at" in answer:
                     case = str(answer["at"][0])
+                elif "failed" in answer:
+                    self._explain(contest, options, *map(str, answer["failed"]))
                 elif "fatal" in answer:
                     self.close()
                     return Lost(answer["fatal"][0] or case, Status.FAILED, answer["fatal"][1])
@@ -135,6 +193,17 @@ class Worker:
             except (ValueError, KeyError, TypeError, LookupError) as error:
                 self.kill()
                 return Lost(case, Status.FAILED, f"no answer to its contest: {error!r}"[:400])
+
+    def _explain(
+        self, contest: Contest, options: Mapping[str, Any], case: str, why: str, text: str
+    ) -> None:
+        """Log why a case of a contest failed; "" is nobody's."""
+        problem = contest.problem
+        of = {Case(problem, contender).id: contender.label for contender in contest.contenders}
+        fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
+        who = f"{of.get(case, 'all contenders')} at {problem.op} {fields}"
+        process = f"process {options.get('replicate', 0)}, attempt {options.get('attempt', 0)}"
+        self._log.explain(f"{who} ({process}): {why}", text)
 
     @property
     def pid(self) -> int:
@@ -171,7 +240,7 @@ class Worker:
             reader.join(LEFT_S)
         self._answers.put("")
 
-    def _ask(self, message: Mapping[str, Any]) -> Lost | None:
+    def _ask(self, message: Mapping[str, Any] | list[str]) -> Lost | None:
         assert self._child.stdin
         try:
             self._child.stdin.write(json.dumps(message) + "\n")
@@ -184,6 +253,7 @@ class Worker:
         try:
             line = self._answers.get(timeout=timeout_s)
         except Empty:
+            self._dump()
             self.kill()
             return Lost("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
         if not line:
@@ -195,14 +265,26 @@ class Worker:
         self.kill()
         return Lost("", Status.FAILED, f"expected an answer in JSON, found {line[:80]!r}")
 
+    def _dump(self) -> None:
+        """Ask a worker that hangs for its stacks (worker.py), and give it DUMP_S to write them."""
+        with suppress(ProcessLookupError):
+            os.kill(self._child.pid, signal.SIGUSR1)
+        late = time.monotonic() + DUMP_S
+        while self._end.is_alive() and time.monotonic() < late:
+            time.sleep(DUMP_STEP_S)
+            if any(line.startswith(STACKS[-1]) for line in self._words):
+                time.sleep(DUMP_STEP_S)  # for the frames below it
+                return
+
     def _last_words(self, code: int) -> str:
-        words = " | ".join(word.strip() for word in self._words if word.strip())
+        own = takewhile(lambda line: not line.startswith(STACKS), self._words)
+        words = " | ".join([word.strip() for word in own if word.strip()][-WORDS_KEPT:])
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"the worker process ended with {how}" + (f": {words}" if words else "")
 
     def _hear(self, line: str, log: Log) -> None:
         log.add(line)
-        self._words = [*self._words, line][-WORDS_KEPT:]
+        self._words = [*self._words, line][-LINES_KEPT:]
 
 
 def _kill_group(leader: int) -> None:
@@ -238,8 +320,16 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
     return thread
 
 
+def spare(device: str, data: Path | None, log: Log) -> Worker:
+    """Start a worker that has no device yet."""
+    return Worker(device, data, log, spare=True)
+
+
 def started(device: str, data: Path | None, log: Log) -> Worker:
     """Start a worker, in a few attempts; WorkerError where none succeeds."""
+    if (early := ahead.taken()) and not simulated(device):
+        with suppress(WorkerError):  # then another one is started, as if there had been none
+            return Worker(device, data, log, process=early)
     for attempt in range(START_ATTEMPTS - 1):
         try:
             return Worker(device, data, log)

@@ -22,17 +22,22 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.device import tuned_tables
+from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.run.part import Part
+from sparsebench.harness.run.plugins import code_of
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.run.state import Counts, Flags, Record, now
 from sparsebench.harness.run.watch import Told, Watch
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
 from sparsebench.results.choices import Choices
+from sparsebench.results.environment import flat
 from sparsebench.results.files import utf8
 from sparsebench.results.pairing import logs_over
 from sparsebench.results.record import Case, Row, Status
@@ -41,6 +46,8 @@ from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
+
+Rank = Callable[[Contest], int]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # of --timeout
 
@@ -64,6 +71,8 @@ def measure(
     origin: Mapping[str, Any] | None = None,
     told: Told = lambda finding: None,
     until: float = inf,
+    rank: Rank = lambda contest: 0,
+    part: Part | None = None,
 ) -> Path:
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
@@ -71,10 +80,13 @@ def measure(
     search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
-    it if it took as long as the longest so far. What is left then is left to --resume.
+    it if it took as long as the longest so far. What is left then is left to --resume. Contests of
+    a lower `rank` come first in every process; equal ones are in an order drawn anew. `told` hears
+    of the machine, and why cases fail. With `part` the run is one of those that share the plan.
     """
+    since = now()
     _require_flags(flags)
-    contests = planned(suite, flags.device, flags.only)
+    contests = planned(suite, flags.device, flags.only, flags.shard)
     _strike(flags.device, planned(suite, flags.device))
     if out and not resume:
         _require_new(out)
@@ -84,18 +96,27 @@ def measure(
     with ExitStack() as held:
         if resume:
             held.enter_context(store.locked(resume))
-        done = _finished(resume, suite, flags, contests) if resume else []
+        done = finished(resume, suite, flags, contests) if resume else []
         chosen_by = choices.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
-        runner = Runner(flags.device, flags.data, flags.timeout_s, pinned, share)
+        given = flags.device, flags.data, flags.timeout_s
+        runner = Runner(*given, pinned, share, flags.replicates)
         held.callback(runner.kill)
+        if part:
+            part.start(runner)
+            runner.pin(part.earlier)
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
-        before = {**(origin or {}), "choices": chosen_by}
-        record = Record(suite.name, flags, len(contests) * flags.replicates, before, now())
+        watch = Watch(flags.device, runner, told)  # before anything runs: a GPU tells the last 1 s
+        before = {**(origin or {}), "choices": chosen_by, **_part(flags, part)}
+        record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
+        whole = planned(suite, flags.device, flags.only)
+        environment = runner.about["environment"] | code_of(whole)
+        if part:
+            part.require_alike(environment)
         if resume:
-            _same_place(resume, runner.about["environment"])
+            _same_place(resume, environment)
             stopped, path = store.read(resume), resume
             _same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
@@ -103,19 +124,26 @@ def measure(
             store.keep(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
-            ceilings = runner.ceilings()
-            environment = runner.about["environment"] | {"ceilings": ceilings}
+            ceilings = runner.ceilings(contests)
+            environment |= {"ceilings": ceilings}
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
         runner.log.file = path / "worker.log"
+        runner.log.explained = lambda reason, text: told(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
-        watch = Watch(flags.device, runner, told)
         try:
-            _rows(runner, path, record, contests, wanted, done, progress, watch, until)
+            _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank, part)
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     return path
+
+
+def _part(flags: Flags, part: Part | None) -> dict[str, Any]:
+    """Return what run.json says of a run that has a part of a plan; {} of a whole one."""
+    if part:
+        return {"part": {"number": part.number, "host": part.host}}
+    return {"part": {"number": 0, "host": boot()}} if flags.shard else {}
 
 
 def _require_flags(flags: Flags) -> None:
@@ -177,41 +205,57 @@ def _rows(
     progress: Progress,
     watch: Watch,
     until: float,
+    rank: Rank,
+    part: Part | None,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
     counts, kept = Counts(done), [*done]
     spent_s = Counter[str](record.before.get("spent_s", {}))
-    total, finished = record.contests, len(counts.done)
+    done_now, last = len(counts.done), ""
+
+    def total() -> int:
+        return part.total(contests, record.flags.replicates) if part else record.contests
 
     def state(status: str, counts: Counts | None = None) -> dict[str, Any]:
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
-        return record.at(status, counts or Counts(store.rows(path)), spent_s) | watch.json
+        now = replace(record, contests=total())
+        counts = counts or Counts(store.rows(path))
+        every = spent_s.copy()
+        every.update(runner.spent_s)
+        return now.at(status, counts, every) | watch.json
+
+    def announced(contests: Iterable[Contest]) -> Iterator[Contest]:
+        for contest in contests:
+            progress(done_now, total(), describe(contest) + last)
+            yield contest
 
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):
-            order = random.Random(f"{record.suite} {replicate}").sample(contests, len(contests))
-            left = [c for c in order if (replicate, c.problem.id) not in counts.done]
+            seed = f"{record.suite} {replicate}" + (f" {part.number}" if part else "")
+            order = random.Random(seed).sample(contests, len(contests))
+            order.sort(key=rank)
+            missing = [c for c in order if (replicate, c.problem.id) not in counts.done]
+            left = part.own(missing, replicate) if part else missing
             if monotonic() >= until:
                 break
             if replicate:
                 runner.fresh()
             window()  # what was before the first contest is no contest's
-            progress(finished, total, describe(left[0]) if left else "")
             asked = wanted.after(kept)
-            timely = _before(until, left)
-            for number, measured in enumerate(runner.run(timely, replicate, asked), start=1):
+            timely = announced(_before(until, left))
+            for measured in runner.run(timely, replicate, asked):
                 seen_meanwhile = window()
                 store.append(
                     path,
                     [replace(r, telemetry=r.telemetry or seen_meanwhile) for r in measured.rows],
                 )
-                finished += 1
+                done_now += 1
                 spent_s.update(measured.spent_s)
                 kept += measured.rows
                 counts.add(measured.rows)
                 store.set_state(path, state("running", counts))  # a killed run keeps its time, too
-                following = describe(left[number]) if number < len(left) else ""
-                progress(finished, total, f"{following}{leader(measured.rows)}")
+                last = leader(measured.rows)
+            progress(done_now, total(), last)
         runner.kill()
         watch.end()
 
@@ -259,7 +303,7 @@ def leader(rows: Sequence[Row]) -> str:
     return f"; last: {best.case.contender.kernel}, {'the baseline' if best is over else ratio}"
 
 
-def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:
+def finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:
     """Return the rows of the contests that a stopped run completed; refuse another run's."""
     run = store.read(path)
     if run.suite_text != suite.text:
@@ -290,18 +334,16 @@ def _finished(path: Path, suite: Suite, flags: Flags, contests: list[Contest]) -
     ]
 
 
-def _same_place(path: Path, here: dict[str, Any]) -> None:
-    """Refuse to go on with other code, on another device or with other libraries."""
-    there = store.read(path).environment
+def _same_place(path: Path, here: Mapping[str, Any]) -> None:
+    """Refuse to go on with other code, plug-ins, tables, libraries or on another device."""
+    before, now = flat(store.read(path).environment), flat(here)
+    plugged = {name for name in {*before, *now} if name.startswith(("plugins.", "tuned."))}
     device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
     versions = (f"versions.{name}" for name in here["versions"])
-    for what in ("code_sha256", "tuned", *device, *versions):
-        outer, _, inner = what.partition(".")
-        before, now = there.get(outer), here.get(outer)
-        if inner:
-            before, now = (before or {}).get(inner), (now or {}).get(inner)
-        if before != now:
-            raise SuiteError(f"--resume {path}: expected {what} {before}, found {now}")
+    for what in (*sorted(plugged), "code_sha256", *device, *versions):
+        if before.get(what) != now.get(what):
+            expected = f"expected {what} {before.get(what)}, found {now.get(what)}"
+            raise SuiteError(f"--resume {path}: {expected}")
 
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:

@@ -7,7 +7,7 @@ on. So a reproduction is about those configurations, and says so (results/choice
 results/agreement.py then says of each cell whether the two agree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,35 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.child import Log, Worker
 from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.own_suite import own_suite, require_planned
+from sparsebench.harness.run.plugins import require_plugins
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import own_suite, require_planned
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import device_name
 from sparsebench.results.inspection import inspect
 from sparsebench.results.store import Run
 
+Engine = Callable[..., Path]
+"""Called as `measure` is, up to `origin`; returns the run."""
+
 
 def reproduce(
-    path: Path, device: str, data: Path | None, out: Path | None, progress: Progress
+    path: Path,
+    device: str,
+    data: Path | None,
+    out: Path | None,
+    progress: Progress,
+    engine: Engine = measure,
 ) -> Path:
-    """Measure a bundle again and return the new run.
+    """Measure a bundle again and return the new run; `engine` may share it out over several GPUs.
 
     ResultError and SuiteError as for `own_suite` and `require_planned`, before anything runs.
     Its sources are below `data`: where they were on the machine that measured it tells nothing.
     """
     origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
-    return again(whole(path), device, data, out, progress, origin)
+    return again(whole(path), device, data, out, progress, origin, engine)
 
 
 def whole(path: Path) -> Run:
@@ -54,6 +63,7 @@ def again(
     out: Path | None,
     progress: Progress,
     origin: Mapping[str, Any],
+    engine: Engine = measure,
     **changed: Any,
 ) -> Path:
     """Measure a bundle's own suite by its own flags, but for what is `changed`; return the run.
@@ -62,6 +72,7 @@ def again(
     again on a device of the same kind; elsewhere they search anew.
     """
     _require_comparable(run, device)
+    require_plugins(run)
     suite = own_suite(run, data)
     require_planned(run, suite)
     known = {field.name for field in fields(Flags)}
@@ -70,7 +81,7 @@ def again(
     same_kind = device_name(_environment(device, data)) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
     stopped = out if out and _is_of(out, origin) else None
-    return measure(suite, flags, out, stopped, progress, pinned, origin)
+    return engine(suite, flags, out, stopped, progress, pinned, origin)
 
 
 def _require_comparable(run: Run, device: str) -> None:

@@ -9,21 +9,28 @@
 A second attempt waits for and announces every sample, so that an error while contenders take turns
 finds its owner; where it does not, the contest is given up and every row says so. So it is where
 no worker starts. The worker itself is child.py.
+
+While a worker takes its device, those of the next processes import everything, which takes seconds.
+Then they idle, without a device, until it is their turn: nothing is imported while a contest runs.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.bench.timing import possible
+from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run.child import Log, Lost, Measured, Worker, started
-from sparsebench.results.ceilings import Ceilings
+from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
+from sparsebench.results.ceilings import FP32, TF32, Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import at a time
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
 
 Pinned = Mapping[str, Mapping[str, Any]]
@@ -63,7 +70,10 @@ class Runner:
 
     `pinned` has the choices of another run: process p takes those of its process p, and begins
     again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
-    is handed to every later process. Without either, each process searches for itself.
+    is handed to every later process. Without either, each process searches for itself. `processes`
+    is how many there will be: `fresh` is called once less. `spent_s` has the seconds that were
+    waited for workers to start, and for ceilings. A runner in a thread ends by `stopping`, as by
+    Ctrl-C, once its worker is killed.
     """
 
     def __init__(
@@ -73,15 +83,20 @@ class Runner:
         timeout_s: float,
         pinned: Sequence[Pinned] = (),
         share: bool = True,
+        processes: int = 1,
     ) -> None:
         """Start the first worker: `about` tells the device."""
         self.log = Log()
         self._pinned, self._share = pinned, share
         self._shared: dict[str, Mapping[str, Any]] = {}
-        self._device = device
-        self._start: Callable[[], Worker] = partial(started, device, data, self.log)
+        self._device, self._data = device, data
         self._timeout_s = timeout_s
-        self._worker: Worker | None = self._start()
+        self.stopping = Event()
+        self._to_come = processes - 1
+        self.spent_s = {"start": 0.0, "ceilings": 0.0}
+        self._worker: Worker | None = None
+        self._spares: list[Worker] = []
+        self._worker = self._start()
         self.about = self._worker.about
 
     @property
@@ -89,10 +104,14 @@ class Runner:
         """Return the process id of the worker that waits; 0 where none does."""
         return self._worker.pid if self._worker else 0
 
-    def ceilings(self) -> dict[str, Any]:
-        """Return what the device can do at most, measured now."""
+    def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
+        """Return what the device can do at most in the dtypes of contests, measured now."""
         self._worker = self._worker or self._start()
-        return self._worker.ceilings()
+        began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
+        dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
+        found = self._worker.ceilings(dtypes | ({TF32} if FP32 in dtypes else set()))
+        self.spent_s["ceilings"] += monotonic() - began
+        return found
 
     def run(
         self, contests: Iterable[Contest], replicate: int = 0, wanted: Wanted | None = None
@@ -115,12 +134,43 @@ class Runner:
         if self._worker:
             self._worker.close()
         self._worker = None
+        self._to_come -= 1
 
     def kill(self) -> None:
         """Stop whatever runs."""
-        if self._worker:
-            self._worker.kill()
-        self._worker = None
+        running = [worker for worker in (self._worker, *self._spares) if worker]
+        self._worker, self._spares = None, []
+        for worker in running:
+            worker.kill()
+
+    def _start(self) -> Worker:
+        """Return a worker that has its device, when none that is to come imports any more."""
+        began, given = monotonic(), (self._device, self._data, self.log)
+        ready = self._spares.pop(0) if self._spares else None
+        if ready:
+            ready.begin()
+        importing: list[Worker] = []
+        if not self._spares:
+            importing += [spare(*given) for _ in range(min(self._to_come, AHEAD))]
+            self._spares = importing
+        try:
+            worker = ready if ready and self._did(ready.there) else started(*given)
+        except WorkerError:
+            self.kill()
+            raise
+        if importing:
+            self._spares = [each for each in importing if self._did(each.imported)]
+        self.spent_s["start"] += monotonic() - began
+        return worker
+
+    def _did(self, step: Callable[[], None]) -> bool:
+        """Say whether a spare worker got through a step; the next one is then started anew."""
+        try:
+            step()
+        except WorkerError as error:
+            self.log.add(f"{error}\n")
+            return False
+        return True
 
     def _complete(self, contest: Contest, replicate: int, wanted: Wanted) -> Measured:
         """Run a contest until every contender has its rows."""
@@ -152,11 +202,19 @@ class Runner:
         return Measured(_in_order(contest, lost_rows), {})
 
     def _measured(self, contest: Contest, options: Mapping[str, Any]) -> Measured | Lost:
+        self._go_on()
         try:
-            self._worker = self._worker or self._start()
+            worker = self._worker = self._worker or self._start()
         except WorkerError as error:
             return Lost("", Status.FAILED, str(error))
-        return self._worker.measure(contest, options, self._timeout_s)
+        answer = worker.measure(contest, options, self._timeout_s)
+        self._go_on()
+        return answer
+
+    def _go_on(self) -> None:
+        """End here if another thread has asked for it: a worker that it killed is no row."""
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
 
     def _known(self, contest: Contest, replicate: int) -> Pinned:
         """Return what is known of these contenders; a twin takes what its original took."""
@@ -181,6 +239,11 @@ class Runner:
             device=self.about["identity"],
             detail=lost.detail,
         )
+
+
+def _runs(contest: Contest, kind: str) -> bool:
+    """Say whether any contender of a contest is for a kind of device."""
+    return any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
 
 
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:

@@ -15,12 +15,20 @@ from typing import Any
 from sparsebench.harness.machine.device import portable
 from sparsebench.results.record import Row
 
-KEPT = "reproduces", "confirms", "choices"  # what stays of the state before, on resuming too
+KEPT = (
+    "reproduces",
+    "confirms",
+    "choices",
+    "part",
+)  # what stays of the state before, on resuming too
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Where, how long and how often; never what. They are written into the run."""
+    """Where, how long and how often; never what. They are written into the run.
+
+    `shard` is which part of the plan, "2/4" for the second of four; "" for all of it.
+    """
 
     device: str
     data: Path | None = None
@@ -28,6 +36,7 @@ class Flags:
     replicates: int = 3
     only: str = ""
     energy: bool = False
+    shard: str = ""
 
 
 class Counts:

@@ -9,9 +9,6 @@ A word is a field of the op (m=64), an option of the kernel (tuned=false), a par
 of its name: a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
 """
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +24,11 @@ from rich.table import Table
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import ceilings, contest
-from sparsebench.harness.bench.entry import ContestOptions, Entry
+from sparsebench.harness.bench.entry import ContestOptions, Entry, Explain, unexplained
 from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
+from sparsebench.harness.run.profile import call, marked, range_of
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Problem, Row, Status
@@ -38,7 +36,6 @@ from sparsebench.results.record import Case, Problem, Row, Status
 OWN = {"op", "format", "baseline", "seed"}
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
-PROFILER = "ncu", "--profile-from-start", "off", "--set", "detailed"
 
 
 @dataclass(frozen=True)
@@ -55,15 +52,21 @@ class Tried:
 
 
 def try_kernel(
-    name: str, words: Sequence[str], device: torch.device, data: Path | None = None
+    name: str,
+    words: Sequence[str],
+    device: torch.device,
+    data: Path | None = None,
+    explain: Explain = unexplained,
 ) -> Tried:
     """Draw, convert, check against fp64 and time a kernel beside its baseline.
 
-    Raises SuiteError where a word cannot be used, Unsupported where the kernel cannot run it here.
+    `explain` hears the traceback of what fails. Raises SuiteError where a word cannot be used,
+    Unsupported where the kernel cannot run it here.
     """
     planned = plan(name, words, device, data)
     options = ContestOptions(ceilings=ceilings.measure(device))
-    rows, _ = contest.run(planned.problem, [*planned.contenders], device, data, options)
+    contenders = [*planned.contenders]
+    rows, _ = contest.run(planned.problem, contenders, device, data, options, explain=explain)
     rows = sorted(rows, key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:
@@ -77,8 +80,8 @@ def repeat(
 ) -> None:
     """Run a checked kernel so many times, alone and untimed, for a profiler to look at.
 
-    On a GPU the calls lie between cudaProfilerStart and cudaProfilerStop. Raises Unsupported, and
-    SuiteError where the output is wrong.
+    On a GPU they lie in an NVTX range (profile.py). Raises Unsupported, and SuiteError where the
+    output is wrong.
     """
     planned = plan(name, words, device, data)
     contender = next(c for c in planned.contenders if c.kernel == name)
@@ -89,27 +92,8 @@ def repeat(
     if entry.launch is None:
         error = Unsupported if entry.row.status is Status.UNSUPPORTED else SuiteError
         raise error(f"{name}: {entry.row.status}: {entry.row.detail}")
-    if device.type == "cuda":
-        torch.cuda.profiler.start()
-    for _ in range(times):
-        entry.launch()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.profiler.stop()
-
-
-def profile(name: str, words: Sequence[str], device: torch.device, data: Path | None = None) -> int:
-    """Run one call of the kernel under Nsight Compute, and return ncu's exit code.
-
-    Raises SuiteError.
-    """
-    plan(name, words, device, data)
-    if shutil.which(PROFILER[0]) is None:
-        raise SuiteError("--profile: expected ncu (Nsight Compute) on PATH, found none")
-    place = ["--device", str(device), *(["--data", str(data)] if data else [])]
-    command = [sys.executable, "-P", "-m", "sparsebench", "try", name, *words, *place]
-    command += ["--repeat", "1"]
-    return subprocess.run([*PROFILER, *command], check=False).returncode
+    with marked(range_of(entry.row.case), device):
+        call(entry.launch, times)
 
 
 def plan(

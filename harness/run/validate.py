@@ -5,30 +5,23 @@
 
 None of a stranger's code runs: a suite that names modules of another package is not expanded unless
 that is allowed. What could not be checked is said, and has an exit code of its own. A GPU is not
-needed, nor is the folder that the sources were in, but without them the plan is not checked.
+needed, nor is torch or the folder that the sources were in, but without the latter two the plan is
+not checked.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.timing import (
-    BLOCKS,
-    BUDGET_MS,
-    MIN_SAMPLES,
-    SAMPLES_PER_BLOCK,
-    possible,
-)
-from sparsebench.harness.plan.selection import planned
-from sparsebench.harness.plan.suite import Contest, Suite, read
+from sparsebench.harness.bench.samples import BLOCKS, BUDGET_MS, MIN_SAMPLES, SAMPLES_PER_BLOCK
 from sparsebench.results import bundle, peers, store
 from sparsebench.results.inspection import inspect
-from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.record import Row, Status
 from sparsebench.results.store import Run
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
@@ -66,56 +59,16 @@ def validate(
     for line in peers.told(run, beside):
         yield Checked(line)
     try:
+        from sparsebench.harness.run.own_suite import own_suite, require_planned
+
         with nullcontext() if plugins else own_code_only():
             count = require_planned(run, own_suite(run, data))
-    except SuiteError as error:
+    except (SuiteError, ModuleNotFoundError) as error:
         why = f"not checked, the suite cannot be expanded here: {error}"
         yield Checked(f"plan: {why}", checked=False)
         return
     part = f" with --only {chosen!r}" if (chosen := run.state["flags"]["only"]) else ""
     yield Checked(f"plan: {count} rows a replicate, all that suite.yaml asks for{part}")
-
-
-def own_suite(run: Run, data: Path | None) -> Suite:
-    """Expand a run's own suite.yaml, under the name that it ran by, with sources below `data`.
-
-    SuiteError where that cannot be done here, or where the sources are no longer the same files.
-    """
-    suite = replace(read(str(run.path / "suite.yaml"), data), name=run.state["suite"])
-    here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
-    then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}
-    for gone in then.keys() - here.keys():
-        said = f"expected {then[gone]} with SHA-256 {gone}, found other files"
-        raise SuiteError(f"{data}: {said}")
-    for added in here.keys() - then.keys():
-        if run.state["status"] == "finished":
-            said = f"expected the files that were measured, found {here[added]} beside them"
-            raise SuiteError(f"{data}: {said}")
-    return suite
-
-
-def require_planned(run: Run, suite: Suite) -> int:
-    """Return how many rows the suite asks of each replicate; ResultError where others are there.
-
-    Twins are among them; the A/A pairs of the noise-floor contests are every run's own.
-    """
-    measures = possible(suite.measures, run.state["flags"]["device"])
-    cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
-    expected = {(case.id, *measure): case for case in cases for measure in measures}
-    found = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
-    for key, case in {**found, **expected}.items():
-        if (key in expected) != (key in found):
-            wanted, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
-            where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
-            raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {wanted}, found {had}")
-    return len(expected)
-
-
-def _contests(run: Run, suite: Suite) -> list[Contest]:
-    """Return what the suite asks for, twins included."""
-    flags = run.state["flags"]
-    asked = planned(suite, flags["device"], flags["only"])
-    return [contest for contest in asked if not contest.reference]
 
 
 def _published(path: Path) -> str:

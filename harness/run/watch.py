@@ -10,7 +10,8 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.runner import Runner
 
 Told = Callable[[Finding], None]
-"""Called with each finding on the machine (doctor/fitness.py), before the run and after it."""
+"""Called with each finding on the machine (doctor/fitness.py), before the run and after it; and
+with why a case failed (findings.failure), when it does."""
 
 
 class Watch:

@@ -1,19 +1,23 @@
 """The child process that measures: a contest a line in, JSON lines out, until stdin closes.
 
-    > {"ceilings": true}
+    > {"ceilings": ["bf16"]}           of products of these dtypes
     < {"ceilings": {...}}              what the device can do at most
     > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}  (ContestOptions)
     < {"at": [case id, stage]}         before anything of a case runs
+    < {"failed": [case id, reason, traceback]} of a case that raised; "" where nobody is to blame
     < {"contest": problem id, "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
-Its first line describes the device. Whatever a kernel prints goes to stderr: answers have a
-descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA]
+Its first line describes the device. With --wait it says before that all is imported, and waits for
+the device in a line, [DEVICE, DATA]. Whatever a kernel prints goes to stderr: answers have a
+descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
 """
 
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,18 +27,29 @@ import torch
 
 from sparsebench.harness.bench import ceilings, contest
 from sparsebench.harness.bench.entry import ContestOptions, Fatal
+from sparsebench.harness.bench.explain import explained
 from sparsebench.harness.machine.device import environment, identity, slug
-from sparsebench.harness.machine.parent import end_with_parent
+from sparsebench.harness.machine.parent import WAIT, end_with_parent
 from sparsebench.results.record import Contender, Problem
+
+DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 
 
 def main() -> None:
     """Answer contests."""
     end_with_parent()
+    faulthandler.enable()  # the stack of a crash, on stderr
+    faulthandler.register(DUMP)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    device = torch.device(sys.argv[1])
-    data = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    given = sys.argv[1:]
+    if given == [WAIT]:
+        _say(answers, {"imported": True})
+        given = json.loads(sys.stdin.readline() or "[]")
+        if not given:  # the parent has ended
+            return
+    device = torch.device(given[0])
+    data = Path(given[1]) if len(given) > 1 else None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     about = {"environment": environment(device), "identity": identity(device), "slug": slug(device)}
@@ -42,11 +57,12 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if "problem" not in asked:
-            _say(answers, {"ceilings": asdict(ceilings.measure(device))})
+            _say(answers, {"ceilings": asdict(ceilings.measure(device, asked["ceilings"]))})
             continue
         try:
             _say(answers, _measure(asked, device, data, answers))
         except Fatal as end:
+            _say(answers, {"failed": [end.case, end.detail, explained(end)]})
             _say(answers, {"fatal": [end.case, end.detail]})
             os._exit(3)  # the context is gone: destructors would only crash
 
@@ -62,6 +78,7 @@ def _measure(
         data,
         ContestOptions.from_json(asked),
         announce=lambda case, stage: _say(answers, {"at": [case, stage]}),
+        explain=lambda *failed: _say(answers, {"failed": failed}),
     )
     if device.type == "cuda":
         gc.collect()  # cycles hold operands: the next contest needs the memory

@@ -24,7 +24,7 @@ import numpy as np
 
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.bench.timing import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.samples import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.clock import Array, Spec, call_us, regrets, samples

@@ -6,7 +6,7 @@
 Everything above it is the real thing: runner, timeouts, rows on disk, statistics, report. The same
 spec, suite and number of the process give the same rows; another seed is another device.
 
-Usage: python -P -m sparsebench.harness.sim.worker sim[:FILE.yaml] [DATA]
+Usage: python -P -m sparsebench.harness.sim.worker sim[:FILE.yaml] [DATA] | --wait
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import torch
 
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.machine.device import environment, portable
-from sparsebench.harness.machine.parent import end_with_parent
+from sparsebench.harness.machine.parent import WAIT, end_with_parent
 from sparsebench.harness.sim import contest as sim_contest
 from sparsebench.harness.sim.clock import Spec, read
 from sparsebench.results.ceilings import Ceilings
@@ -29,7 +29,13 @@ from sparsebench.results.record import Contender, Problem
 def main() -> None:
     """Answer contests until stdin closes."""
     end_with_parent()
-    device = sys.argv[1]
+    given = sys.argv[1:]
+    if given == [WAIT]:
+        _say({"imported": True})
+        given = json.loads(sys.stdin.readline() or "[]")
+        if not given:  # the parent has ended
+            return
+    device = given[0]
     spec = read(device)
     _say({"environment": _environment(device, spec), "identity": spec.identity, "slug": "sim"})
     for line in sys.stdin:

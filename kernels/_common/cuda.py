@@ -4,6 +4,7 @@
 
 wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this file calls
 NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the device.
+Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (_common/cubins.py).
 
 A tensor map is 128 bytes that describe a matrix to TMA: address, sizes, strides, and the box that
 one instruction copies. A kernel gets it by value (__grid_constant__). In device memory it would
@@ -11,9 +12,10 @@ need a fence before its first use.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from struct import Struct, calcsize
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.cubins import kept
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
@@ -37,9 +40,14 @@ MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands of which a plan keeps the arguments, 1 KB each
 
+COMPILERS = 8  # threads
+
 Constants = tuple[tuple[str, int], ...]
 Arguments = tuple[Any, Any]
 """Pointers to the arguments, for cuLaunchKernel, and the memory that holds the arguments."""
+
+
+_begun: "dict[tuple[str, Constants, str], Future[bytes]]" = {}
 
 
 class Layout:
@@ -195,7 +203,8 @@ def load(
     """Return the kernel `function` of NAME.cu, loaded on the device, and its code's digest."""
     import cupy
 
-    code = compiled(name, constants, target)
+    begun = _begun.get((name, constants, target))
+    code = begun.result() if begun else _code(name, constants, target)
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
         path.write_bytes(code)
@@ -204,13 +213,29 @@ def load(
     return kernel.kernel, digest(code)
 
 
+def ahead(name: str, several: Iterable[Constants], target: str = HOPPERS_OWN) -> None:
+    """Begin to compile NAME.cu with each of these constants, in threads: `load` waits for them."""
+    for constants in several:
+        asked = name, constants, target
+        if asked not in _begun:
+            _begun[asked] = _compilers().submit(_code, *asked)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COMPILERS)
+
+
+def _code(name: str, constants: Constants, target: str) -> bytes:
+    """Return the cubin of NAME.cu, of an earlier process or compiled now."""
+    return kept(_asked(name, constants, target), partial(compiled, name, constants, target))
+
+
 def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:
     """Return the cubin of NAME.cu. Needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
-    path = source_of(name)
-    source, headers = path.read_text(), [*HEADERS.glob("*.cuh"), *path.parent.glob("*.cuh")]
-    shared = {p.name.encode(): p.read_bytes() for p in headers}
+    source, shared = source_of(name).read_text(), _headers_of(name)
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
     program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
@@ -223,6 +248,21 @@ def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> byte
     finally:
         nvrtc.destroyProgram(program)
     return code
+
+
+def _asked(name: str, constants: Constants, target: str) -> tuple[object, ...]:
+    """Return all that the machine code of a kernel depends on."""
+    import cupy
+    from cupy.cuda import nvrtc
+
+    compiler = cupy.__version__, *nvrtc.getVersion()
+    return *compiler, target, constants, source_of(name).read_text(), _headers_of(name)
+
+
+def _headers_of(name: str) -> dict[bytes, bytes]:
+    """Return the headers that NAME.cu may include, by name."""
+    headers = [*HEADERS.glob("*.cuh"), *source_of(name).parent.glob("*.cuh")]
+    return {path.name.encode(): path.read_bytes() for path in sorted(headers)}
 
 
 def source_of(name: str) -> Path:

@@ -151,7 +151,7 @@ def search(
     with warnings.catch_warnings():
         # torch warns once in a process that a candidate's choice of a library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        reasons = _warm(candidates, device, threads)
+        reasons = warmed(candidates, device, threads)
     running = [i for i, reason in enumerate(reasons) if reason is None]
     pool = torch.cuda.graph_pool_handle()
     calls = {i: _captured(candidates[i], device, pool) for i in running}
@@ -178,10 +178,13 @@ def _short(time_us: float) -> float:
     return round(time_us, 2)  # an event's clock ticks every 32 ns
 
 
-def _warm(
+def warmed(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int
 ) -> list[str | None]:
-    """Call every candidate once; return why each cannot run, None for one that can."""
+    """Call every candidate once, in threads; return why each cannot run, None for one that can.
+
+    Raises Unsupported, with each reason, if none can.
+    """
     attempt = partial(_reason, device=device)
     if threads == 1:
         reasons = [attempt(candidate) for candidate in candidates]

@@ -271,10 +271,10 @@ def _preference(gemm: Gemm) -> int:
     attributes = {
         names.MAX_WORKSPACE_BYTES: WORKSPACE,
         names.REDUCTION_SCHEME_MASK: SUMS_IN_FP32,
-        names.MIN_ALIGNMENT_A_BYTES: _alignment(gemm.b),
-        names.MIN_ALIGNMENT_B_BYTES: _alignment(gemm.a),
-        names.MIN_ALIGNMENT_C_BYTES: _alignment(gemm.out),
-        names.MIN_ALIGNMENT_D_BYTES: _alignment(gemm.out),
+        names.MIN_ALIGNMENT_A_BYTES: alignment(gemm.b),
+        names.MIN_ALIGNMENT_B_BYTES: alignment(gemm.a),
+        names.MIN_ALIGNMENT_C_BYTES: alignment(gemm.out),
+        names.MIN_ALIGNMENT_D_BYTES: alignment(gemm.out),
     }
     for name, value in attributes.items():
         field = np.array([value], cublasLt.get_matmul_preference_attribute_dtype(name))
@@ -282,7 +282,7 @@ def _preference(gemm: Gemm) -> int:
     return preference
 
 
-def _alignment(tensor: Tensor) -> int:
+def alignment(tensor: Tensor) -> int:
     """Return the largest power of two, up to ALIGNMENT, that divides the address."""
     address = tensor.data_ptr() | ALIGNMENT
     return address & -address

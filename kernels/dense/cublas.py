@@ -10,7 +10,9 @@ A product is timed in every way, captured in graphs and with a cold L2 cache:
   x fp8: sums with 13 bits, or in fp32                cuBLASLt alone has it, on Hopper only by rows
 
 That is up to a thousand calls. A first look leaves KEPT of them, and the search one, which the row
-names. Without nvmath-python cuBLASLt cannot be called directly, and the row says that, too.
+names. A process that meets an equal product again, as other blocks and sparsities have it, times
+those that were within NEAR of the fastest. Without nvmath-python cuBLASLt cannot be called
+directly, and the row says that, too.
 An activation is taken as it arrives: a copy of it would be part of every call.
 
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
@@ -26,7 +28,7 @@ torch, by the faster library; so is a layer whose pinned choice names one librar
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property, partial
@@ -50,6 +52,7 @@ LAYOUTS: tuple[Layout, ...] = "rows", "columns"
 SIZES = 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192  # tokens to ask for
 LONG = 1 << 37  # operations, 0.2 ms of an H200 in bf16: from there on no combinations are timed
 KEPT = 48  # calls that are timed in graphs
+NEAR, FINALISTS = 1.1, 12  # times the fastest, and how many: timed again for an equal product
 WRONG = 0.02  # relative; fast accumulation of fp8 differs by 0.005
 
 FP8_CAPABILITY = 8, 9
@@ -114,6 +117,9 @@ class Way:
     use_fast_accum: bool | None = None
     algorithm: Algorithm | None = None
     tokens: int | None = None
+
+
+_finalists: dict[Hashable, list[Way]] = {}  # of this process, by the kind of product
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -211,15 +217,20 @@ def fastest_way(
     if pinned:
         way = _way_of(pinned)
         return Launch(_call(_laid_out(product, way.weights), way, space), dict(pinned))
-    laid = {layout: _laid_out(product, layout) for layout in _layouts(product)}
-    ways = [way for layout, each in laid.items() for way in ways_of(each, layout)]
-    ways.sort(key=lambda way: way.algorithm is not None)  # torch's own come first
+    kind = _kind(product), before is not None
+    known = _finalists.get(kind, [])
+    layouts = dict.fromkeys(way.weights for way in known) or _layouts(product)
+    laid = {layout: _laid_out(product, layout) for layout in layouts}
+    ways = known or [way for layout, each in laid.items() for way in ways_of(each, layout)]
+    ways = sorted(ways, key=lambda way: way.algorithm is not None)  # torch's own come first
     space = _cublaslt.workspace(device) if ways[-1].algorithm else None
     calls = [_call(laid[way.weights], way, space) for way in ways]
     kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     kept = _right(kept, calls, ways)
     timed = [partial(_behind, before, calls[i]) if before else calls[i] for i in kept]
     found = searched(timed, device)
+    if not known:
+        _finalists[kind] = [ways[kept[i]] for i in near(found)]
     way, choices = ways[kept[found.best]], [_choice(ways[i], product) for i in kept]
     call = _call(laid[way.weights], way)
     return Launch(call, choices[found.best], candidates=found.told(choices))
@@ -228,6 +239,27 @@ def fastest_way(
 def _behind(before: Callable[[], object], call: Callable[[], Tensor]) -> Tensor:
     before()
     return call()
+
+
+def near(found: Search) -> list[int]:
+    """Return the default and what came within NEAR of the fastest, FINALISTS at most, in order.
+
+    None where nothing was timed.
+    """
+    if not found.trials:
+        return []
+    times_us = [trial.time_us for trial in found.trials]
+    close = [i for i, time_us in enumerate(times_us) if time_us <= NEAR * min(times_us)]
+    best = sorted(close, key=lambda i: times_us[i])[:FINALISTS]
+    return sorted({0, found.best, *best})
+
+
+def _kind(product: Product) -> Hashable:
+    """Return what products have in common that the same calls suit: all but the numbers."""
+    tensors = product.a, product.b, product.out
+    laid = [(t.shape, t.stride(), t.dtype, _cublaslt.alignment(t)) for t in tensors]
+    rest = product.weight, product.scale, product.tf32, product.relu
+    return *laid, *rest, product.out.device
 
 
 def _right(

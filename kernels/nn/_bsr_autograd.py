@@ -4,61 +4,73 @@
     dX [m, k] = dY [m, n] @ W                    dgrad
     dW        = dY.T @ X where W has blocks      wgrad
 
-W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. Offsets
-and columns must never be written into: plans depend on them, and live as long as they do
-(_bsr_plans.py). The operators are opaque to torch.compile. A captured CUDA graph holds only their
-kernels. Each operator is linear in both operands; its derivatives are the other two operators.
+W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. Each
+operator is linear in both operands; its derivatives are the other two operators. A captured CUDA
+graph holds only their kernels. A layer calls `multiply`, which goes one of three ways:
 
-A layer calls `multiply`: `linear` without torch's dispatcher, except under torch.compile.
+    _Eager      without torch's dispatcher; backward has the pattern that forward had
+    linear      an operator, opaque to torch.compile, to torch.export and to modes
+    _Functional the operator as torch.func wants it, with vmap; forward-mode AD is refused
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.kernels.nn._bsr_plans import Call, planned
+from sparsebench.kernels._common.transforms import one_by_one, transformed, watched
+from sparsebench.kernels.nn._bsr_plans import Call, Pattern, pattern_of
 
 ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
+PLAIN = Tensor, nn.Parameter  # types with an address
 
 
-def _linear(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
+# ---- products of a pattern ----
+
+
+def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
     m, k = x.shape
-    call = Call("linear", m, (n, k), _block(values, columns), x.dtype)
-    return _multiply(call, x, values, offsets, columns, (m, n))
+    call = Call("linear", m, (n, k), _block(values, pattern.columns), x.dtype)
+    return _run(pattern, call, x, values, (m, n))
 
 
-def _dgrad(dy: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, k: int) -> Tensor:
+def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int) -> Tensor:
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     m, n = dy.shape
-    call = Call("dgrad", m, (n, k), _block(values, columns), dy.dtype)
-    return _multiply(call, dy, values, offsets, columns, (m, k))
+    call = Call("dgrad", m, (n, k), _block(values, pattern.columns), dy.dtype)
+    return _run(pattern, call, dy, values, (m, k))
 
 
-def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -> Tensor:
+def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int) -> Tensor:
     """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
     (tokens, n), (m, k) = dy.shape, x.shape
     if tokens != m:
         raise Unsupported(f"expected {m} tokens of dY as of X, found {tokens}")
     call = Call("wgrad", m, (n, k), (r, c), x.dtype)
-    return _multiply(call, dy, readable(x), offsets, columns, (columns.shape[0], r, c))
+    return _run(pattern, call, dy, readable(x), (pattern.columns.shape[0], r, c))
 
 
-def _multiply(
-    call: Call, a: Tensor, b: Tensor, offsets: Tensor, columns: Tensor, out: tuple[int, ...]
-) -> Tensor:
-    """Check that dtypes and devices agree, and run the planned kernel. Raises Unsupported."""
+def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...]) -> Tensor:
+    """Check types, dtypes and devices, and run the planned kernel. Raises Unsupported."""
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
-    if not a.device == b.device == offsets.device == columns.device:
-        devices = {str(t.device) for t in (a, b, offsets, columns)}
+    device = a.device
+    if not device == b.device == pattern.columns.device:
+        devices = {str(d) for d in (device, b.device, pattern.columns.device)}
         raise Unsupported(f"expected one device, found {', '.join(sorted(devices))}")
-    if not call.m or not columns.shape[0]:
+    for each in (a, b):
+        if type(each) not in PLAIN and is_traceable_wrapper_subclass(each):
+            raise Unsupported(f"expected a torch.Tensor with an address, found {type(each)}")
+    if not call.m or not out[0]:
         return a.new_zeros(out)
-    with torch.cuda.device_of(a):
-        return planned(call, offsets, columns)(readable(a), b)
+    if not a.is_cuda or device.index == torch.cuda.current_device():
+        return pattern.plan(call)(readable(a), b)
+    with torch.cuda.device(device):
+        return pattern.plan(call)(readable(a), b)
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
@@ -88,9 +100,25 @@ def readable(matrix: Tensor) -> Tensor:
     return flat.view(-1).view(m, k)  # a single row may come with any stride
 
 
-linear = torch.library.custom_op("sparsebench::block_sparse_linear", _linear, mutates_args=())
-dgrad = torch.library.custom_op("sparsebench::block_sparse_dgrad", _dgrad, mutates_args=())
-wgrad = torch.library.custom_op("sparsebench::block_sparse_wgrad", _wgrad, mutates_args=())
+# ---- the operators ----
+
+
+@torch.library.custom_op("sparsebench::block_sparse_linear", mutates_args=())
+def linear(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
+    """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
+    return _y(pattern_of(offsets, columns), x, values, n)
+
+
+@torch.library.custom_op("sparsebench::block_sparse_dgrad", mutates_args=())
+def dgrad(dy: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, k: int) -> Tensor:
+    """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
+    return _dx(pattern_of(offsets, columns), dy, values, k)
+
+
+@torch.library.custom_op("sparsebench::block_sparse_wgrad", mutates_args=())
+def wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -> Tensor:
+    """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
+    return _dw(pattern_of(offsets, columns), dy, x, r, c)
 
 
 @linear.register_fake
@@ -108,6 +136,9 @@ def _(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -
     return x.new_empty(columns.shape[0], r, c)
 
 
+# ---- their derivatives ----
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the index, and each operand only if the gradient of the other one is needed."""
     a, b, offsets, columns = inputs[:4]
@@ -119,16 +150,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _of_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, values, *index = ctx.saved_tensors
     (_, k), (_, r, c) = ctx.shapes
-    dx = None if values is None else dgrad(dy, values, *index, k)
-    dvalues = None if x is None else wgrad(dy, x, *index, r, c)
+    dx = None if values is None else _call(dgrad, dy, values, *index, k)
+    dvalues = None if x is None else _call(wgrad, dy, x, *index, r, c)
     return dx, dvalues, None, None, None
 
 
-def _of_dgrad(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+def _of_dgrad(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     dy, values, *index = ctx.saved_tensors
     (_, n), (_, r, c) = ctx.shapes
-    ddy = None if values is None else linear(dx, values, *index, n)
-    dvalues = None if dy is None else wgrad(dy, dx, *index, r, c)
+    ddy = None if values is None else _call(linear, ddx, values, *index, n)
+    dvalues = None if dy is None else _call(wgrad, dy, ddx, *index, r, c)
     return ddy, dvalues, None, None, None
 
 
@@ -136,8 +167,8 @@ def _of_wgrad(ctx: Any, dvalues: Tensor) -> tuple[Tensor | None, ...]:
     dy, x, *index = ctx.saved_tensors
     (_, n), (_, k) = ctx.shapes
     dvalues = dvalues.contiguous()
-    ddy = None if x is None else linear(x, dvalues, *index, n)
-    dx = None if dy is None else dgrad(dy, dvalues, *index, k)
+    ddy = None if x is None else _call(linear, x, dvalues, *index, n)
+    dx = None if dy is None else _call(dgrad, dy, dvalues, *index, k)
     return ddy, dx, None, None, None, None
 
 
@@ -146,30 +177,84 @@ dgrad.register_autograd(_of_dgrad, setup_context=_save)
 wgrad.register_autograd(_of_wgrad, setup_context=_save)
 
 
-def multiply(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
-    """Return Y [m, n] of X [m, k], as `linear` does, faster. Raises FormatError, Unsupported."""
-    if torch.compiler.is_compiling():
-        y: Tensor = linear(x, values, offsets, columns, n)
-        return y
-    if torch.is_inference_mode_enabled():  # neither gradients nor forward-mode derivatives
-        return _linear(x, values, offsets, columns, n)
-    return _Eager.apply(x, values, offsets, columns, n)  # type: ignore[no-any-return,no-untyped-call]
+def _functional(op: Any, derivative: Callable[..., Any]) -> Any:
+    """Return an operator as torch.func wants it."""
+
+    class Functional(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Tensor:
+            return op(*args)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def vmap(info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+            (a, *rest), apply = args, Functional.apply
+            if op is wgrad or dims[0] is None or any(dim is not None for dim in dims[1:]):
+                return one_by_one(apply, info.batch_size, dims, args)
+            tokens = a.movedim(dims[0], 0)  # a batch of X or dY alone is more tokens
+            out = apply(tokens.flatten(0, 1), *rest)  # type: ignore[no-untyped-call]
+            return out.unflatten(0, tokens.shape[:2]), 0
+
+        setup_context = staticmethod(_save)
+        backward = staticmethod(derivative)
+
+    return Functional
+
+
+_FUNCTIONAL = {
+    op: _functional(op, derivative)
+    for op, derivative in ((linear, _of_linear), (dgrad, _of_dgrad), (wgrad, _of_wgrad))
+}
+
+
+def _call(op: Any, *args: Any) -> Tensor:
+    """Call an operator, from torch.func too."""
+    return _FUNCTIONAL[op].apply(*args) if transformed() else op(*args)  # type: ignore[no-any-return]
+
+
+# ---- the layer's product ----
+
+
+def multiply(
+    x: Tensor, values: Tensor, bias: Tensor | None, offsets: Tensor, columns: Tensor, n: int
+) -> Tensor:
+    """Return Y [m, n] of X [m, k], plus the bias [n]. Raises FormatError, Unsupported."""
+    if transformed() or watched():
+        y = _call(linear, x, values, offsets, columns, n)
+        return y if bias is None else y + bias.to(y.dtype)
+    pattern = pattern_of(offsets, columns)
+    if not torch.is_inference_mode_enabled():
+        return _Eager.apply(x, values, bias, pattern, n)  # type: ignore[no-any-return,no-untyped-call]
+    y = _y(pattern, x, values, n)  # no gradients and no forward-mode AD
+    return y if bias is None else y.add_(bias)
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        pattern: Pattern,
+        n: int,
     ) -> Tensor:
-        _save(ctx, (x, values, offsets, columns), x)
-        return _linear(x, values, offsets, columns, n)
+        of_x, of_values, of_bias = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(x if of_values else None, values if of_x else None)
+        ctx.pattern, ctx.shapes = pattern, (x.shape, values.shape)
+        ctx.of_bias = bias.dtype if bias is not None and of_bias else None
+        y = _y(pattern, x, values, n)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # for second derivatives
-            return _of_linear(ctx, dy)
-        x, values, offsets, columns = ctx.saved_tensors
+        (x, values), pattern = ctx.saved_tensors, ctx.pattern
         (_, k), (_, r, c) = ctx.shapes
-        dx = None if values is None else _dgrad(dy, values, offsets, columns, k)
-        dvalues = None if x is None else _wgrad(dy, x, offsets, columns, r, c)
-        return dx, dvalues, None, None, None
+        of_bias = None if ctx.of_bias is None else dy.sum(0, dtype=ctx.of_bias)
+        if torch.is_grad_enabled() or watched():  # for second derivatives, and for modes
+            index = pattern.offsets, pattern.columns
+            dx = None if values is None else dgrad(dy, values, *index, k)
+            dvalues = None if x is None else wgrad(dy, x, *index, r, c)
+        else:
+            dx = None if values is None else _dx(pattern, dy, values, k)
+            dvalues = None if x is None else _dw(pattern, dy, x, r, c)
+        return dx, dvalues, of_bias, None, None

@@ -8,18 +8,28 @@
 
 A plan holds everything that depends only on the index and the sizes: pairs of block rows, work
 lists on the device, machine code. The first call of a pattern with a number of tokens makes its
-plan, and copies the index to the host for that. Later calls find it by the identity of both index
-tensors, and never wait for the device. The index is referenced weakly: plans are freed with it.
+plan, and copies the index to the host for that. Later calls never wait for the device.
+
+An index is two tensors, and anybody may write into them: AveragedModel and DDP do. So a pattern is
+a copy of an index, and the stamp that both tensors had when they were last equal to the copy:
+
+    stamp  for offsets and columns: torch's count of the writes into it, its address, its length
+
+A call with another stamp compares the index with the copy, which waits for the device, and plans
+anew if they differ. torch does not count a write through `.data`, through NumPy, or by a collective
+on the tensor itself. So one call in OFTEN compares whatever the stamp is, and raises on such a
+write. Tensors made in inference mode have no count: each call compares them. A pattern is an
+attribute of the tensor `columns`, and is freed with it.
 
 Calls of one pattern must run one after the other on the device, as they do on one stream, because
 bsr_wgrad counts in memory of its plan.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -49,6 +59,8 @@ from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
 FEW = 256  # tokens: too few work items for 132 SMs, 11.2 µs where Triton takes 9.8 (bsr/NOTES.md)
+OFTEN = 256  # calls: a comparison waits 40 µs and what is queued
+KEPT = "_sparsebench_pattern"  # attribute of a tensor
 C = TypeVar("C")  # a kernel's Config
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -68,25 +80,93 @@ class Call(NamedTuple):
     dtype: torch.dtype
 
 
-def planned(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
-    """Return the kernel of a call; the first call of a pattern and sizes makes the plan."""
+class Pattern:
+    """An index as it was when it was planned, and its plans.
+
+    offsets, columns  copies, which plans read: whatever is written into the index, a plan is whole
+    stamp             None for an index of inference mode
+    """
+
+    def __init__(self, offsets: Tensor, columns: Tensor, stamp: tuple[int, ...] | None) -> None:
+        """Copy an index. Raises Unsupported."""
+        devices = sorted({str(offsets.device), str(columns.device)})
+        if len(devices) > 1:
+            raise Unsupported(f"expected one device, found {', '.join(devices)}")
+        with torch.inference_mode(False):
+            self.offsets, self.columns = offsets.clone(), columns.clone()
+        self.held = offsets.detach(), columns.detach()  # so that no other index has the addresses
+        self.stamp, self.calls = stamp, 0
+        self.plans: dict[Call, Multiply] = {}
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as nothing, of a type that torch.load allows."""
+        return OrderedDict, ()
+
+    def plan(self, call: Call) -> Multiply:
+        """Return the kernel of a call; the first call of these sizes makes the plan."""
+        try:
+            return self.plans[call]
+        except KeyError:
+            made = self.plans[call] = plan(call, self.offsets, self.columns)
+            return made
+
+    def equals(self, offsets: Tensor, columns: Tensor) -> bool:
+        """Say whether this is still the index. Waits for the device."""
+        pairs = (self.offsets, offsets), (self.columns, columns)
+        same = all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
+        return same and all(torch.equal(a, b) for a, b in pairs)
+
+
+def pattern_of(offsets: Tensor, columns: Tensor) -> Pattern:
+    """Return the pattern of an index. Raises Unsupported, and RuntimeError on an uncounted write.
+
+    Waits for the device at the first call, after a write, and once in OFTEN calls.
+    """
+    found = getattr(columns, KEPT, None)
+    stamp = _stamp(offsets, columns)
+    if type(found) is Pattern and found.stamp == stamp is not None:
+        found.calls += 1
+        if found.calls % OFTEN:
+            return found
+    return _compared(found, stamp, offsets, columns)
+
+
+def _stamp(offsets: Tensor, columns: Tensor) -> tuple[int, ...] | None:
     try:
-        return _PLANS[id(offsets), id(columns)][call]
-    except KeyError:
-        made = plan(call, offsets, columns)
-    pattern = id(offsets), id(columns)
-    if pattern not in _PLANS:
-        for index in (offsets, columns):  # a freed tensor's id may become another one's
-            finalize(index, _PLANS.pop, pattern, None)
-    _PLANS.setdefault(pattern, {})[call] = made
+        counts = offsets._version, columns._version
+    except RuntimeError:  # an inference tensor
+        return None
+    addresses = offsets.data_ptr(), columns.data_ptr()
+    return *counts, *addresses, offsets.shape[0], columns.shape[0]  # len() takes ten times as long
+
+
+def _compared(
+    found: Any, stamp: tuple[int, ...] | None, offsets: Tensor, columns: Tensor
+) -> Pattern:
+    known = type(found) is Pattern
+    if columns.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing can be compared
+        if known and found.stamp == stamp is not None:
+            return found  # type: ignore[no-any-return]
+        return Pattern(offsets, columns, None)  # has no plan, and says so
+    if known and found.equals(offsets, columns):
+        found.stamp = stamp
+        return found  # type: ignore[no-any-return]
+    if known and found.stamp == stamp is not None:
+        raise RuntimeError(
+            f"the index of {len(columns)} blocks was written in a way that torch does not count "
+            f"(.data, NumPy, a collective); up to {OFTEN} calls since then are wrong: "
+            "load a state dict or call set_pattern instead"
+        )
+    made = Pattern(offsets, columns, stamp)
+    setattr(columns, KEPT, made)
     return made
 
 
 def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
-    """Make for a new pattern every plan that the old one has, so that no later call waits."""
-    offsets, columns = old
-    for call in _PLANS.get((id(offsets), id(columns)), ()):
-        planned(call, *new)
+    """Make for a new index every plan that the old one has, so that no later call waits."""
+    found = getattr(old[1], KEPT, None)
+    for call in [*found.plans] if type(found) is Pattern else ():
+        pattern_of(*new).plan(call)
 
 
 def require_index(
@@ -104,11 +184,13 @@ def plan(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
     """Plan a call for the kernel that `chosen` names. Raises FormatError, Unsupported."""
     if columns.is_cuda and torch.cuda.is_current_stream_capturing():
         what = f"{call.op} of {call.m} tokens, {call.dtype}"
-        raise RuntimeError(f"{what}, is not planned: call it once before capturing a CUDA graph")
+        raise RuntimeError(
+            f"{what}, is not planned: call it once before capturing a CUDA graph, and let nothing "
+            "write into the index, as DDP does without broadcast_buffers=False"
+        )
     require_index(offsets, columns, call.shape, call.block)
-    # Detached: a plan that held its own key would never be freed. Values are not read.
-    index = offsets.detach(), columns.detach()
-    w = Bsr(call.shape, *index, columns.new_empty((len(columns), *call.block), dtype=call.dtype))
+    values = columns.new_empty((len(columns), *call.block), dtype=call.dtype)  # never read
+    w = Bsr(call.shape, offsets, columns, values)
     return chosen(call, columns.device)(call, w)
 
 
@@ -284,6 +366,3 @@ def _in_torch(call: Call, w: Bsr) -> Multiply:
     if call.op == "dgrad":
         return lambda dy, values: product(dy, dense(values))
     return lambda dy, x: pattern.sample(product(dy.T, x)).values
-
-
-_PLANS: dict[tuple[int, int], dict[Call, Multiply]] = {}  # by the ids of offsets and columns

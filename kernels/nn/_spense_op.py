@@ -1,16 +1,21 @@
-"""One operator of torch: the product of a layer whose weights are 2:4 hybrids (spense.py).
+"""Two operators of torch: the product of a layer whose weights are 2:4 hybrids (spense.py), and dX.
 
     Y [m, n]  = X [m, k] @ W.T              linear; if W is fp8, times the scales of W and X
     H [m, h]  = act(X @ Wg.T) * (X @ Wu.T)  linear with an activation; W is gate and up, [2 h, k]
+    dX [m, k] = dY [m, n] @ W               dgrad, in 16 bits; W has no gradient
 
-The operator is opaque to torch.compile. A captured CUDA graph holds only its kernels. The work of a
-shape is scheduled once, for its number of token tiles, and the plan is kept.
+The operators are opaque to torch.compile. A captured CUDA graph holds only their kernels. The work
+of a shape is scheduled once, for its number of token tiles, and the plan is kept.
+
+dgrad writes W out as a dense matrix, multiplies by cuBLAS, and frees it: tensor cores take 2:4
+along the axis that is summed over, and here that is n. With an activation it computes G and U
+again. So forward keeps X for it, and without an activation not even X.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +27,7 @@ from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.tuned_table import Sizes, lookup
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense.spense_ffn import parted
+from sparsebench.kernels.spense.spense_ffn import interleaved, parted
 from sparsebench.kernels.spense.spense_wgmma import Scales
 from sparsebench.results.record import Problem
 
@@ -33,6 +38,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+}
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of dA and G, where A = act(G)
+    "silu": torch.ops.aten.silu_backward,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
 }
 
 
@@ -107,6 +117,55 @@ def _(
     scale: Tensor | None = None,
 ) -> Tensor:
     return _empty(x, n, activation, scale)
+
+
+def _dgrad(
+    dy: Tensor,
+    x: Tensor | None,
+    sparse: Tensor,
+    dense: Tensor,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    activation: str | None = None,
+) -> Tensor:
+    """Return dX [m, k] of dY [m, n], or with an activation of dH [m, n / 2] and X [m, k].
+
+    The other arguments are those of `eager`. Raises Unsupported.
+    """
+    if dy.dtype not in (torch.float16, BF16):
+        raise Unsupported(f"expected fp16 or bf16 for a gradient, found {dy.dtype}")
+    with torch.autocast(dy.device.type, enabled=False):
+        w = Spense((n, k), dy.dtype, (rows, columns), sparse, dense).to_dense()
+        if activation is None or x is None:
+            return dy @ w
+        (gate, up), dh = parted((x @ w.T).T), dy.T
+        da = DERIVATIVES[activation](dh * up, gate)
+        return interleaved(da, dh * ACTIVATIONS[activation](gate)).T @ w
+
+
+dgrad = torch.library.custom_op("sparsebench::spense_dgrad", _dgrad, mutates_args=())
+
+
+@dgrad.register_fake
+def _(
+    dy: Tensor, x: Tensor | None, sparse: Tensor, dense: Tensor, n: int, k: int, *_: Any
+) -> Tensor:
+    return dy.new_empty(dy.shape[0], k)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, sparse, dense, *sizes, activation, _ = inputs
+    ctx.save_for_backward(x if activation else None, sparse, dense)
+    ctx.layout = *sizes, activation
+
+
+def _of_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return dgrad(dy, *ctx.saved_tensors, *ctx.layout), *(None,) * 8
+
+
+linear.register_autograd(_of_linear, setup_context=_save)
 
 
 def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,16 @@
         +----+----+----+----+        Gradients and optimizer state are as large as the values.
 
 Blocks of the last block row and column may extend beyond W. Their values outside are zero, and stay
-zero, because their gradient is zero. kernels/nn/_bsr_plans.py chooses the kernels.
+zero, because their gradient is zero. kernels/nn/_bsr_plans.py chooses the kernels, and notices what
+others write into the index.
+
+Under fully_shard the values are divided among the ranks, and every rank has the whole index. So all
+ranks must have the same one: this is checked when the layer is sharded, reset, or loaded. The
+number of blocks cannot change then, nor under DistributedDataParallel.
 """
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -20,11 +26,14 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_plans import replan, require_index
+from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
 
 Index = tuple[Tensor, Tensor]
 """Offsets and columns of a BSR matrix, int32."""
+FIXED = "the number of blocks cannot change under"
 
 
 class BlockSparseLinear(nn.Module):
@@ -34,13 +43,16 @@ class BlockSparseLinear(nn.Module):
     sparsity  fraction of blocks that are not stored; every block row stores as many, at random
     pattern   instead of sparsity: bool [ceil(n / r), ceil(k / c)], true where a block is stored
 
-    `set_pattern` replaces offsets and columns; never write into them. Raises FormatError.
+    `set_pattern` replaces offsets and columns. On the device "meta" the pattern is kept beside
+    them, and `to_empty` writes it. Raises FormatError.
     """
 
     values: nn.Parameter
     bias: nn.Parameter | None
     offsets: Tensor
     columns: Tensor
+    _sharded = False  # whether fully_shard has divided the values
+    _unwritten: Index | None = None  # the index, on a CPU, as long as the buffers are on "meta"
 
     def __init__(
         self,
@@ -65,16 +77,19 @@ class BlockSparseLinear(nn.Module):
             pattern = _drawn(grid, sparsity)
         found = f"{pattern.dtype} {list(pattern.shape)}"
         require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {found}")
-        offsets, columns = index_of(pattern)
-        self.register_buffer("offsets", offsets.to(device))
-        self.register_buffer("columns", columns.to(device))
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.values = nn.Parameter(torch.empty(len(columns), *self.block, **made))
+        require(not pattern.is_meta, "pattern: expected values, found a tensor on meta")
+        made: dict[str, Any] = {"device": torch.empty(0, device=device).device, "dtype": dtype}
+        self.register_buffer("offsets", None)
+        self.register_buffer("columns", None)
+        self._write(index_of(pattern), made["device"])
+        self.values = nn.Parameter(torch.empty(len(self.columns), *self.block, **made))
         self.bias = nn.Parameter(torch.empty(out_features, **made)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw as nn.Linear does, uniform below 1 / sqrt(fan-in); fan-in counts stored blocks."""
+        if self.values.is_meta:
+            return
         rows, columns = rows_of(self.offsets), self.columns.long()
         down, across = (
             torch.arange(count * side, device=rows.device).view(count, side) < size
@@ -84,12 +99,14 @@ class BlockSparseLinear(nn.Module):
         fan_in = torch.zeros(self._grid[0], device=rows.device)
         fan_in.index_add_(0, rows, across.sum(1).float())
         bound = fan_in.rsqrt().where(fan_in > 0, 0)
+        inside = (down[:, :, None] & across[:, None, :]) * bound[rows, None, None]
+        each = bound.repeat_interleave(self.block[0])[: self.out_features]
+        if is_sharded(self.values):
+            require_one_index(self.values, self.offsets, self.columns)
         with torch.no_grad():
-            self.values.uniform_(-1, 1).mul_(bound[rows, None, None])
-            self.values.mul_(down[:, :, None] & across[:, None, :])
+            self.values.uniform_(-1, 1).mul_(as_sharded(inside, self.values))
             if self.bias is not None:
-                each = bound.repeat_interleave(self.block[0])
-                self.bias.uniform_(-1, 1).mul_(each[: self.out_features])
+                self.bias.uniform_(-1, 1).mul_(as_sharded(each, self.bias))
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, block: int | tuple[int, int], sparsity: float) -> Self:
@@ -153,31 +170,101 @@ class BlockSparseLinear(nn.Module):
         Return int64 [blocks]: which old block each one was, or -1. `repack` moves an optimizer's
         state by it. The parameter is the same object, without a gradient. The kernels are planned
         for the new pattern here, so that no later call waits. A CUDA graph must be captured again.
-        Raises FormatError.
+        With values divided by fully_shard, all ranks must call this, and with the same index.
+        Raises FormatError; then nothing has changed.
         """
-        device, old = self.offsets.device, (self.offsets, self.columns)
-        new = offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
+        old = self._unwritten or (self.offsets, self.columns)
+        on_meta = offsets.is_meta or columns.is_meta
+        require(not on_meta, "offsets, columns: expected values, found a tensor on meta")
+        new = self._copied(offsets, columns, old[0].device)
         require_index(*new, self._shape, self.block)
         source = _source(old, new, self._grid[1])
-        if values is None:
-            values = repack(self.values.detach(), source)
-        else:
+        if values is not None:
             expected = self.values.dtype, (len(new[1]), *self.block)
             found = values.dtype, (*values.shape,)
             require(found == expected, f"values: expected {expected}, found {found}")
-            values = values.detach().to(device, copy=True).contiguous()
-        self.values.data, self.values.grad = values, None
-        self.offsets, self.columns = new
-        replan(old, new)
+            values = unsharded(values.detach()).to(self.values.device, copy=True).contiguous()
+        elif self.values.is_meta:
+            values = self.values.new_empty(len(source), *self.block)
+        else:
+            values = repack(unsharded(self.values.detach()), source)
+        before = self.offsets, self.columns
+        self._store(new, values)
+        replan(before, (self.offsets, self.columns))
         return source
+
+    def _copied(self, offsets: Tensor, columns: Tensor, device: torch.device) -> Index:
+        with torch.inference_mode(False):  # torch counts the writes into other tensors alone
+            return offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
+
+    def _write(self, index: Index, device: torch.device) -> None:
+        """Set the buffers, on this device; on "meta" keep the index too."""
+        self.offsets, self.columns = self._copied(*index, device)
+        known = device.type == "meta" and not index[0].is_meta
+        self._unwritten = self._copied(*index, torch.device("cpu")) if known else None
+
+    def _store(self, index: Index, values: Tensor) -> None:
+        """Replace index and values. Raises FormatError; then nothing has changed."""
+        if self._sharded:
+            gathered = "values: expected divided, found gathered: call reshard of the FSDP module"
+            require(is_sharded(self.values), gathered)
+            found, expected = len(values), len(self.values)
+            require(found == expected, f"{FIXED} fully_shard: expected {expected}, found {found}")
+            if not index[0].is_meta:
+                require_one_index(self.values, *index)
+            with torch.no_grad():
+                self.values.copy_(as_sharded(values, self.values))
+        else:
+            if values.shape != self.values.shape:
+                _forget_shape(self.values)
+            self.values.data = values
+        self.values.grad = None
+        self._write(index, self.offsets.device)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **options: Any
     ) -> None:
-        index = f"{prefix}offsets", f"{prefix}columns"
-        if all(name in state_dict for name in index):
-            self.set_pattern(state_dict[index[0]], state_dict[index[1]])
+        names = ("offsets", "columns", "values")
+        given: list[Any] = [state_dict.get(f"{prefix}{name}") for name in names]
+        offsets, columns, values = given
+        whole = offsets is not None and columns is not None
+        if whole and values is None:
+            self.set_pattern(offsets, columns)
+        elif whole:
+            found, expected = (*values.shape,), (len(columns), *self.block)
+            require(found == expected, f"{prefix}values: expected {expected}, found {found}")
+            if not offsets.is_meta:
+                require_index(offsets, columns, self._shape, self.block)
+            before = self.offsets, self.columns
+            kept = self.values.detach()
+            same = found == (*kept.shape,)
+            self._store((offsets, columns), kept if same else kept.new_zeros(found))
+            replan(before, (self.offsets, self.columns))
         super()._load_from_state_dict(state_dict, prefix, *args, **options)
+        self._settle()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = fn(self.offsets.new_empty(1)).dtype
+        require(found == torch.int32, f"offsets and columns: expected int32, found {found}")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._settle()
+        return self
+
+    def _settle(self) -> None:
+        """Write an index that was kept for lack of memory; replace an index of inference mode."""
+        if self.offsets.is_meta:
+            return
+        if self._unwritten is not None or self.offsets.is_inference():
+            index = self._unwritten or (self.offsets, self.columns)
+            self._write(index, self.offsets.device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set as nn.Module does; fully_shard divides the values so. Raises FormatError."""
+        super().__setattr__(name, value)
+        if name == "values" and not self._sharded and is_sharded(value):
+            self._sharded = True
+            if not value.is_meta:
+                require_one_index(value, self.offsets, self.columns)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported, FormatError."""
@@ -188,11 +275,9 @@ class BlockSparseLinear(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), values.to(dtype)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = _bsr_autograd.multiply(flat, values, self.offsets, self.columns, self.out_features)
-        bias = self.bias
-        if bias is not None:
-            y.add_(bias)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        index = self.offsets, self.columns
+        y = _bsr_autograd.multiply(flat, values, self.bias, *index, self.out_features)
+        return batched(y, x)
 
     def extra_repr(self) -> str:
         """Return sizes, block, and how many blocks are stored."""
@@ -236,8 +321,31 @@ def _drawn(grid: tuple[int, int], sparsity: float) -> Tensor:
     """Draw a pattern in which all block rows store equally many blocks, or one more."""
     rows, columns = grid
     each, more = divmod(_kept(sparsity, rows * columns), rows)
-    counts = each + (torch.randperm(rows) < more).long()
-    return torch.rand(grid).argsort(1).argsort(1) < counts[:, None]
+    counts = each + (torch.randperm(rows, device="cpu") < more).long()
+    return torch.rand(grid, device="cpu").argsort(1).argsort(1) < counts[:, None]
+
+
+def _forget_shape(parameter: nn.Parameter) -> None:
+    """Let a parameter take data of another shape. Raises FormatError where DDP forbids it.
+
+    The node that accumulates its gradient knows the shape, and lives as long as the loss of the
+    last step, or as DistributedDataParallel, which would not see another node.
+    """
+    if not parameter.requires_grad:
+        return
+
+    def node() -> Any:
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+    node().metadata[_forget_shape] = True
+    if _forget_shape not in node().metadata:
+        return
+    gc.collect()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        kept = "DistributedDataParallel, or while a loss of before is kept"
+        require(_forget_shape not in node().metadata, f"{FIXED} {kept}: wrap the module anew")
+    other = torch.float64 if parameter.dtype == torch.float32 else torch.float32
+    parameter.data = parameter.new_empty(0, dtype=other)  # data of another dtype has another node
 
 
 def _kept(sparsity: float, blocks: int) -> int:

@@ -39,29 +39,64 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
+from sparsebench.kernels._common.transforms import batched, transformed
 from sparsebench.kernels.sparse_activations._autograd import (
     SHARE,
     dense_forward,
-    gated_mlp,
+    product,
     require_one_kind,
 )
 
 EVEN = 94  # one active unit in so many: a step is as fast as a compiled dense one (NOTES.md)
 
 
+class TransposedLinear(nn.Module):
+    """nn.Linear without bias, with W [k, n] stored as its transpose, `weight_t` [n, k].
+
+    The kernels read it so. Loading a state dict transposes a `weight`, which others store.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Take the weight of a layer."""
+        super().__init__()
+        self.weight_t = nn.Parameter(linear.weight.detach().t().contiguous())
+
+    @property
+    def weight(self) -> Tensor:
+        """Return W [k, n], in the parameter's memory."""
+        return self.weight_t.t()
+
+    def reset_parameters(self) -> None:
+        """Draw as nn.Linear does."""
+        bound = len(self.weight_t) ** -0.5
+        nn.init.uniform_(self.weight_t, -bound, bound)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return Y [..., k] of H [..., n]."""
+        return nn.functional.linear(h, self.weight)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
+            state_dict[f"{prefix}weight_t"] = weight.t().contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+
+
 class SparseGatedMLP(nn.Module):
     """A gated MLP with relu or relu2 (its square), without bias, for training.
 
-    gate, up, down  nn.Linear; the state dict is that of three nn.Linear
+    gate, up        nn.Linear
+    down            as nn.Linear, but its parameter is the transpose, `weight_t`
     slots           for active units, of a token on average; by default a 64th of all units
     sparse          true: calls compute and store active units only; false: as dense layers do. A
                     CUDA graph keeps the way it was captured with; torch.compile compiles each once
     active          int32 on the layer's device: active units of a token in the last call, on
                     average, rounded up. With more than `slots` a sparse call was dense, and slower
 
-    Y and the gradients equal those of dense layers for any number of active units. Down's weight is
-    transposed in memory, because the kernels read it so; its gradient and optimizer state are too.
-    Another layout (assign=True) is correct, and costs a copy in each call. Raises FormatError.
+    Y and the gradients equal those of dense layers for any number of active units; torch.func calls
+    leave `active` as it is. A state dict of three nn.Linear loads too: `down.weight` is transposed.
+    Raises FormatError.
     """
 
     def __init__(
@@ -85,8 +120,7 @@ class SparseGatedMLP(nn.Module):
         self.activation, self.slots = activation, slots
         made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.gate, self.up = nn.Linear(k, n, **made), nn.Linear(k, n, **made)
-        self.down = nn.Linear(n, k, **made)
-        self.down.weight = nn.Parameter(self.down.weight.detach().t().contiguous().t())
+        self.down = TransposedLinear(nn.Linear(n, k, **made))
         self.sparse = True
         self.active: Tensor
         active = torch.zeros((), dtype=torch.int32, device=device)
@@ -123,20 +157,22 @@ class SparseGatedMLP(nn.Module):
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
-        wg, wu, wd_t = self.gate.weight, self.up.weight, self.down.weight.t()
+        weights: list[Tensor] = [self.gate.weight, self.up.weight, self.down.weight_t]
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, wg, wu, wd_t = (t.to(dtype) for t in (x, wg, wu, wd_t))
+            x, *weights = (t.to(dtype) for t in (x, *weights))
+        wg, wu, wd_t = weights
         flat, squared = x.reshape(-1, k), self.activation == "relu2"
-        tokens = max(1, len(flat))
+        tokens = torch.sym_max(1, flat.shape[0])
         if self.sparse:
-            y, norms, offsets, *_ = gated_mlp(flat, wg, wu, wd_t, squared, self.slots)
+            y, norms, offsets = product(flat, wg, wu, wd_t, squared, self.slots)
             on = offsets[-1]
         else:
             require_one_kind(flat, wg, wu, wd_t)
             y, norms, on = dense_forward(flat, wg, wu, wd_t, squared, l1)
-        self.active.copy_(on // -tokens).neg_()  # rounded up
-        y = y.view(x.shape)
+        if not transformed():
+            self.active.copy_(on // -tokens).neg_()  # rounded up
+        y = batched(y, x)
         return (y, norms.sum() / tokens) if l1 else y
 
     def adapt(self) -> bool:

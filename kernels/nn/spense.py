@@ -1,4 +1,4 @@
-"""Layers with 2:4 hybrid weights (formats/spense.py), to run a pruned model: inference only.
+"""Layers with 2:4 hybrid weights (formats/spense.py), to run a pruned model. W is frozen.
 
     SpenseLinear      Y = X @ W.T + bias
     SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up as in spense_ffn.py
@@ -7,8 +7,9 @@
     other GPUs                      Unsupported; `to_dense` returns layers that run there
     CPU                             torch, with `to_dense` in each call: a reference, not a kernel
 
-Weights and inputs are fp16 or bf16. There are no gradients: an input that requires one raises
-Unsupported. On a GPU all sizes are multiples of 8; in fp8 of 16, except out_features. In fp8:
+Weights and inputs are fp16 or bf16. X has a gradient, so that adapters such as LoRA train beside W;
+backward writes W out as a dense matrix for it, and frees it (_spense_op.py). On a GPU all sizes are
+multiples of 8; in fp8 of 16, except out_features. In fp8 there is no gradient, and
 
     W    e4m3, with a scale for each row
     X    bf16, rounded in each call so that each token's largest element is 448; or e4m3 as given
@@ -37,6 +38,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
+from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn._spense_op import (
     ACTIVATIONS,
     BF16,
@@ -97,6 +99,18 @@ class SpenseLinear(nn.Module):
         self.sparse[..., VALUE_BYTES:] = FIRST_TWO
         self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
         self.bias = _frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what there is in place of a weight, which many tools ask an nn.Linear for."""
+        if name == "weight":
+            has = "its tiles are sparse and dense, to_dense().weight is a copy"
+            raise AttributeError(f"SpenseLinear: expected no use of .weight: {has}")
+        return super().__getattr__(name)
+
+    @property
+    def qweight(self) -> Tensor:
+        """Return a buffer: tools such as peft ask packed layers where a weight is."""
+        return self.sparse
 
     @property
     def outside(self) -> torch.dtype:
@@ -176,6 +190,18 @@ class SpenseLinear(nn.Module):
         what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
         require(found == expected, f"{what}: expected {expected}, found {found}")
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer. Raises Unsupported for another dtype; then nothing has changed."""
+        for expected in (torch.uint8, self.outside):
+            found = fn(self.sparse.new_empty(1, dtype=expected)).dtype
+            if found != expected:
+                raise Unsupported(f"expected {expected} as W has, which is packed, found {found}")
+        scale = self.scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)  # bf16 outside, and fp32 for its scales
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
         y = self._product(x)
@@ -185,17 +211,18 @@ class SpenseLinear(nn.Module):
         """Return X @ W.T, or with an activation, where W is gate and up, act(G) * U."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise Unsupported("expected inference (torch.no_grad), found an input with a gradient")
+        training = x.requires_grad and torch.is_grad_enabled()
+        if training and self.scale is not None:
+            raise Unsupported("expected 16 bits for a gradient, found an fp8 layer: torch.no_grad")
         if torch.is_autocast_enabled(x.device.type):
             x = x if x.dtype == E4M3 else x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in (self.outside, self.dtype):
             raise Unsupported(f"expected {self.outside} as the layer has, found {x.dtype}")
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         sizes = self.out_features, self.in_features, *self.sparse_shape
-        op = linear if torch.compiler.is_compiling() else eager
+        op = linear if training or watched() else eager
         y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation, self.scale)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+        return batched(y, x)
 
     def extra_repr(self) -> str:
         """Return sizes, the sparse part and the dtype."""

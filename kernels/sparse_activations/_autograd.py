@@ -18,6 +18,7 @@ from torch.nn.functional import relu
 from triton import knobs
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.transforms import one_by_one, transformed
 from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
 from sparsebench.kernels.sparse_activations import _gather, _index, _overflow
 from sparsebench.kernels.sparse_activations._index import Active, require_room
@@ -111,6 +112,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *operands, ctx.squared, _ = inputs
     ctx.save_for_backward(*operands, *output[2:])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
@@ -120,11 +122,62 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
         dy = torch.zeros_like(x)
     if dnorms is None:
         dnorms = x.new_zeros(x.shape[0], dtype=torch.float32)
-    of = gated_mlp_backward(dy, dnorms, x, wg, wu, wd_t, packed, ctx.squared)
+    given = dy, dnorms, x, wg, wu, wd_t
+    if transformed():
+        of = _BackwardFunctional.apply(*given, *packed, ctx.squared)  # type: ignore[no-untyped-call]
+    else:
+        of = gated_mlp_backward(*given, packed, ctx.squared)
     return *of, None, None
 
 
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise Unsupported("a sparse gated MLP has no second derivatives: set its `sparse` to False")
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save nothing: `_refuse` needs nothing."""
+
+
 gated_mlp.register_autograd(_gradients, setup_context=_save)
+gated_mlp_backward.register_autograd(_refuse, setup_context=_save_nothing)
+
+
+class _Functional(torch.autograd.Function):
+    """The forward operator as torch.func wants it; vmap calls it once for each element."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(gated_mlp(*args))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return one_by_one(_Functional.apply, info.batch_size, dims, args)
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
+
+
+class _BackwardFunctional(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *operands, squared = args
+        return tuple(gated_mlp_backward(*operands[:6], operands[6:], squared))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return one_by_one(_BackwardFunctional.apply, info.batch_size, dims, args)
+
+    setup_context = staticmethod(_save_nothing)
+    backward = staticmethod(_refuse)
+
+
+def product(
+    x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Y [m, k], a token's sum of |H| [m], and offsets; under torch.func too."""
+    given = x, wg, wu, wd_t, squared, slots
+    made = _Functional.apply(*given) if transformed() else gated_mlp(*given)  # type: ignore[no-untyped-call]
+    return made[0], made[1], made[2]
 
 
 # ---- plans ----

@@ -32,6 +32,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    ahead,
     clusters_at_once,
     load,
 )
@@ -146,23 +147,26 @@ def launch(
 def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
     """Return the layer after this product of the gate. Raises Unsupported."""
     m, n, k = layer.sizes
-    device, pinned, tiles = layer.x.device, (operands.pinned or {}).get("gate"), None
+    device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
+    tiles = gate if isinstance(gate, Tiles) else None
+    split, squared = split_of(m, partial(clusters, k=k, device=device)), layer.squared
+    gated, stored = layer.up is not None, tiles or gate == "packed"
+    ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored)])
     gates: Launch | _packed_gate.Gate | _twell_gate.Gate
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
         product = cublas.Product(layer.x, layer.gate.t(), g)
         gates = cublas.fastest_way(product, pinned)
-    elif isinstance(gate, Tiles):
-        gates = _twell_gate.prepare(layer.x, layer.gate, gate, pinned)
-        g, bits, tiles = gates.dense, gates.words, gate
+    elif tiles:
+        gates = _twell_gate.prepare(layer.x, layer.gate, tiles, pinned)
+        g, bits = gates.dense, gates.words
     elif layer.up is None:
         raise Unsupported("option way: a packed product needs a layer with a gate")
     else:
         gates = _packed_gate.prepare(layer.x, layer.gate, pinned)
         g, bits = gates.values, gates.bits
     rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
-    split = split_of(m, partial(clusters, k=k, device=device))
-    squared, (x, up, wd, y) = layer.squared, (layer.x, layer.up, layer.wd, layer.y)
+    x, up, wd, y = layer.x, layer.up, layer.wd, layer.y
     sparse = launch(
         *(x, g, up, layer.wd_t, y, rest),
         split=split,

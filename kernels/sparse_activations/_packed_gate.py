@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.cuda import BoundKernel
+from sparsebench.kernels._common.cuda import BoundKernel, ahead
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
@@ -75,6 +75,8 @@ def prepare(x: Tensor, w: Tensor, pinned: Mapping[str, Any] | None) -> Gate:
     """Pack the weight [n, k]; take the pinned configuration, or the fastest of a few."""
     tiles = packed(w)
     configs = [Config(**pinned)] if pinned else spense_wgmma.configurations(len(x))
+    constants = [spense_wgmma.constants_of(each, x.dtype, packed=True) for each in configs]
+    ahead("spense_wgmma", constants)
     gates = [launch(x, tiles, config) for config in configs]
     found = search(gates, x.device)
     told = found.told([asdict(config) for config in configs])

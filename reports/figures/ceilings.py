@@ -72,6 +72,8 @@ def _ceilings(run: Run) -> str:
     ]
     if found.write_gb_per_s is not None:
         said.insert(2, f"writing {significant(found.write_gb_per_s)} GB/s")
+    if gpus := len(run.environment.get("devices", [])):
+        return f"Ceilings, the highest of {gpus} devices: {'; '.join(said)}."
     _, raises = found.after(run.reference)
     raised = "".join(f" {line[0].upper()}{line[1:]}." for line in raises)
     return f"Ceilings, measured on this device: {'; '.join(said)}.{raised}"

@@ -2,13 +2,14 @@
 
     run ─> card    who, when, badges, sentences; a line a case; from which sparsity each format pays
     cards ─> lines, pays    tables over all runs: index, page a format, page a kernel
+          ─> cells          what claims are judged by, by the claim's name
 
 A card has the times of one measure: kernel time with a cold cache, or the first that the run has.
 `place` of a line is its contest; `wins` says that nothing in it was faster, dense included.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ import pandas as pd
 
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import badges, break_evens, sentences, where
+from sparsebench.results.claims.asked import Asked
+from sparsebench.results.claims.cells import Cell
 from sparsebench.results.contests import raced
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.store import Run
@@ -23,7 +26,7 @@ from sparsebench.results.summary import CONTEST, NoCrossing
 from sparsebench.results.views import ANY, View, asked, views
 from sparsebench.results.words import percent, plain, times
 
-SCHEMA = "sparsebench/card@1"
+SCHEMA = "sparsebench/card@2"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["kind", "tile", "kernel", "name", "side", "median_us", "gain", "low", "high", "settled"]
 PAYS = ["op", "dtype", "m", "shape", "kind", "block", "level", "note", "first", "last", "settled"]
@@ -50,14 +53,15 @@ class Card:
     gain: str
     lines: list[dict[str, Any]]
     pays: list[dict[str, Any]]
+    cells: dict[str, list[dict[str, Any]]]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
 
 
-def card(run: Run, slug: str, identity: str) -> Card:
-    """Read a run's card from its rows."""
+def card(run: Run, slug: str, identity: str, claims: Sequence[Asked] = ()) -> Card:
+    """Read a run's card from its rows, with the cells of these claims."""
     found = analyse(run)
     ways = views(found.cases)
     lines = _lines(found.cases)
@@ -82,6 +86,11 @@ def card(run: Run, slug: str, identity: str) -> Card:
         gain=_gain(ways[0]) if ways else "no times",
         lines=[] if lines.empty else _plain(lines[["place", *PLACE, *LINE, "wins"]]),
         pays=_plain(_pays(ways)),
+        cells={
+            asked.name: [cell.to_json() | {"run": slug} for cell in own]
+            for asked in claims
+            if (own := asked.cells(run, found))
+        },
     )
 
 
@@ -94,6 +103,15 @@ def pays(cards: Iterable[Card]) -> pd.DataFrame:
     """Return from which level on each format pays, by card; `text` is what a table says."""
     found = _table(cards, "pays", PAYS)
     return found.assign(text=[_from(line) for line in found.to_dict("records")])
+
+
+def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
+    """Return the cells of all cards, by the claim's name."""
+    found: dict[str, list[Cell]] = {}
+    for card in cards:
+        for name, own in card.cells.items():
+            found.setdefault(name, []).extend(map(Cell.from_json, own))
+    return found
 
 
 def _lines(cases: pd.DataFrame) -> pd.DataFrame:

@@ -21,6 +21,7 @@ import yaml
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.publish import _tables
 from sparsebench.reports.publish._card import Card, lines, pays
+from sparsebench.results.claims.asked import Asked
 from sparsebench.results.families import family
 from sparsebench.results.redaction import Removed
 
@@ -35,22 +36,34 @@ class Site:
     base      address of the site with a last slash, or ""; feeds and cards for sharing need it
     formats   first line of each format's documentation, by name; kernels likewise
     version   of sparsebench
+    claims    that runs are to be judged by
+    feed      whether the site has a feed and a page to cite
     """
 
     base: str = ""
     formats: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
+    claims: Sequence[Asked] = ()
+    feed: bool = True
 
 
-def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every page but the runs' own."""
+def pages(
+    cards: Sequence[Card], site: Site, verdicts: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield path and text of every page but the runs' own and the claims'.
+
+    `verdicts` are the lines of the table of claims.
+    """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "kinds": kinds, "kernels": kernels}
-    yield "style.css", _read("report.css") + _read("site.css")
-    yield "index.html", render("site_index.html", **shared, gpus=_gpus(cards, every))
+    yield "style.css", stylesheet()
+    yield (
+        "index.html",
+        render("site_index.html", **shared, gpus=_gpus(cards, every), claims=verdicts),
+    )
     for what, names, docs in (
         ("format", kinds, {**NO_FORMAT, **site.formats}),
         ("kernel", kernels, site.kernels),
@@ -64,7 +77,8 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
         yield f"badges/{card.slug}.json", _shields(card)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", *(f"runs/{card.slug}/" for card in cards)]
+        paths = ["", *(f"claims/{asked.name}.html" for asked in site.claims)]
+        paths += [*(f"runs/{card.slug}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
@@ -91,6 +105,11 @@ def page_of(what: str, name: str) -> str:
     """Return the path of a format's or a kernel's page; a name may hold any character."""
     safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "unnamed"
     return f"{what}s/{safe}.html"
+
+
+def stylesheet() -> str:
+    """Return the style of every page of a site."""
+    return _read("report.css") + _read("site.css")
 
 
 def render(template: str, **given: Any) -> str:
@@ -152,8 +171,8 @@ def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[s
 def _badge(card: Card) -> str:
     left, right = f"{card.gpu} · {card.suite}"[:60], f"{card.gain} · {card.badges[0][1]}"
     widths = [round(WIDTH * len(text)) + 16 for text in (left, right)]
-    good = card.badges[0][0] == "verdict"
-    return render("site_badge.svg", left=left, right=right, widths=widths, good=good)
+    colour = "#00694c" if card.badges[0][0] == "verdict" else "#0a58a8"
+    return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
 def _shields(card: Card) -> str:

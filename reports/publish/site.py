@@ -5,7 +5,8 @@
                        removed.json     what is not in it (results/redaction.py)
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
-    DIR/.state.json    the code that wrote the pages, the address of the site
+    DIR/claims/        a page a claim, judged by all runs of the site (reports/claims)
+    DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
 A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when the
 code of results/ or reports/ has changed, or the address of the site. To take a run away, remove its
@@ -18,7 +19,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -26,7 +27,8 @@ from pathlib import Path
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build
-from sparsebench.reports.publish._card import SCHEMA, Card, card
+from sparsebench.reports.claims import pages as claims
+from sparsebench.reports.publish._card import SCHEMA, Card, card, cells
 from sparsebench.reports.publish._pages import Site, around, pages
 from sparsebench.results import bundle, redaction, store
 from sparsebench.results.environment import device_name
@@ -34,7 +36,7 @@ from sparsebench.results.frame import frame, to_csv, to_parquet
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
-PAGES = ("formats", "kernels", "badges")  # folders that hold pages of cards alone
+PAGES = ("formats", "kernels", "badges", "claims")  # folders that hold pages of cards alone
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     for slug, path in named.items():
         if slug not in there:
             check(path)
-    site = Site(site.base or state.get("base", ""), site.formats, site.kernels, site.version)
-    made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base}
+    site = replace(site, base=site.base or state.get("base", ""))
+    made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "claims": _asked(site)}
     made["parquet"] = str(find_spec("pyarrow") is not None)
     to.mkdir(parents=True, exist_ok=True)
     (to / STATE).write_text(json.dumps({**made, "code": ""}, indent=1) + "\n", "utf-8")
@@ -69,7 +71,9 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     for slug in redone:
         _redo(to / "runs" / slug, site)
     cards = [_card(to / "runs" / slug) for slug in _slugs(to)]
-    _write_pages(to, dict(pages(cards, site)))
+    judged = claims.entries(site.claims, cells(cards))
+    own = dict(claims.pages(judged, site)) if judged else {}
+    _write_pages(to, {**own, **dict(pages(cards, site, claims.lines(judged)))})
     (to / STATE).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
     return Published([each.slug for each in cards], redone, _notes(to, written, site))
 
@@ -128,7 +132,7 @@ def _add(run: Path, folder: Path) -> None:
 def _redo(folder: Path, site: Site) -> None:
     """Write the report, the card and the downloads of a bundle that is in the site."""
     run, removed = store.read(folder), redaction.note(folder)
-    found = card(run, folder.name, bundle.identity(folder))
+    found = card(run, folder.name, bundle.identity(folder), site.claims)
     (folder / "summary.json").write_text(json.dumps(found.to_json()) + "\n", "utf-8")
     table = frame(run.rows)
     to_csv(table, folder / "rows.csv")
@@ -195,6 +199,19 @@ def _notes(to: Path, written: Sequence[str], site: Site) -> list[str]:
     return found
 
 
+def _asked(site: Site) -> str:
+    """Return the SHA-256 of the claims and of what they ask for."""
+    asked = [
+        [
+            each.name,
+            each.claim.model_dump_json(),
+            {n: sorted(ids) for n, ids in each.wanted.items()},
+        ]
+        for each in site.claims
+    ]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
 def _code() -> str:
     """Return the SHA-256 of the code that reads runs and writes pages."""
     digest = hashlib.sha256()
@@ -207,7 +224,7 @@ def _code() -> str:
 def _sources(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
     found = []
     for entry in folder.iterdir():
-        if entry.is_dir() and entry.name in ("figures", "publish", "templates"):
+        if entry.is_dir() and entry.name in ("claims", "figures", "publish", "templates"):
             found += _sources(entry, f"{prefix}{entry.name}/")
         elif entry.is_file() and (prefix == "templates/" or entry.name.endswith(".py")):
             found.append((prefix + entry.name, entry.read_bytes()))

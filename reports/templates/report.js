@@ -4,6 +4,7 @@ const state = () => new URLSearchParams(location.hash.includes("=") ? location.h
 const remember = (changes) => {
   const now = state();
   for (const [name, value] of Object.entries(changes)) value ? now.set(name, value) : now.delete(name);
+  if (location.protocol === "about:") return; // inside a notebook a page has no address
   history.replaceState(null, "", now.size ? `#${now}` : location.pathname + location.search);
 };
 

@@ -8,87 +8,24 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 from sparsebench.errors import FormatError
-from sparsebench.formats._format import BITS, Format, has_value, is_stored
+from sparsebench.formats._format import BITS, Format, is_stored
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.harness.catalog import load_format, names
-
-FORMATS = names("formats")
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SHAPES = [(1, 1), (3, 5), (16, 16), (33, 64), (64, 128), (70, 31)]
+from sparsebench.harness.testing.formats import bits, matrix
+from sparsebench.testing import Check, check_format, format_checks
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of each element; those of +0.0 for -0.0."""
-    whole = tensor.view(BITS[tensor.element_size()])
-    return whole.where(has_value(whole), 0)
+@pytest.mark.parametrize("check", [c for n in names("formats") for c in format_checks(n)], ids=str)
+def test_every_format_keeps_its_contract(check: Check) -> None:
+    check()
 
 
-def matrix(shape: tuple[int, int], dtype: torch.dtype, density: float = 0.5) -> Tensor:
-    torch.manual_seed(0)
-    return torch.randn(shape).to(dtype).where(torch.rand(shape) < density, 0)
-
-
-def two_of_four(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return a matrix that any format can hold: 2 of each 4 elements along a row."""
-    return matrix(shape, dtype, 1.0).where(torch.arange(shape[1]) % 4 < 2, 0)
-
-
-def stored(name: str, dense: Tensor, **params: object) -> Format:
-    """Convert, or set the example aside where the format refuses the matrix."""
-    try:
-        return load_format(name).from_dense(dense, **params)
-    except FormatError as refusal:
-        pytest.skip(str(refusal))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_format_round_trips(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    for dense in (two_of_four(shape, dtype), torch.zeros(shape, dtype=dtype)):
-        packed = stored(name, dense)
-        back = packed.to_dense()
-        assert packed.shape == back.shape == shape
-        assert back.dtype == dtype
-        assert back.is_contiguous()
-        assert torch.equal(bits(back), bits(dense))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("special", [-0.0, float("nan"), float("inf"), -float("inf"), 6e-8])
-def test_every_format_keeps_every_value(name: str, dtype: torch.dtype, special: float) -> None:
-    dense = torch.zeros(64, 128, dtype=dtype)
-    dense[5, 9] = dense[63, 127] = special
-    assert torch.equal(bits(stored(name, dense).to_dense()), bits(dense))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_holds_a_matrix_that_it_can_be_compared_on(name: str) -> None:
-    load_format(name).from_dense(two_of_four((256, 256), torch.bfloat16))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_stored_bytes_are_those_of_the_arrays(name: str) -> None:
-    packed = stored(name, two_of_four((64, 128), torch.bfloat16))
-    assert packed.stored_bytes == sum(
-        a.untyped_storage().nbytes() for a in packed.arrays().values()
-    )
-    assert all(a.is_contiguous() for a in packed.arrays().values())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    "bad",
-    [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int32), torch.zeros(8, 4).T],
-    ids=["a vector", "integers", "strided"],
-)
-def test_every_format_refuses_what_is_not_a_matrix(name: str, bad: Tensor) -> None:
-    with pytest.raises(FormatError, match=r"expected .*, found"):
-        load_format(name).from_dense(bad)
+@pytest.mark.parametrize("block", [2, [3, 5], 64])
+def test_blocks_of_any_size_keep_the_contract(block: object) -> None:
+    check_format("bsr", block=block)
 
 
 @settings(deadline=None, max_examples=50)
@@ -102,7 +39,7 @@ def test_any_matrix_fits_compressed_rows_and_blocks(
     name: str, shape: tuple[int, int], block: tuple[int, int], density: float
 ) -> None:
     params = {"block": list(block)} if name == "bsr" else {}
-    dense = matrix(shape, torch.bfloat16, density)
+    dense = matrix(shape, density, torch.bfloat16)
     packed = load_format(name).from_dense(dense, **params)
     assert torch.equal(bits(packed.to_dense()), bits(dense))
 
@@ -129,32 +66,15 @@ def test_a_block_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["csr", "bsr"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_sample_is_the_other_matrix_at_the_stored_positions(
-    name: str, shape: tuple[int, int]
-) -> None:
-    packed = stored(name, matrix(shape, torch.float16, 0.05))
-    other = matrix(shape, torch.float64, 1.0)
-    ones = packed.sample(torch.ones(shape)).to_dense()
-    sampled = packed.sample(other)
-    assert torch.equal(sampled.to_dense(), other.where(ones == 1, 0))
-    assert (ones.bool() | (packed.to_dense() == 0)).all()
-    assert int(sampled.arrays()["values"].count_nonzero()) == int(ones.sum())  # padding is zero
-    for array, of_other in zip(packed.arrays().items(), sampled.arrays().items(), strict=True):
-        assert array[0] == of_other[0]
-        assert array[0] == "values" or torch.equal(array[1], of_other[1])
-
-
-@pytest.mark.parametrize("name", ["csr", "bsr"])
 def test_a_sample_of_a_matrix_of_another_size_is_refused(name: str) -> None:
-    packed = stored(name, torch.ones(4, 6))
+    packed = load_format(name).from_dense(torch.ones(4, 6))
     with pytest.raises(FormatError, match=r"expected \[4, 6\], found \[6, 4\]"):
         packed.sample(torch.ones(6, 4))
 
 
 def test_a_format_says_when_it_cannot_take_other_values() -> None:
     with pytest.raises(FormatError, match="dense has no room for the values of another matrix"):
-        stored("dense", torch.ones(4, 6)).sample(torch.ones(4, 6))
+        load_format("dense").from_dense(torch.ones(4, 6)).sample(torch.ones(4, 6))
 
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]

@@ -1,24 +1,21 @@
 """Who searches, in a run of several processes: the simulated GPU, its workers in this process."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.entry import ContestOptions
-from sparsebench.harness.plan.suite import Contest, read
-from sparsebench.harness.run import child, reproduce
-from sparsebench.harness.run.child import Log, Measured
+from sparsebench.harness.plan.suite import read
+from sparsebench.harness.run import reproduce
 from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.sim import clock, contest, worker
 from sparsebench.results import store
 from sparsebench.results.agreement import agreement
 from sparsebench.results.analysis import analyse
@@ -52,40 +49,10 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 """
 
 
-class Here(child.Worker):
-    """A worker of the simulated GPU without a process of its own: starting one takes seconds."""
-
-    def __init__(self, device: str, data: Path | None, log: Log) -> None:
-        """Read the spec."""
-        self.spec = clock.read(device)
-        environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}
-        same = {"versions": {}, "device": device}
-        self.about = {"environment": environment | same, "identity": self.spec.identity}
-        self.about["slug"] = "sim"
-
-    def ceilings(self) -> dict[str, Any]:
-        """Return what the spec says."""
-        return asdict(worker._ceilings(self.spec))
-
-    def measure(self, asked: Contest, options: Mapping[str, Any], timeout_s: float) -> Measured:
-        """Draw the rows."""
-        known = ContestOptions.from_json(dict(options))
-        given = self.spec, asked.problem, asked.contenders, known
-        return Measured(contest.run(*given, lambda case, stage: None), {})
-
-    def close(self) -> int:
-        """Do nothing."""
-        return 0
-
-    def kill(self) -> None:
-        """Do nothing."""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "Worker", Here)
-        patch.setattr(reproduce, "Worker", Here)
+        in_this_process(patch)
         yield
 
 

@@ -9,14 +9,8 @@ import wrong
 
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import _memory
-from sparsebench.harness.bench.timing import (
-    BLOCKS,
-    MIN_SAMPLES,
-    SAMPLES_PER_BLOCK,
-    Timed,
-    ready,
-    time_together,
-)
+from sparsebench.harness.bench.samples import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.timing import Timed, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Contender, Problem, Row, Status

@@ -1,39 +1,17 @@
 """The contract of every op in the folder, and each definition against loops in float64."""
 
-import inspect
-from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from sparsebench.harness.catalog import keywords, load_op, names
-from sparsebench.harness.inputs.bits import fill
+from sparsebench.harness.catalog import load_op, names
+from sparsebench.harness.testing.ops import SIZES, drawn, sizes
 from sparsebench.results.record import Problem
+from sparsebench.testing import Check, op_checks
 
-OPS = names("harness.ops")
-SIZES = {"m": 3, "n": 6, "k": 5}
-DECODER = {"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5}
-SIZES |= DECODER | {"layers": 2, "context": 5, "caches": 1}
 ACTIVATIONS = ["silu", "relu", "relu2"]
-
-
-def drawn(op_name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    found, op = {}, load_op(op_name)
-    for name in op.arguments:
-        operand = op.operands[name]
-        found[name] = torch.empty([op.sizes(SIZES)[size] for size in operand.shape])
-        fill(found[name], 0, name)
-    return {name: tensor.to(dtype) for name, tensor in found.items()}
-
-
-def pinned(op_name: str, function: Any, dtype: str = "bf16") -> Any:
-    """Set what a function takes besides operands to defaults of the op's fields, and a dtype."""
-    fields = load_op(op_name).fields.model_fields
-    defaults = {name: fields[name].default for name in fields} | {"dtype": dtype}
-    return partial(function, **{name: defaults[name] for name in keywords(function)})
 
 
 def loops(activation: str, wg: Any, wu: Any, wd: Any, x: Any) -> np.ndarray:
@@ -53,88 +31,14 @@ def loops(activation: str, wg: Any, wu: Any, wd: Any, x: Any) -> np.ndarray:
     return y
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_sizes_of_operands_are_fields(name: str) -> None:
-    op = load_op(name)
-    sizes = {size for operand in op.operands.values() for size in operand.shape}
-    fields = op.fields.model_fields.keys()
-    assert sizes <= fields | (op.sizes(SIZES).keys() - SIZES.keys())
-    assert name == "decoder" or sizes <= fields
-    assert {"dtype", "pattern", "sparsity", "block"} <= op.fields.model_fields.keys()
-    assert op.weights
-    assert op.activations
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_definition_and_spread_take_the_operands_in_order_and_fields_by_name(name: str) -> None:
-    op = load_op(name)
-    for function in (op.definition, op.spread, op.depth):
-        parameters = inspect.signature(function).parameters.values()
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert positional == op.arguments
-        assert keywords(function) <= op.fields.model_fields.keys()
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_a_definition_keeps_the_dtype_and_a_spread_the_shape(name: str) -> None:
-    op = load_op(name)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        out = pinned(name, op.definition)(**drawn(name, dtype))
-        assert out.dtype == dtype
-        assert pinned(name, op.spread)(**drawn(name, dtype)).shape == out.shape
-        rows = op.operands[op.pattern].shape[0] if op.pattern else "m"
-        parts = op.parts(Problem(name, dict(SIZES)))
-        assert out.shape[0] == (sum(parts) if parts else SIZES[rows])
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_a_definition_that_takes_fp8_gives_bf16_of_sums_in_fp32(name: str) -> None:
-    op = load_op(name)
-    if "fp8" in get_args(op.fields.model_fields["dtype"].annotation):
-        operands = {n: t.to(op.operands[n].dtypes["fp8"]) for n, t in drawn(name).items()}
-        single = {name: tensor.float() for name, tensor in operands.items()}
-        run = pinned(name, op.definition, "fp8")
-        assert torch.equal(run(**operands), run(**single).bfloat16())
+@pytest.mark.parametrize("check", [c for n in names("harness.ops") for c in op_checks(n)], ids=str)
+def test_every_op_keeps_its_contract(check: Check) -> None:
+    check()
 
 
 @pytest.mark.parametrize("name", ["linear_dgrad", "linear_wgrad", "mlp"])
 def test_gradients_and_layers_without_a_gate_have_no_fp8(name: str) -> None:
     assert "fp8" not in get_args(load_op(name).fields.model_fields["dtype"].annotation)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_a_spread_is_finite_not_negative_and_zero_only_without_terms(name: str) -> None:
-    op, operands = load_op(name), drawn(name)
-    found = pinned(name, op.spread)(**operands)
-    assert found.isfinite().all()
-    off = pinned(name, op.definition)(**operands) == 0  # a unit that no token has on
-    assert (found > 0)[~off].all()
-    assert not off.all()
-    empty = {name: torch.zeros_like(tensor) for name, tensor in operands.items()}
-    assert not pinned(name, op.spread)(**empty).any()
-
-
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_rounding_errors_are_of_the_size_of_the_spread(name: str, dtype: torch.dtype) -> None:
-    op = load_op(name)
-    rounded = drawn(name, dtype)
-    exact = {name: tensor.double() for name, tensor in rounded.items()}
-    run, spread = pinned(name, op.definition), pinned(name, op.spread)
-    ratio = (run(**rounded).double() - run(**exact)).abs() / spread(**exact)
-    assert 0 < float(ratio.nan_to_num(0).max()) < 4 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("name", [name for name in OPS if name != "decoder"])
-def test_dense_work_is_the_most_and_grows_with_the_non_zeros(name: str) -> None:
-    op = load_op(name)
-    problem = Problem(name, {**SIZES, "dtype": "bf16"})
-    full = {w: SIZES[op.operands[w].shape[0]] * SIZES[op.operands[w].shape[1]] for w in op.weights}
-    none = dict.fromkeys(full, 0)
-    assert op.flops(problem, full) > op.flops(problem, none) == 0
-    assert op.fewest_bytes(problem, full, 2) - op.fewest_bytes(problem, none, 2) == 2 * sum(
-        full.values()
-    )
 
 
 def test_linear_is_a_sum_of_products() -> None:
@@ -179,7 +83,7 @@ def test_the_work_of_linear_by_hand() -> None:
 
 
 def test_the_work_of_decoder_by_hand() -> None:
-    op, fields = load_op("decoder"), {**SIZES, "layers": 3, "dtype": "bf16"}
+    op, fields = load_op("decoder"), {**sizes(load_op("decoder")), "layers": 3, "dtype": "bf16"}
     nnz = {"wqkv": 1, "wo": 2, "wg": 3, "wu": 4, "wd": 5, "wh": 100}
     attended = 2 * 4 * 4 * (5 + 1)  # scores and sums: heads, head_dim, tokens
     assert op.flops(Problem("decoder", fields), nnz) == 2 * 3 * (3 * 15 + 100 + 3 * attended)

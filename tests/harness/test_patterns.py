@@ -13,23 +13,16 @@ from sparsebench.harness.inputs import bits
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.grid import Grid, magnitudes
 from sparsebench.harness.patterns._mask import level, mask
+from sparsebench.harness.testing.patterns import CPU, chosen, hashed
+from sparsebench.testing import Check, pattern_checks
 
-CPU = torch.device("cpu")
 IN_BLOCKS = ["blocks", "balanced_blocks", "banded", "block_diagonal"]
 SPENSE = ["spense_rows", "spense_columns"]
 GRAPHS = ["small_world", "scale_free"]
 
 
-def hashed(grid: Grid) -> Tensor:
-    return scores(0, "w", grid.cells, CPU)
-
-
 def fields(pattern: str, n: int, k: int, sparsity: float, block: Any = 1) -> dict[str, Any]:
     return {"pattern": pattern, "n": n, "k": k, "sparsity": sparsity, "block": block}
-
-
-def chosen(asked: dict[str, Any]) -> Tensor:
-    return mask(asked, ("n", "k"), hashed, CPU)
 
 
 def cells(kept: Tensor, r: int, c: int) -> Tensor:
@@ -39,13 +32,20 @@ def cells(kept: Tensor, r: int, c: int) -> Tensor:
     return torch.tensor([[bool(b.any()) for b in row] for row in rows])
 
 
+CHECKS = [check for name in modules("harness.patterns") for check in pattern_checks(name)]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_every_pattern_keeps_its_contract(check: Check) -> None:
+    check()
+
+
 @pytest.mark.parametrize("pattern", modules("harness.patterns"))
-def test_every_pattern_keeps_what_its_level_says(pattern: str) -> None:
+def test_every_pattern_has_a_level_that_it_meets_exactly(pattern: str) -> None:
     levels = {"dense": 0.0, "two_four": 0.5, "small_world": 0.7, "scale_free": 0.72}
     sparsity = (levels | dict.fromkeys([*SPENSE, "spense_hidden"], 0.25)).get(pattern, 0.8)
     asked = fields(pattern, 120, 200, sparsity, [12, 20])
     assert level(asked) == sparsity
-    assert float(chosen(asked).double().mean()) == pytest.approx(1 - sparsity, abs=1e-12)
 
 
 @pytest.mark.parametrize("pattern", IN_BLOCKS)

@@ -98,6 +98,23 @@ def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) 
         Runner("cpu", None, 1)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_next_process_imports_ahead_and_takes_its_device_in_its_turn(dies: bool) -> None:
+    runner = Runner("cpu", None, 60, processes=2)
+    try:
+        (ahead,) = runner._spares
+        assert not ahead.about
+        if dies:
+            os.kill(ahead.pid, signal.SIGKILL)
+        runner.fresh()
+        (measured,) = runner.run([Contest(PROBLEM, (BASELINE,))])
+        assert measured.rows[0].status is Status.OK
+        assert (runner.pid == ahead.pid) is not dies
+        assert not runner._spares
+    finally:
+        runner.kill()
+
+
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
     path = tmp_path / "small.yaml"

@@ -7,7 +7,7 @@ import torch
 from command import sparsebench
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.run import try_kernel
+from sparsebench.harness.run import profile
 from sparsebench.harness.run.try_kernel import plan, repeat
 
 CPU = torch.device("cpu")
@@ -90,13 +90,16 @@ def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> No
     repeat("torch_dense", words, CPU, times=2)
     with pytest.raises(Unsupported, match="runs on cuda"):
         repeat("cublas", words, CPU, times=2)
-    monkeypatch.setattr(try_kernel.shutil, "which", lambda name: None)
-    done = sparsebench("try", "torch_dense", *SMALL, "--profile")
+    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
+    done = sparsebench("try", "torch_dense", *SMALL, "--profile", "ncu")
     assert (done.returncode, "expected ncu" in done.stderr) == (2, True)
-    monkeypatch.setattr(try_kernel.shutil, "which", lambda name: name)
+    done = sparsebench("try", "torch_dense", *SMALL, "--profile", "perf")
+    assert (done.returncode, "expected ncu or nsys, found 'perf'" in done.stderr) == (2, True)
+    monkeypatch.setattr(profile.shutil, "which", lambda name: name)
     called = []
     ended = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(try_kernel.subprocess, "run", lambda c, check: called.append(c) or ended)
-    assert sparsebench("try", "torch_dense", *SMALL, "--profile").returncode == 0
-    assert called[0][0] == "ncu"
+    monkeypatch.setattr(profile.subprocess, "run", lambda c, check: called.append(c) or ended)
+    assert sparsebench("try", "torch_dense", *SMALL, "--profile", "ncu").returncode == 0
+    assert sparsebench("try", "torch_dense", *SMALL, "--profile", "nsys").returncode == 0
+    assert [command[0] for command in called] == ["ncu", "nsys"]
     assert called[0][-4:] == ["--device", "cpu", "--repeat", "1"]

@@ -53,12 +53,12 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        right, wrong = module._warm([works, fails], device, 1)
+        right, wrong = module.warmed([works, fails], device, 1)
         assert right is None
         assert str(wrong).startswith("RuntimeError: no room!!!")
         assert len(str(wrong)) == module.REASON
         with pytest.raises(Unsupported, match=r"no candidate runs: RuntimeError: no room!+$"):
-            module._warm([fails], device, 1)
+            module.warmed([fails], device, 1)
 
 
 def test_on_a_cpu_the_first_candidate_is_taken_and_nothing_is_told() -> None:

@@ -28,6 +28,12 @@ SHAPES = [(1, 16, 32), (3, 1, 5), (17, 9, 1), (1, 1, 1), (16, 40, 24)]
 UNAVAILABLE = "needs nvmath-python: pip install 'sparsebench[gpu]'"
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test search, whatever others have met."""
+    monkeypatch.setattr(cublas, "_finalists", {})
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let products on the CPU call the emulation as they call cuBLASLt on a GPU."""
@@ -211,6 +217,44 @@ def test_a_product_of_a_step_is_timed_behind_another_kernel(
     launch = cublas.fastest_way(product, before=lambda: done.append("before"))
     assert torch.allclose(launch().double(), right(product), atol=1e-4)
     assert not done
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_equal_product_is_searched_among_the_finalists_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = taking(monkeypatch, lambda way: True)
+    times_us = {3: 9.5, 4: 9.0, 5: 9.9}  # of the others 20
+    timed: list[int] = []
+
+    def searched(calls: Sequence[Callable[[], object]], device: torch.device) -> Search:
+        timed.append(len(calls))
+        took_us = [times_us.get(i, 20.0) if len(calls) > 4 else 9.0 for i in range(len(calls))]
+        trials = tuple(map(Trial, took_us))
+        return Search(took_us.index(min(took_us)), trials)
+
+    monkeypatch.setattr(cublas, "searched", searched)
+    product = product_of("linear", 16, 32, 48)
+    first = cublas.fastest_way(product)
+    asked = len(seen)
+    again = cublas.fastest_way(replace(product))
+    assert len(seen) == asked, "cuBLASLt was asked again"
+    assert timed == [asked, 4]  # the default and three within NEAR
+    assert again.candidates[0]["choice"] == first.candidates[0]["choice"]
+    assert first.choice in [first.choice | line["choice"] for line in again.candidates]
+    cublas.fastest_way(product_of("linear", 17, 32, 48))
+    assert len(timed) == 3
+    assert timed[2] > 4
+
+
+def test_finalists_are_the_default_and_what_is_near_the_fastest() -> None:
+    def trials(*times_us: float) -> Search:
+        best = min(range(len(times_us)), key=lambda i: times_us[i])
+        return Search(best, tuple(map(Trial, times_us)))
+
+    assert cublas.near(Search(0)) == []
+    assert cublas.near(trials(9.0, 5.0, 5.4, 5.6, 5.2)) == [0, 1, 2, 4]
+    assert len(cublas.near(trials(9.0, *[5.0] * 40))) == 1 + cublas.FINALISTS
 
 
 @pytest.mark.usefixtures("emulated")

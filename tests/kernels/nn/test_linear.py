@@ -5,6 +5,7 @@ import ctypes
 import gc
 import io
 import struct
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -234,27 +235,36 @@ def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
         layer(x[:2])
 
 
-def test_plans_are_made_once_and_freed_with_their_pattern():
-    gc.collect()
-    before, layer, x = len(_bsr_plans._PLANS), layer_of(), torch.randn(3, 48)
+def pattern_of(layer: BlockSparseLinear) -> _bsr_plans.Pattern:
+    """Return what was planned for a layer that was called."""
+    return getattr(layer.columns, _bsr_plans.KEPT)
+
+
+def test_plans_are_made_once_and_freed_with_their_pattern(monkeypatch):
+    layer, x, made = layer_of(), torch.randn(3, 48), []
+    plan = _bsr_plans.plan
+    monkeypatch.setattr(
+        _bsr_plans, "plan", lambda call, *index: made.append(call) or plan(call, *index)
+    )
     for _ in range(3):
         step(layer, x)
-    plans = _bsr_plans._PLANS[id(layer.offsets), id(layer.columns)]
-    assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
-    assert len(_bsr_plans._PLANS) == before + 1
-    del layer, plans
+    assert sorted(call.op for call in made) == ["dgrad", "linear", "wgrad"]
+    assert [*pattern_of(layer).plans] == made
+    freed = weakref.ref(pattern_of(layer))
+    del layer
     gc.collect()
-    assert len(_bsr_plans._PLANS) == before
+    assert freed() is None
 
 
 def test_plans_are_freed_with_either_half_of_their_index():
-    layer, x = layer_of(), torch.randn(3, 48)
-    layer(x)
-    before = len(_bsr_plans._PLANS)
-    layer.columns = layer.columns.clone()
-    assert len(_bsr_plans._PLANS) == before - 1
-    layer(x)
-    assert len(_bsr_plans._PLANS) == before
+    for name in ("offsets", "columns"):
+        layer, x = layer_of(), torch.randn(3, 48)
+        y = layer(x).detach()
+        freed = weakref.ref(pattern_of(layer))
+        setattr(layer, name, getattr(layer, name).clone())
+        assert torch.equal(layer(x), y)
+        gc.collect()
+        assert (freed() is None) == (name == "columns")  # the same index: compared, and kept
 
 
 class Driver:
@@ -345,7 +355,7 @@ def test_a_launch_has_the_addresses_of_its_own_operands(driver):
     layer.set_pattern(other.offsets, other.columns)
     blocks = layer.values.detach().view(-1, 64)
     held(300, kept[0])
-    plan = next(iter(_bsr_plans._PLANS[id(layer.offsets), id(layer.columns)].values()))
+    plan = next(iter(pattern_of(layer).plans.values()))
     with pytest.raises(Unsupported, match="planned for"):
         plan(kept[0].half(), layer.values)
 

@@ -100,7 +100,8 @@ def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], eps: fl
 
 def spreads(mlp: SparseGatedMLP, x: Tensor, share: float) -> Iterator[Tensor]:
     """Carry the spreads of rounded products through Y and all gradients (harness/ops/ffn.py)."""
-    x, wg, wu, wd = (t.detach().double() for t in (x, *mlp.parameters()))
+    x, wg, wu, wd_t = (t.detach().double() for t in (x, *mlp.parameters()))
+    wd = wd_t.t()
     squared = mlp.activation == "relu2"
     g, u, dy = linear(x, wg), linear(x, wu), gradient_of(x)
     on = (g > 0).double()
@@ -118,7 +119,7 @@ def spreads(mlp: SparseGatedMLP, x: Tensor, share: float) -> Iterator[Tensor]:
     yield (two_dg @ wg.square() + two_du @ wu.square()).sqrt()
     yield (two_dg.T @ x.square()).sqrt()
     yield (two_du.T @ x.square()).sqrt()
-    yield (dy.square().T @ two_h).sqrt()
+    yield (two_h.T @ dy.square()).sqrt()
 
 
 def assert_right(mlp: SparseGatedMLP, x: Tensor, share: float = 0.5) -> tuple[Tensor, ...]:
@@ -185,30 +186,57 @@ def test_a_loss_of_the_l1_term_alone_has_a_gradient():
     assert found[2].eq(0).all()
 
 
+def three_linears(mlp: SparseGatedMLP) -> dict[str, Tensor]:
+    """Return the state dict of three nn.Linear, as other code and older versions store it."""
+    state = mlp.state_dict()
+    return {**state, "down.weight": state.pop("down.weight_t").t()}
+
+
 @compiled
-def test_a_state_dict_is_that_of_three_linear_layers():
+def test_a_state_dict_of_three_linear_layers_loads():
     mlp, x = drawn(7, 40, 16, 8)
-    dense = Dense(mlp)
     assert {n: w.shape for n, w in mlp.state_dict().items()} == {
-        "gate.weight": (40, 16), "up.weight": (40, 16), "down.weight": (16, 40)
+        "gate.weight": (40, 16), "up.weight": (40, 16), "down.weight_t": (40, 16)
     }  # fmt: skip
-    torch.testing.assert_close(dense(x), mlp(x))
+    torch.testing.assert_close(Dense(mlp)(x), mlp(x))
+    assert torch.equal(mlp.down.weight, mlp.down.weight_t.t())
     for assign in (False, True):
-        other = SparseGatedMLP(16, 40)
-        other.load_state_dict(dense.state_dict(), assign=assign)
-        assert torch.equal(other(x), mlp(x))
+        for state in (three_linears(mlp), mlp.state_dict()):
+            other = SparseGatedMLP(16, 40)
+            other.load_state_dict(state, assign=assign)
+            assert torch.equal(other(x), mlp(x))
+            assert all(w.is_contiguous() for w in other.parameters())
 
 
 @compiled
-def test_the_weight_of_down_its_gradient_and_state_are_transposed_in_memory():
+def test_a_state_dict_without_down_is_missing_it():
+    mlp, _ = drawn(7, 40, 16, 8)
+    state = mlp.state_dict()
+    del state["down.weight_t"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"down.weight_t"'):
+        SparseGatedMLP(16, 40).load_state_dict(state)
+
+
+@compiled
+def test_weights_their_gradients_and_states_are_contiguous():
     mlp, x = drawn(7, 40, 16, 8)
     mlp(x).sum().backward()
     optimizer = torch.optim.AdamW(mlp.parameters())
     optimizer.step()
-    weight = mlp.down.weight
-    moved = copy.deepcopy(mlp).bfloat16().down.weight
+    weight = mlp.down.weight_t
+    moved = copy.deepcopy(mlp).bfloat16().down.weight_t
     for each in (weight, weight.grad, optimizer.state[weight]["exp_avg"], moved):
-        assert each.stride() == (1, 16)
+        assert (each.shape, each.is_contiguous()) == ((40, 16), True)
+
+
+@compiled
+def test_weights_of_down_are_drawn_as_those_of_nn_linear():
+    mlp = SparseGatedMLP(16, 400)
+    for drawn_again in (False, True):
+        if drawn_again:
+            mlp.down.reset_parameters()
+        largest = float(mlp.down.weight_t.detach().abs().max())
+        assert 0.95 * 400**-0.5 < largest <= 400**-0.5
 
 
 @compiled
@@ -309,7 +337,7 @@ def test_a_layer_adapts_again_as_units_become_inactive():
 def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     mlp, x = drawn(6, 24, 16, 5, dtype=dtype)
     x[:, 1:] += 0.01 * torch.randn(6, 15)  # off the kinks, and of gates at zero
-    weights = mlp.gate.weight, mlp.up.weight, mlp.down.weight.t()
+    weights = mlp.gate.weight, mlp.up.weight, mlp.down.weight_t
     return [t.detach().clone().contiguous().requires_grad_() for t in (x, *weights)]
 
 

@@ -247,8 +247,9 @@ def test_what_fp8_cannot_hold_is_refused():
         Unsupported, match=r"expected torch.bfloat16 as the layer has, found torch.f"
     ):
         layer(x.half())
+    layer.scale = layer.scale.to(BF16)
     with pytest.raises(Unsupported, match=r"expected fp32 scales \[256\], found torch.bfloat16"):
-        layer.to(BF16)(x.to(BF16))
+        layer(x.to(BF16))
 
 
 @compiled

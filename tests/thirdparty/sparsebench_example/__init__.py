@@ -1,1 +1,1 @@
-"""Somebody else's format, kernel, pattern, figure and suite."""
+"""Somebody else's format, kernels, op, pattern, figure and suite."""

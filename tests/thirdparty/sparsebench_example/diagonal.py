@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparsebench.formats._format import Format, require
+from sparsebench.formats._format import Format, require, require_matrix
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,13 @@ class Diagonal(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
+        require_matrix(dense)
+        rows, columns = dense.shape
+        require(rows == columns, f"expected a square matrix, found {rows} x {columns}")
         diagonal = dense.diagonal().clone()
-        require(bool((dense == torch.diag(diagonal)).all()), "expected zeros off the diagonal")
-        return cls((dense.shape[0], dense.shape[1]), diagonal)
+        beside = int(dense.count_nonzero() - diagonal.count_nonzero())
+        require(not beside, f"expected zeros off the diagonal, found {beside} others")
+        return cls((rows, columns), diagonal)
 
     def to_dense(self) -> Tensor:
         return torch.diag(self.values)

@@ -8,4 +8,12 @@ def prepare(operands: Operands) -> Launch:
     return Launch(lambda: x * w.arrays()["values"])
 
 
+def prepare_relu(operands: Operands) -> Launch:
+    product = prepare(operands)
+    return Launch(lambda: product().relu_())
+
+
 KERNEL = Kernel(op="linear", consumes="diagonal", device="any", prepare=prepare)
+
+RELU = Kernel(op="linear_relu", consumes="diagonal", device="any", prepare=prepare_relu)
+"""Diagonal product by broadcasting, then the activation in place."""

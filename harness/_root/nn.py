@@ -1,0 +1,29 @@
+"""Sparse layers, and whole models made sparse: the public names.
+
+    from sparsebench.nn import BlockSparse, sparsify_
+
+    sparsify_(model, BlockSparse(block=64, sparsity=0.9))
+
+Where transformers is installed, importing this module also lets `from_pretrained` restore what
+`save_pretrained` wrote of a sparse model.
+"""
+
+from importlib.util import find_spec
+
+from sparsebench.harness.pruning.checkpoint import register
+from sparsebench.harness.pruning.sparsify import BlockSparse, SparseActivations, TwoFour, sparsify_
+from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseGatedMLP, SpenseLinear
+
+__all__ = [
+    "BlockSparse",
+    "BlockSparseLinear",
+    "SparseActivations",
+    "SparseGatedMLP",
+    "SpenseGatedMLP",
+    "SpenseLinear",
+    "TwoFour",
+    "sparsify_",
+]
+
+if find_spec("transformers"):
+    register()

@@ -1,0 +1,192 @@
+"""Runs from Python: measure a suite, or load what was measured, and look at it.
+
+    run = sparsebench.run("quick")            # or a file.yaml, or a suite as a mapping
+    run = sparsebench.load("runs/A")
+    run                                       # in a notebook: the answer, as on the report's page
+    run.frame(), run.summary()                # pandas: a line per row, a line per case
+    run.plot("speedup")                       # a figure of the report; run.plots names them
+
+Loading needs no torch. Nothing is computed before it is asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.reports.build import build, figures
+from sparsebench.reports.terminal import answer_markdown, counted
+from sparsebench.results import store
+from sparsebench.results.analysis import Analysis, analyse
+from sparsebench.results.environment import device_name
+
+if TYPE_CHECKING:
+    from sparsebench.harness.plan.suite import Suite
+
+ANSWER = "answer"  # the figure that stands for the whole run
+FRAME = (
+    '<iframe title="{}" srcdoc="{}" style="width: 100%; height: 480px; border: 0" '
+    "onload=\"this.style.height = this.contentDocument.documentElement.scrollHeight + 24 + 'px'\">"
+    "</iframe>"
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Plot:
+    """A figure as a page of its own, with the badges of its run; a notebook shows it."""
+
+    name: str
+    html: str
+
+    def save(self, path: Path | str) -> Path:
+        """Write the page, one file that opens offline, and return its path."""
+        Path(path).write_text(self.html, "utf-8")
+        return Path(path)
+
+    def __repr__(self) -> str:
+        """Say what it is, where nothing shows HTML."""
+        return f"Plot({self.name!r}, {len(self.html)} bytes of HTML: .save(path))"
+
+    def _repr_html_(self) -> str:
+        page = self.html.replace("<head>", '<head><base href="about:srcdoc">', 1)  # for href="#x"
+        return FRAME.format(escape(self.name), escape(page))
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """A run: what was asked, measured and found. `stored` is what is on disk (results/store.py)."""
+
+    stored: store.Run
+
+    @property
+    def path(self) -> Path:
+        """Return the run's directory, which `sparsebench` takes: report, validate, compare."""
+        return self.stored.path
+
+    @property
+    def status(self) -> str:
+        """Return finished, interrupted, or running where another process measures."""
+        return str(self.stored.state["status"])
+
+    @property
+    def device(self) -> str:
+        """Name the GPU or CPU."""
+        return device_name(self.stored.environment)
+
+    @cached_property
+    def _found(self) -> Analysis:
+        return analyse(self.stored)
+
+    def frame(self) -> pd.DataFrame:
+        """Return one line per row: a case in one process, scope and cache state.
+
+        Columns: results/frame.py; times in µs. Samples are in `stored.rows`.
+        """
+        return self._found.rows.copy()
+
+    def summary(self) -> pd.DataFrame:
+        """Return one line per case, scope and cache state, over all processes, with its verdict.
+
+        Columns: results/summary.py; `speedup` is over the baseline, with its interval
+        `speedup_low`, `speedup_high`; `median_us` is the time; `outcome` is the verdict.
+        """
+        return self._found.cases.copy()
+
+    def answer(self) -> str:
+        """Return what `sparsebench run` ends with, as Markdown: who wins, and how sure it is."""
+        return answer_markdown(self.stored, self._found)
+
+    @property
+    def plots(self) -> dict[str, str]:
+        """Return the title of every figure by its name, in the order of the report."""
+        return {figure.name: figure.title for figure in figures()}
+
+    def plot(self, name: str = ANSWER) -> Plot:
+        """Draw one figure of the report. Raises ResultError where it does not apply to the run."""
+        if name not in (known := self.plots):
+            found = f"{name!r}{did_you_mean(name, known)}"
+            raise ResultError(f"plot: expected one of {', '.join(known)}; found {found}")
+        return Plot(name, build(self.stored, alone=name))
+
+    def report(self, path: Path | str | None = None) -> Path:
+        """Write the report, by default into the run, and return its path."""
+        page = self.path / "report.html" if path is None else Path(path)
+        build(self.stored, page)
+        return page
+
+    def __repr__(self) -> str:
+        """Say where the run is, of what device, and how its cases ended."""
+        cases = ", ".join(f"{count} {status}" for status, count in counted(self._found).items())
+        return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
+
+    def _repr_html_(self) -> str:
+        return self.plot()._repr_html_()
+
+
+def load(path: Path | str) -> Run:
+    """Read a run directory, a published one too. Raises ResultError."""
+    return Run(store.read(path))
+
+
+def run(
+    suite: str | Path | Mapping[str, Any],
+    *,
+    device: str | None = None,
+    data: Path | str | None = None,
+    out: Path | str | None = None,
+    only: str = "",
+    replicates: int = 3,
+    timeout_s: float = 120.0,
+    energy: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Measure a suite in worker processes, as `sparsebench run` does, and return the run.
+
+    suite       the name of a suite, a file.yaml, or what such a file holds as a mapping
+    device      cpu, cuda, cuda:N, sim or sim:FILE.yaml; by default the best there is
+    data        folder of a suite's source files
+    out         the new run directory; by default runs/TIME-...
+    only        measure less: "block=64 sparsity=0.8|0.9"
+    replicates  fresh processes: 3 for a look, 8 for a verdict
+    timeout_s   seconds that a contender may stay silent
+    energy      also the energy of a call
+    progress    say on stderr how far it is, and what of the machine is unfit
+
+    A case that fails is a row, and its traceback is in failures.log. Stopped by Ctrl-C, what was
+    measured is kept: the KeyboardInterrupt has its `path`, and `sparsebench run --resume PATH` goes
+    on. Raises SuiteError, ResultError, WorkerError.
+    """
+    from sparsebench.harness._cli import progress_bar, telling
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.state import Flags
+
+    folder, to = (Path(path) if path is not None else None for path in (data, out))
+    asked = _suite(suite, folder)
+    flags = Flags(named(device), folder, timeout_s, replicates, only, energy)
+    if not progress:
+        return load(measure(asked, flags, to, None))
+    with progress_bar() as show:
+        return load(measure(asked, flags, to, None, show, told=telling()))
+
+
+def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":
+    import yaml
+
+    from sparsebench.harness.plan.suite import expand, read
+
+    if not isinstance(suite, Mapping):
+        return read(str(suite), data)
+    written = {"schema": "sparsebench/suite@1", "title": "From Python", **suite}
+    try:
+        text = yaml.safe_dump(written, sort_keys=False)
+    except yaml.YAMLError as error:
+        found = " ".join(str(error).split())
+        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {found}") from error
+    return expand("python", text, data)

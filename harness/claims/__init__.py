@@ -1,0 +1,1 @@
+"""Claims measured: their suites planned, bounded, run, screened and confirmed."""

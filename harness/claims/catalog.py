@@ -1,0 +1,57 @@
+"""Claims by name: those of the package, of other packages, and any file.
+
+suites/claims/NAME.yaml                  NAME
+entry point of sparsebench.claims        a package, whose *.yaml are claims
+a path that ends in .yaml                that file
+"""
+
+from importlib.metadata import entry_points
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import SuiteError
+from sparsebench.results.claims.schema import Written, parse, read
+
+GROUP = "sparsebench.claims"
+
+
+def claims() -> dict[str, Traversable]:
+    """Return the file of every claim by its name. Raises SuiteError where a name is taken twice."""
+    folders = [files("sparsebench.suites") / "claims"]
+    for package in dict.fromkeys(sorted(entry.value for entry in entry_points(group=GROUP))):
+        try:
+            folders.append(files(package))
+        except (ModuleNotFoundError, TypeError) as error:  # TypeError: a module, no package
+            raise SuiteError(f"claims: expected a package {package}, found: {error}") from error
+    found: dict[str, Traversable] = {}
+    for folder in folders:
+        for file in sorted(folder.iterdir(), key=lambda file: file.name):
+            name, end = file.name.removesuffix(".yaml"), file.name.endswith(".yaml")
+            if end and name in found:
+                taken = f"found {found[name]} and {file}"
+                raise SuiteError(f"{name}: expected one claim of this name, {taken}")
+            if end:
+                found[name] = file
+    return found
+
+
+def load(name: str) -> Written:
+    """Return a claim by name or by file; SuiteError says the file and the line of what is wrong."""
+    if name.endswith((".yaml", ".yml")):
+        return read(Path(name))
+    known = claims()
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
+    return parse(known[name].name, known[name].read_text("utf-8"))
+
+
+def chosen(names: list[str]) -> list[Written]:
+    """Return the claims of these names; all that are known, if none is given."""
+    found = [load(name) for name in names or claims()]
+    twice = {w.name for w in found if [o.name for o in found].count(w.name) > 1}
+    if twice:
+        raise SuiteError(f"expected each claim once, found {min(twice)} twice")
+    return found

@@ -1,0 +1,267 @@
+"""Claims checked: what is missing is measured, what is promising is confirmed, all is judged.
+
+    claims ─> parts ─> cells in the runs that were given
+                    ─> what has no cell, by suite ─> a run a suite          DIR/SUITE
+                    ─> the best cell of each `exists` ─> measured alone     DIR/SUITE-confirmed
+           ─> verdicts                                                      DIR/verdicts.json
+
+A confirming run has fresh processes, FEWEST or more, and begins from the suite of its screening
+(harness/run/confirm.py). A check of fewer processes is a look, and confirms nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.energy import NoMeter
+from sparsebench.harness.claims.plan import Part, asked, parts, refused
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.own_suite import own_suite
+from sparsebench.harness.run.reproduce import again, whole
+from sparsebench.harness.run.state import Flags
+from sparsebench.results import bundle, store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.claims.asked import Asked
+from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.schema import Written
+from sparsebench.results.claims.verdict import Judged, Verdict, judge
+from sparsebench.results.statistics import FEWEST
+
+VERDICTS_SCHEMA = "sparsebench/verdicts@1"
+
+
+@dataclass
+class Evidence:
+    """The plan of some claims and the cells that are known of them.
+
+    parts    of each claim, by its name
+    cells    likewise, over all runs that were read
+    refused  by claim and test, why it was not run
+    runs     paths of the runs, by the name that cells have
+    """
+
+    written: Sequence[Written]
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    cells: dict[str, list[Cell]] = field(default_factory=dict)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    runs: dict[str, Path] = field(default_factory=dict)
+
+    def read(self, paths: Iterable[Path]) -> None:
+        """Add the cells of some runs; ResultError where one cannot be read."""
+        for path in paths:
+            run = store.read(path)
+            name = path.name if path.name not in self.runs else f"{path.parent.name}/{path.name}"
+            if name in self.runs:
+                raise SuiteError(f"{path}: expected each run once, found {name} twice")
+            self.runs[name] = path
+            ids = {row.case.problem.id for row in run.rows}
+            touched = [part for part in self.all_parts if part.problems & ids]
+            if not touched:
+                continue
+            found = analyse(run)
+            for part in touched:
+                own = cells(part.test, part.problems, run, found)
+                self.cells[part.written.name] += [replace(cell, run=name) for cell in own]
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """Return the parts of every claim."""
+        return [part for own in self.parts.values() for part in own]
+
+    def asked(self, ceilings: Ceilings | None = None) -> list[Asked]:
+        """Return the claims as reports read them; with ceilings, bounded for that device."""
+        return [
+            asked(written, self.parts[written.name], ceilings, self._refused(written.name))
+            for written in self.written
+        ]
+
+    def verdicts(self) -> dict[str, list[Verdict]]:
+        """Return the verdicts on each claim, one a device."""
+        return {
+            each.name: judge(
+                each.name,
+                each.claim,
+                self.cells[each.name],
+                {part.test.name: part.problems for part in self.parts[each.name]},
+                self._refused(each.name),
+            )
+            for each in self.written
+        }
+
+    def _refused(self, name: str) -> dict[str, str]:
+        return {test: why for (claim, test), why in self.refused.items() if claim == name}
+
+
+def evidence(
+    written: Sequence[Written], runs: Iterable[Path] = (), data: Path | None = None
+) -> Evidence:
+    """Plan claims and read runs: all that a verdict without a GPU needs."""
+    found = Evidence(written)
+    for each in written:
+        found.parts[each.name] = parts(each, data)
+        found.cells[each.name] = []
+    found.read(runs)
+    return found
+
+
+def check(
+    written: Sequence[Written],
+    flags: Flags,
+    runs: Iterable[Path],
+    to: Path,
+    progress: Progress,
+) -> Evidence:
+    """Measure what no run has, confirm what is promising, and write it all below `to`.
+
+    A check that was stopped is gone on with: runs that are below `to` already count.
+    """
+    found = evidence(written, [*runs, *_begun(to, flags, progress)], flags.data)
+    for part in found.all_parts:
+        if reason := refused(part, flags.device):
+            found.refused[part.written.name, part.test.name] = reason
+    for missing in _missing(found, flags.device):
+        try:
+            found.read([_measured(missing, flags, to, progress)])
+        except NoMeter as error:
+            why = {(part.written.name, part.test.name): str(error) for part, _ in missing}
+            found.refused |= why
+    if flags.replicates >= FEWEST:
+        for screening, chosen in _promising(found).items():
+            found.read([_confirmed(found, screening, chosen, flags, to, progress)])
+    to.mkdir(parents=True, exist_ok=True)
+    store.write_json(to / "verdicts.json", to_json(found))
+    return found
+
+
+def to_json(found: Evidence) -> dict[str, Any]:
+    """Return the verdicts with their cells."""
+    return {
+        "schema": VERDICTS_SCHEMA,
+        "claims": {
+            name: [
+                {
+                    "device": verdict.device,
+                    "verdict": str(verdict.word),
+                    "basis": str(verdict.basis),
+                    "leans": verdict.leans and str(verdict.leans),
+                    "simulated": verdict.simulated,
+                    "sentence": verdict.sentence,
+                    "tests": [_test_json(judged) for judged in verdict.tests],
+                }
+                for verdict in verdicts
+            ]
+            for name, verdicts in found.verdicts().items()
+        },
+    }
+
+
+def _test_json(judged: Judged) -> dict[str, Any]:
+    kept = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
+    return {
+        "test": judged.test.name,
+        "threshold": judged.test.sentence,
+        "verdict": str(judged.word),
+        "basis": str(judged.basis),
+        "why": judged.why,
+        "deciding": [{n: cell.to_json()[n] for n in kept} for cell in judged.deciding],
+    }
+
+
+def _missing(found: Evidence, device: str) -> list[list[tuple[Part, set[str]]]]:
+    """Return, by suite, the parts that have problems without a cell on such a device, and those.
+
+    Parts that ask for energy are apart: it takes seconds a case.
+    """
+    by_suite: dict[tuple[str, bool], list[tuple[Part, set[str]]]] = {}
+    for part in found.all_parts:
+        name = part.written.name
+        if (name, part.test.name) in found.refused:
+            continue
+        own = [cell for cell in found.cells[name] if cell.test == part.test.name]
+        known = {cell.problem for cell in own if cell.simulated == simulated(device)}
+        if left := part.problems - known:
+            by_suite.setdefault((part.suite.text, _energy(part)), []).append((part, left))
+    return list(by_suite.values())
+
+
+def _measured(
+    missing: list[tuple[Part, set[str]]], flags: Flags, to: Path, progress: Progress
+) -> Path:
+    """Run what is missing of one suite."""
+    suite = missing[0][0].suite
+    ids = dict.fromkeys(case for part, problems in missing for case in part.cases(problems))
+    given = replace(flags, only=f"case={'|'.join(ids)}", energy=_energy(missing[0][0]))
+    names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
+    path = next(to / name for name in names if not (to / name).exists())
+    return measure(suite, given, path, None, progress)
+
+
+def _energy(part: Part) -> bool:
+    return part.test.metric == "energy_saved"
+
+
+def _begun(to: Path, flags: Flags, progress: Progress) -> list[Path]:
+    """Return the runs that an earlier check left in a folder, after finishing the stopped ones.
+
+    A confirming run is left to `_confirmed`, which goes on with its own.
+    """
+    found = []
+    for path in sorted(file.parent for file in to.glob("*/run.json")):
+        run = store.read(path)
+        if run.state["status"] != "finished":
+            if "confirms" in run.state:
+                continue
+            before = run.state["flags"]
+            kept = {name: before[name] for name in ("only", "replicates", "energy")}
+            measure(own_suite(run, flags.data), replace(flags, **kept), None, path, progress)
+        found.append(path)
+    return found
+
+
+def _promising(found: Evidence) -> dict[str, list[Cell]]:
+    """Return, by the run that screened them, the cells that a confirming run would decide."""
+    chosen: dict[str, dict[tuple[str, ...], Cell]] = {}
+    for verdicts in found.verdicts().values():
+        for judged in (judged for verdict in verdicts for judged in verdict.tests):
+            if judged.confirm:
+                by_run = chosen.setdefault(judged.confirm.run, {})
+                by_run.setdefault(judged.confirm.case_ids, judged.confirm)
+    return {run: list(by_ids.values()) for run, by_ids in chosen.items()}
+
+
+def _confirmed(
+    found: Evidence,
+    screening: str,
+    chosen: Sequence[Cell],
+    flags: Flags,
+    to: Path,
+    progress: Progress,
+) -> Path:
+    """Measure chosen cells of a run again, alone, in fresh processes."""
+    path = found.runs[screening]
+    run = whole(path)
+    ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
+    rows = {row.case.id: row for row in run.rows}
+    named = [{"case_id": i, "scope": rows[i].scope, "cache": rows[i].cache} for i in ids]
+    origin: Mapping[str, Any] = {
+        "confirms": {
+            "manifest_sha256": bundle.identity(path),
+            "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
+            "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
+        }
+    }
+    return again(
+        run,
+        flags.device,
+        flags.data,
+        to / f"{screening}-confirmed",
+        progress,
+        origin,
+        only=f"case={'|'.join(ids)}",
+        replicates=flags.replicates,
+    )

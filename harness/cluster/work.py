@@ -1,0 +1,121 @@
+"""One part of a shared plan, measured in this process, or what is left of it.
+
+    begun before on this GPU        that run directory is gone on with
+    begun on another GPU            what is whole there is kept, and the rest goes into a new one
+    nothing left to claim           nothing is made
+
+A process that was killed leaves its run directory as it was: whoever comes next cuts it back to
+whole contests and seals it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+
+from sparsebench.errors import ResultError
+from sparsebench.harness.cluster import folder as folders
+from sparsebench.harness.cluster.folder import Plan
+from sparsebench.harness.machine.host import boot
+from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.run.child import Log, Worker
+from sparsebench.harness.run.measure import Progress, Rank, finished, measure
+from sparsebench.harness.run.part import Part
+from sparsebench.harness.run.state import Counts, Flags
+from sparsebench.harness.run.watch import Told
+from sparsebench.results import bundle, store
+from sparsebench.results.record import Row
+
+Begun = Callable[[Part], None]
+"""Called with the part before it is measured, so that another thread can stop it."""
+
+
+def work(
+    folder: Path,
+    plan: Plan,
+    suite: Suite,
+    number: int,
+    *,
+    progress: Progress = lambda done, total, problem: None,
+    told: Told = lambda finding: None,
+    until: float = inf,
+    begun: Begun = lambda part: None,
+    rank: Rank = lambda contest: -len(contest.contenders),
+) -> None:
+    """Measure a part until nothing is left to claim; a ResultError where another process does.
+
+    Contests of a lower `rank` come first: large ones, so that those that end a plan are short.
+    """
+    flags = _flags(plan, number)
+    contests = planned(suite, flags.device, flags.only, flags.shard)
+    with store.locked(folder / str(number)):
+        pieces = folders.pieces(folder, number)
+        here = _identity(flags) if pieces else ""
+        same = [run for run in pieces if _device(run) == here]
+        earlier = list[Row]()
+        for run in pieces:
+            if run not in same:
+                earlier += settled(run, suite, flags, contests)
+        part = Part(folder, number, boot(), earlier)
+        if not part.reserve(contests):
+            return
+        begun(part)
+        go = partial(
+            measure, suite, flags,
+            progress=progress, told=told, until=until, rank=rank, part=part,
+        )  # fmt: skip
+        pinned = folders.pinned(folder)
+        if same:
+            go(None, same[-1], pinned=pinned, origin=plan.origin)
+        else:
+            out = folder / str(number) / str(len(pieces) + 1)
+            go(out, None, pinned=pinned, origin=plan.origin)
+
+
+def settled(run: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:
+    """Return the rows of whole contests; seal a run that was killed with these alone."""
+    rows = finished(run, suite, flags, contests)
+    if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
+        with store.locked(run):
+            state = dict(store.read(run).state)
+            state.pop("schema")
+            counts = Counts(rows)
+            counted = {"done": len(counts.done), "of": state["contests"]["of"]}
+            whole = counted["done"] == counted["of"]
+            store.keep(run, rows)
+            ended = {"status": "finished" if whole else "interrupted", "contests": counted}
+            store.set_state(run, state | ended | {"cases": dict(counts.cases)})
+            bundle.seal(run)
+    return rows
+
+
+def settle(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
+    """Return the run directories of all parts, sealed; a ResultError where a part is at work."""
+    found = []
+    for number in folders.numbers(plan):
+        flags = _flags(plan, number)
+        contests = planned(suite, flags.device, flags.only, flags.shard)
+        with store.locked(folder / str(number)):
+            runs = folders.pieces(folder, number)
+            found += [run for run in runs if settled(run, suite, flags, contests)]
+    if not found:
+        raise ResultError(f"{folder}: expected a contest that was measured, found none")
+    return found
+
+
+def _flags(plan: Plan, number: int) -> Flags:
+    return replace(plan.flags, device=plan.devices[number - 1])
+
+
+def _identity(flags: Flags) -> str:
+    """Ask a worker which GPU this is: a part that goes on may be on another one."""
+    worker = Worker(flags.device, flags.data, Log())
+    worker.kill()
+    return str(worker.about["identity"])
+
+
+def _device(run: Path) -> str:
+    environment = store.read(run).environment
+    return str((environment.get("gpu") or {}).get("uuid") or environment["cpu"]["name"])

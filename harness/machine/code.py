@@ -1,0 +1,142 @@
+"""Which code measures: its commit, its digest, and the packages that plug into it.
+
+commit        SPARSEBENCH_COMMIT, else what git says of the checkout, else what the wheel's
+              build wrote down (setup.py)
+plugins       package ─> {distribution, version, sha256}, of what a suite names that is not ours
+code_sha256   one digest of the code of this package, and of the plug-ins'
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import Distribution, packages_distributions
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
+BUILT = "built.json"  # a file of a wheel and of an sdist (setup.py)
+
+Plugins = Mapping[str, Mapping[str, str | None]]
+"""By package: its distribution, the version of that, and the SHA-256 of the package's files."""
+
+
+def code_sha256(plugins: Plugins | None = None) -> str:
+    """Return one digest of the code that measures: the same commit or not, this tells.
+
+    It is the same for a checkout and for a wheel of it.
+    """
+    digest = hashlib.sha256()
+    for path, file in _own_code():
+        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    for package, facts in sorted((plugins or {}).items()):
+        digest.update(f"{package}\0{facts['sha256']}\0".encode())
+    return digest.hexdigest()
+
+
+def _own_code() -> Iterator[tuple[str, Traversable]]:
+    """Yield the files that a number can depend on, under the names that a wheel has them by."""
+    root = ((f"root/{f.name}", f) for f in files("sparsebench").iterdir() if f.name != BUILT)
+    folders = (_files(folder, files(f"sparsebench.{folder}")) for folder in FOLDERS)
+    for path, file in sorted(chain(root, *folders), key=itemgetter(0)):
+        elsewhere = path.startswith(("harness/_root/", "results/published/"))
+        if path.endswith((".py", ".cu", ".cuh", ".json")) and not elsewhere:
+            yield path, file
+
+
+def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
+    """Return the packages of these modules, without ours, each with distribution and digest.
+
+    A package is the outermost one that has code: of acme.fast.kernel it is acme, or acme.fast
+    where acme is a namespace. An editable install is told by its files, as any other.
+    """
+    packages = {_package(module) for module in modules} - {"sparsebench"}
+    return {package: _facts(package) for package in sorted(packages)}
+
+
+def _facts(package: str) -> dict[str, str | None]:
+    owner = _distribution(package)
+    name, version = (owner.name, owner.version) if owner else (None, None)
+    return {"distribution": name, "version": version, "sha256": _digest(package)}
+
+
+def _distribution(package: str) -> Distribution | None:
+    """Return the distribution that has a package; None where none is known."""
+    inside, names = package.replace(".", "/"), packages_distributions()
+    found = [Distribution.from_name(name) for name in {*names.get(package.partition(".")[0], [])}]
+    if len(found) > 1:  # a namespace that several share
+        found = [d for d in found if any(str(file).startswith(inside) for file in d.files or [])]
+    return found[0] if len(found) == 1 else None
+
+
+def _package(module: str) -> str:
+    """Return the outermost package of a module that is no namespace, or the module."""
+    parts = module.split(".")
+    for number in range(1, len(parts)):
+        spec = find_spec(".".join(parts[:number]))
+        if spec is not None and spec.origin is not None:
+            return ".".join(parts[:number])
+    return module
+
+
+def _digest(package: str) -> str:
+    """Return the SHA-256 of a package's files, or of a module's one file."""
+    spec, digest = find_spec(package), hashlib.sha256()
+    if spec is None or spec.submodule_search_locations is None:
+        inside: Iterable[tuple[str, Traversable]] = [("", Path(str(spec and spec.origin)))]
+    else:
+        inside = _files(package, files(package))
+    for path, file in inside:
+        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def commit() -> dict[str, Any]:
+    """Return the commit and whether the checkout is dirty; None where that is not known.
+
+    SPARSEBENCH_COMMIT names the commit on a machine that was given the code without its history.
+    """
+    if "SPARSEBENCH_COMMIT" in os.environ:
+        return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
+    found = of_checkout(Path(str(files("sparsebench.harness"))).parent)
+    return found or _built() or {"commit": None, "dirty": None}
+
+
+def of_checkout(root: Path) -> dict[str, Any] | None:
+    """Return what git says of a checkout: commit and dirty; None where there is none, or no git."""
+    if not (root / ".git").exists():
+        return None
+    found = []
+    for command in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+        try:
+            done = subprocess.run(
+                ["git", "-C", root, *command], capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        found.append(done.stdout.strip())
+    return {"commit": found[0], "dirty": bool(found[1])}
+
+
+def _built() -> dict[str, Any] | None:
+    """Return what the build of this wheel wrote down."""
+    file = files("sparsebench") / BUILT
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text("utf-8"))
+    return {name: found[name] for name in ("commit", "dirty")}
+
+
+def _files(path: str, folder: Traversable) -> Iterator[tuple[str, Traversable]]:
+    """Yield every file of a folder with its path, in order; not what Python compiled."""
+    for item in sorted(folder.iterdir(), key=lambda item: item.name):
+        if item.is_dir() and item.name != "__pycache__":
+            yield from _files(f"{path}/{item.name}", item)
+        elif item.is_file():
+            yield f"{path}/{item.name}", item

@@ -1,0 +1,43 @@
+"""A worker's process, started before anything is known of the run: importing torch takes seconds.
+
+    command ─> early: a worker imports, without a device        ┐ at the same time
+            ─> the command itself imports torch, reads, plans   ┘
+            ─> child.py makes it the first worker
+
+It ends with the command, whether it was needed or not. Nothing here imports torch.
+"""
+
+import subprocess
+import sys
+
+from sparsebench.harness.machine.parent import WAIT
+
+MEASURES = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
+# -P: the repository's own folders must not shadow installed packages of the same name.
+
+Process = subprocess.Popen[str]
+
+_early: list[Process] = []
+
+
+def spawn(*command: str) -> Process:
+    """Start a process of its own session, by pipes; Ctrl-C is for the parent, which ends it."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def early(device: str | None, count: int = 1) -> None:
+    """Start a worker a device, unless that is simulated; they import and wait."""
+    if not (device or "").startswith("sim"):
+        _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
+
+
+def taken() -> Process | None:
+    """Return a process that was started early, each once; None if there is none left."""
+    try:
+        return _early.pop()  # threads may ask at once
+    except IndexError:
+        return None

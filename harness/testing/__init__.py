@@ -1,0 +1,1 @@
+"""The contracts as functions: what a plug-in's own tests call, by way of sparsebench.testing."""

@@ -1,0 +1,113 @@
+"""The contract of a kernel: what it computes is right, and what it cannot compute it refuses.
+
+It is held by contests, as a run holds them: poisoned output, activations redrawn in place, calls
+looked at while they are timed, operands and harness compared after each step (bench/contest.py).
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.bench import contest
+from sparsebench.harness.catalog import load_format, load_kernel, load_op
+from sparsebench.harness.run.try_kernel import plan
+from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.results.record import Row, Status
+
+DTYPES = "fp32", "bf16", "fp16"
+SIZES = {"m": 16, "n": 128, "k": 128}
+PROBLEMS = (
+    "pattern=unstructured sparsity=0.5",
+    "pattern=blocks block=16 sparsity=0.5",
+    "pattern=two_four sparsity=0.5",
+    "",
+)
+"""What is tried where no words are given: a format holds some of these, and refuses others."""
+
+
+def check_kernel(name: str, *words: str, device: str = "cpu") -> None:
+    """Raise AssertionError where a kernel does not keep its contract; see `kernel_checks`."""
+    every(kernel_checks(name, *words, device=device))
+
+
+def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
+    """Return the contract of a kernel, sentence by sentence.
+
+    `name` is what a suite writes. Each of `words` is a problem, `m=16 n=64 k=64 sparsity=0.9`, in
+    the words of `sparsebench try`, and the kernel must run every one, in one of DTYPES at least.
+    Without words it must run one of PROBLEMS.
+    """
+    about: list[tuple[str, Callable[[], None]]] = [
+        ("is of an op and a format that are there", partial(_names, name)),
+        ("prepares from operands, with options by keyword", partial(_signature, name)),
+    ]
+    if words:
+        about += [(f"is right: {w}", partial(_right, name, [w], device)) for w in words]
+    else:
+        about += [("is right wherever it runs", partial(_right, name, PROBLEMS, device))]
+    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
+
+
+def _names(name: str) -> None:
+    kernel = load_kernel(name)
+    if kernel.op != "any":
+        load_op(kernel.op)
+    if kernel.consumes != "any":
+        load_format(kernel.consumes)
+    devices = "cuda", "cpu", "any"
+    expect(kernel.device in devices, f"expected a device of {devices}, found {kernel.device!r}")
+
+
+def _signature(name: str) -> None:
+    parameters = [*inspect.signature(load_kernel(name).prepare).parameters.values()]
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    found = ", ".join(str(parameter) for parameter in parameters)
+    expect(len(positional) == 1, f"expected prepare(operands, *, options), found ({found})")
+    unset = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    expect(not unset, f"expected a default of every option, found none of {unset}")
+
+
+def _right(name: str, problems: Sequence[str], device: str) -> None:
+    """Run every problem; at least one row must be ok, and none may be wrong.
+
+    The first problem that runs is run in every dtype, the others in the first dtype that ran.
+    """
+    refused: list[str] = []
+    first: tuple[str, str] | None = None
+    for words in problems:
+        for dtype in DTYPES if first is None else [first[1]]:
+            what = f"{words} {dtype}".strip()
+            try:
+                row = _row(name, words, dtype, device)
+            except SuiteError as error:  # a field that the op has not, a level that is not met
+                refused.append(f"{what}: {error}")
+                continue
+            if row.status is Status.UNSUPPORTED:
+                refused.append(f"{what}: {row.detail}")
+                continue
+            said = f"expected a right output, found {row.status}: {row.detail}"
+            expect(row.status is Status.OK, f"{what}: {said}")
+            first = first or (words, dtype)
+    expect(first, f"expected a problem that it runs, found none: {'; '.join(refused)}")
+
+
+def _row(name: str, words: str, dtype: str, device: str) -> Row:
+    """Return the kernel's row of a contest for itself. Raises SuiteError."""
+    given = dict(word.split("=", 1) for word in words.split())
+    known = load_op(_op(name, given)).fields.model_fields
+    sizes = {size: str(value) for size, value in SIZES.items() if size in known}
+    fields = {**sizes, "dtype": dtype, **given}
+    where = torch.device(device)
+    planned = plan(name, [f"{field}={value}" for field, value in fields.items()], where)
+    alone = next(c for c in planned.contenders if c.kernel == name)
+    (row,), _ = contest.run(planned.problem, [replace(alone, baseline=False)], where, None)
+    return row
+
+
+def _op(name: str, given: dict[str, str]) -> str:
+    op = load_kernel(name).op
+    return given.get("op", "linear" if op == "any" else op)

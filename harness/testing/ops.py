@@ -1,0 +1,150 @@
+"""The contract of an op: definition, spread, depth and work agree with each other."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from sparsebench.harness.catalog import keywords, load_op
+from sparsebench.harness.inputs.bits import fill
+from sparsebench.harness.ops._op import Fields, Op
+from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.results.record import Problem
+
+SIZES = {"m": 3, "n": 6, "k": 5}
+DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FEWEST_BITS = 4  # times a dtype's epsilon: more than rounding may cost, measured by the spread
+
+
+def check_op(name: str) -> None:
+    """Raise AssertionError where an op does not keep its contract; see `op_checks`."""
+    every(op_checks(name))
+
+
+def op_checks(name: str) -> list[Check]:
+    """Return the contract of an op, sentence by sentence. `name` is what a suite writes."""
+    about: dict[str, Callable[[str], None]] = {
+        "has fields, weights and activations": _fields,
+        "takes operands in order and fields by name": _signatures,
+        "has a definition that keeps the dtype, and a spread of its shape": _shapes,
+        "gives bf16 of sums in fp32 where it takes fp8": _fp8,
+        "has a spread that is finite, and zero only without terms": _spread,
+        "has a spread of the size of rounding errors": _rounding,
+        "counts work that grows with the non-zeros": _work,
+    }
+    return [Check(f"{name} {said}", partial(holds, name)) for said, holds in about.items()]
+
+
+def sizes(op: Op) -> dict[str, int]:
+    """Return a small size for each name that is one: SIZES, and 7, 8, ... for other names.
+
+    Those of an op with an example, and what follows from them, are its own.
+    """
+    if op.example:
+        return dict(op.sizes(op.example))
+    names = {size for operand in op.operands.values() for size in operand.shape}
+    other = count(7)
+    return SIZES | {name: next(other) for name in sorted(names - SIZES.keys())}
+
+
+def drawn(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return the operands that an op's definition takes, small and the same ones each time."""
+    op, found = load_op(name), dict[str, Tensor]()
+    for operand in op.arguments:
+        found[operand] = torch.empty([sizes(op)[size] for size in op.operands[operand].shape])
+        fill(found[operand], 0, operand)
+    return {operand: tensor.to(dtype) for operand, tensor in found.items()}
+
+
+def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Callable[..., Any]:
+    """Set what a function takes besides operands to defaults of the op's fields, and a dtype."""
+    defaults = load_op(name).defaults | {"dtype": dtype}
+    return partial(function, **{field: defaults[field] for field in keywords(function)})
+
+
+def _fields(name: str) -> None:
+    op = load_op(name)
+    expect(issubclass(op.fields, Fields), f"expected fields of {Fields}, found {op.fields}")
+    known = {*op.fields.model_fields, *(op.sizes(op.example) if op.example else ())}
+    used = {size for operand in op.operands.values() for size in operand.shape}
+    expect(used <= known, f"expected sizes to be fields, found {sorted(used - known)}")
+    expect(op.weights, "expected an operand with the role weight, found none")
+    expect(op.activations, "expected an operand with the role activation, found none")
+    patterns = [n for n, operand in op.operands.items() if operand.role == "pattern"]
+    expect(len(patterns) <= 1, f"expected at most one pattern, found {patterns}")
+
+
+def _signatures(name: str) -> None:
+    op = load_op(name)
+    for function in (op.definition, op.spread, op.depth):
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        said = f"{function.__name__}: expected arguments {op.arguments}, found {positional}"
+        expect(positional == op.arguments, said)
+        unknown = keywords(function) - op.fields.model_fields.keys()
+        expect(not unknown, f"{function.__name__}: expected fields, found {sorted(unknown)}")
+
+
+def _shapes(name: str) -> None:
+    op = load_op(name)
+    for dtype in DTYPES:
+        out = pinned(name, op.definition)(**drawn(name, dtype))
+        spread = pinned(name, op.spread)(**drawn(name, dtype))
+        expect(out.dtype == dtype, f"expected an output of {dtype}, found {out.dtype}")
+        shapes = f"{list(out.shape)}, found {list(spread.shape)}"
+        expect(spread.shape == out.shape, f"expected a spread {shapes}")
+    rows = op.operands[op.pattern].shape[0] if op.pattern else "m"
+    parts = op.parts(Problem(name, dict(sizes(op))))
+    wanted = sum(parts) if parts else sizes(op).get(rows)
+    expect(out.shape[0] == wanted, f"expected {wanted} rows of output, found {out.shape[0]}")
+
+
+def _fp8(name: str) -> None:
+    op = load_op(name)
+    if "fp8" in get_args(op.fields.model_fields["dtype"].annotation):
+        operands = {n: t.to(op.operands[n].dtypes["fp8"]) for n, t in drawn(name).items()}
+        single = {operand: tensor.float() for operand, tensor in operands.items()}
+        run = pinned(name, op.definition, "fp8")
+        same = torch.equal(run(**operands), run(**single).bfloat16())
+        expect(same, "expected the definition in fp32, rounded to bf16; found another output")
+
+
+def _spread(name: str) -> None:
+    op, operands = load_op(name), drawn(name)
+    found = pinned(name, op.spread)(**operands)
+    expect(found.isfinite().all(), "expected a finite spread")
+    off = pinned(name, op.definition)(**operands) == 0  # a unit that no token has on
+    expect((found > 0)[~off].all(), "expected a spread above 0 wherever the output is not 0")
+    expect(not off.all(), "expected outputs that are not 0")
+    empty = {operand: torch.zeros_like(tensor) for operand, tensor in operands.items()}
+    none = pinned(name, op.spread)(**empty)
+    expect(not none.any(), "expected a spread of 0 where every operand is 0")
+
+
+def _rounding(name: str) -> None:
+    op = load_op(name)
+    run, spread = pinned(name, op.definition), pinned(name, op.spread)
+    for dtype in DTYPES[:3]:
+        rounded = drawn(name, dtype)
+        exact = {operand: tensor.double() for operand, tensor in rounded.items()}
+        ratio = (run(**rounded).double() - run(**exact)).abs() / spread(**exact)
+        found, most = float(ratio.nan_to_num(0).max()), FEWEST_BITS * torch.finfo(dtype).eps
+        said = f"expected errors above 0 and below {most:g} of the spread, found {found:g}"
+        expect(0 < found < most, f"{dtype}: {said}")
+
+
+def _work(name: str) -> None:
+    op = load_op(name)
+    at = sizes(op)
+    problem = Problem(name, {**op.defaults, **at, "dtype": "bf16"})
+    full = {w: at[op.operands[w].shape[0]] * at[op.operands[w].shape[1]] for w in op.weights}
+    none = dict.fromkeys(full, 0)
+    least, most = op.flops(problem, none), op.flops(problem, full)
+    expect(most > least == 0, f"expected operations from 0 to more, found {least} to {most}")
+    more = op.fewest_bytes(problem, full, 2) - op.fewest_bytes(problem, none, 2)
+    wanted = 2 * sum(full.values())
+    expect(more == wanted, f"expected {wanted} bytes more for all non-zeros, found {more}")

@@ -1,0 +1,50 @@
+"""What torch does to a call beside running it: torch.func, and modes that watch operators.
+
+Kernels take addresses, so a call that torch rewrites or watches must go through an operator or an
+autograd.Function with `setup_context` and `vmap`. The fast paths of layers ask here first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def transformed() -> bool:
+    """Say whether torch.func differentiates or maps the call."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def watched() -> bool:
+    """Say whether torch.compile, torch.export or a mode (FLOP counter, fake tensors) traces it."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def batched(y: Tensor, x: Tensor) -> Tensor:
+    """Return Y [m, n] as [..., n] for X [..., k], in the same memory.
+
+    For autograd it is no view: FSDP2 loses its hooks where a view is written into.
+    """
+    if x.dim() == 2:
+        return y
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))  # type: ignore[no-any-return]
+
+
+def one_by_one(
+    function: Callable[..., Any], size: int, dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Call once for each element of a batch, as vmap would, and stack the results at 0.
+
+    dims  for each argument: where the batch is, None if it has none, or a list for a list
+    """
+
+    def at(i: int, arg: Any, dim: Any) -> Any:
+        if isinstance(arg, (list, tuple)):
+            return [at(i, each, where) for each, where in zip(arg, dim, strict=True)]
+        return arg if dim is None else arg.select(dim, i)
+
+    found = [function(*map(at, [i] * len(args), args, dims)) for i in range(size)]
+    if isinstance(found[0], Tensor):
+        return torch.stack(found), 0
+    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])

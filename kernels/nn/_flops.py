@@ -1,0 +1,67 @@
+"""FLOPs of the layers' operators, for torch.utils.flop_counter: two for each multiply-add.
+
+block-sparse     of the blocks that are stored
+sparse gated MLP gate is dense; up and down, and all of backward, count every slot as taken,
+                 since the device alone knows how many are
+Spense           of W's elements that are stored: half of the 2:4 part, and all of the rest
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from sparsebench.kernels.nn import _spense_op as _spense_op
+from sparsebench.kernels.nn._bsr_autograd import linear as linear
+from sparsebench.kernels.sparse_activations._autograd import gated_mlp as gated_mlp
+
+OPS = torch.ops.sparsebench  # the imports above define them
+Shape = tuple[int, ...]
+
+
+@register_flop_formula([OPS.block_sparse_linear, OPS.block_sparse_dgrad])
+def _(a: Shape, values: Shape, *_: Any, **__: Any) -> int:
+    return 2 * a[0] * prod(values)
+
+
+@register_flop_formula(OPS.block_sparse_wgrad)
+def _(dy: Shape, x: Shape, offsets: Shape, columns: Shape, r: int, c: int, **_: Any) -> int:
+    return 2 * dy[0] * columns[0] * r * c
+
+
+@register_flop_formula(OPS.sparse_gated_mlp)
+def _(x: Shape, wg: Shape, wu: Shape, wd_t: Shape, squared: bool, slots: int, **_: Any) -> int:
+    (m, k), n = x, wg[0]
+    return 2 * m * k * (n + 2 * slots)
+
+
+@register_flop_formula(OPS.sparse_gated_mlp_backward)
+def _(
+    dy: Shape,
+    dnorms: Shape,
+    x: Shape,
+    wg: Shape,
+    wu: Shape,
+    wd_t: Shape,
+    packed: list[Shape],
+    squared: bool,
+    **_: Any,
+) -> int:
+    room = packed[1][0]  # slots of all tokens: dH, two products of dX, three of dW
+    return 2 * 6 * room * x[1]
+
+
+@register_flop_formula(OPS.spense_linear)
+def _(
+    x: Shape,
+    sparse: Shape,
+    dense: Shape,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * x[0] * (n * k - rows * columns // 2)

@@ -1,0 +1,1 @@
+"""Claims as pages: quote, conditions, bound, cells, verdict; and their table on a site."""

@@ -1,0 +1,88 @@
+"""The cells of a test, one below the other, with their intervals, the threshold and the bound.
+
+linear, m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  unclear (a square)
+linear, m 64, 90 %     ├─○─┤     :        :  the threshold
+linear, m 64, 95 %        ├──■───:─┤  |   |  the bound of the cell
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._svg import INK, OURS, PAPER, PEER, canvas, style, svg
+from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.metrics import METRICS
+from sparsebench.results.claims.schema import Test
+from sparsebench.results.claims.verdict import state
+
+MOST = 24  # cells drawn; the others are in the table
+LINE = 15  # CSS pixels a cell
+WIDTH = 640
+APART = 8.0  # largest over least value from which on the axis is logarithmic
+LOOKS: dict[str, dict[str, Any]] = {
+    "met": {"marker": "o", "color": OURS},
+    "missed": {"marker": "o", "color": PEER, "markerfacecolor": PAPER},
+    "unclear": {"marker": "s", "color": INK, "markerfacecolor": PAPER},
+}
+
+
+def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Markup:
+    """Draw the cells that have a value, the best first; nothing where there is none."""
+    known = [cell for cell in cells if not cell.reason]
+    if not known:
+        return Markup("")
+    known.sort(key=lambda cell: cell.value, reverse=test.at_least is not None)
+    shown = _sample(known)
+    with style():
+        figure, axes = canvas((WIDTH, 60 + LINE * len(shown)), fitted=True)
+        for place, cell in enumerate(reversed(shown)):
+            look = LOOKS[state(test, cell)]
+            axes.hlines(place, cell.low, cell.high, color=look["color"], linewidth=1.4)
+            axes.plot([cell.value], [place], linestyle="none", markersize=5, **look)
+            if test.metric == "speedup" and cell.problem in bounds:
+                axes.plot([bounds[cell.problem]], [place], "|", color=INK, markersize=9)
+        axes.axvline(test.limit, color=INK, linewidth=1.1, linestyle=(0, (2, 2)))
+        none = METRICS[test.metric].none
+        if none is not None:
+            axes.axvline(none, color=INK, linewidth=0.7, alpha=0.5)
+        axes.set_yticks(np.arange(len(shown)), [_label(cell) for cell in reversed(shown)])
+        axes.tick_params(axis="y", length=0, labelsize=8)
+        _across(axes, [*(c.value for c in shown), test.limit])
+        axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {test.unit}")
+        axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
+        drawn = svg(
+            figure, f"{test.name}: {len(shown)} cells, threshold {test.limit:g} {test.unit}"
+        )
+    left = len(known) - len(shown)
+    said = "Dotted: the threshold. Line: the interval. Tick: the bound of the cell. "
+    said += "Filled: beyond the threshold; open circle: short of it; open square: astride it."
+    if left:
+        said += f" {left} cells between the best and the worst are left out."
+    return drawn + note(said)
+
+
+def _sample(cells: list[Cell]) -> list[Cell]:
+    """Keep at most MOST: the best half and the worst half."""
+    if len(cells) <= MOST:
+        return cells
+    return [*cells[: MOST // 2], *cells[-MOST // 2 :]]
+
+
+def _label(cell: Cell) -> str:
+    return f"{cell.label}{' (confirming)' if cell.confirms else ''}"[:78]
+
+
+def _across(axes: Axes, values: list[float]) -> None:
+    """Make the axis logarithmic where values are far apart."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > APART:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(7))

@@ -1,0 +1,75 @@
+"""What pruning costs beside what it saves: the loss on held-out text against the speed-up.
+
+    loss │             o 0      a point: one dense fraction (its number) at the speed-up of a cell
+         │       o 25           dotted: the loss of the dense model
+         ┼ 100 ·················
+              1      speed-up
+
+Losses come from `sparsebench prune --json` (results/pruning.py), speed-ups from the claim's cells.
+"""
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
+
+from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
+from sparsebench.results.claims.cells import Cell
+from sparsebench.results.pruning import Pruned, Pruning
+from sparsebench.results.words import between, percent
+
+NEAR = 0.01  # between a timed dense fraction and a pruned one: both are rounded to tiles
+SIZE = (420, 260)
+
+
+def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
+    """Draw loss against speed-up; a sentence where no cell has a fraction that was pruned."""
+    points = [
+        (cell, outcome)
+        for cell in cells
+        for outcome in pruning.outcomes
+        if not cell.reason and outcome.loss is not None and _same(cell, outcome)
+    ]
+    if not points or pruning.loss is None:
+        return note(f"No cell leaves a fraction dense that {pruning.weights} was pruned to.")
+    methods = list(dict.fromkeys(_method(outcome) for _, outcome in points))
+    with style():
+        figure, axes = canvas(SIZE)
+        for number, method in enumerate(methods):
+            own = [(c, o) for c, o in points if _method(o) == method]
+            look = series(number) | {"linestyle": "none", "label": method}
+            axes.plot([c.value for c, _ in own], [o.loss or 0.0 for _, o in own], **look)
+            for cell, outcome in own:
+                axes.hlines(outcome.loss or 0.0, cell.low, cell.high, color=look["color"])
+        for cell, outcome in {(o.dense, o.method, o.region): (c, o) for c, o in points}.values():
+            place, text = (cell.value, outcome.loss or 0.0), f"{100 * outcome.dense:g}"
+            axes.annotate(text, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.axhline(pruning.loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        axes.axvline(1, color=INK, linewidth=0.7, alpha=0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.set_xlabel("speed-up, x")
+        axes.set_ylabel("loss on held-out text, nats a token")
+        drawn = svg(figure, "loss on held-out text against speed-up")
+    said = (
+        f"{pruning.weights}: {pruning.held_out:,} tokens held out of {pruning.tokens_from}. "
+        f"Dotted: the dense model, {pruning.loss:.3f}. Numbers: per cent left dense. "
+        "The weights that were timed are others."
+    )
+    lines = [
+        [_method(o), percent(o.dense), c.label, between(c.value, c.low, c.high), f"{o.loss:.3f}"]
+        for c, o in points
+    ]
+    heads = ["pruned by", ">dense", "cell", ">speed-up", ">loss, nats"]
+    return drawn + note(said) + table(heads, lines)
+
+
+def _method(outcome: Pruned) -> str:
+    return f"{outcome.method}, {outcome.region}"
+
+
+def _same(cell: Cell, outcome: Pruned) -> bool:
+    """Say whether a cell leaves the same fraction dense: 2:4 prunes half of the rest."""
+    pattern = str(cell.fields.get("pattern", ""))
+    known = pattern.startswith("spense") or pattern == "two_four"
+    return known and abs(1 - 2 * (1 - cell.density) - outcome.dense) <= NEAR

@@ -1,0 +1,220 @@
+"""A page a claim, a table of all of them, and a badge each: in a folder of their own or in a site.
+
+claims/index.html        every claim with its verdict on each GPU
+claims/NAME.html         quote, verdict, conditions beside ours, bound, cells, what would change
+badges/claims/NAME.svg   the verdict
+
+verdicts ─> lines (a table of verdicts)     conditions ─> published beside ours, ≠ marked
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from markupsafe import Markup
+
+from sparsebench.reports.claims.forest import forest
+from sparsebench.reports.claims.losses import losses
+from sparsebench.reports.claims.sheets import STYLES
+from sparsebench.reports.figures._html import folded, table
+from sparsebench.reports.figures._svg import distinct
+from sparsebench.reports.publish._pages import Site, render, stylesheet
+from sparsebench.results.claims.asked import Asked
+from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.schema import Claim, Condition, Test
+from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
+from sparsebench.results.pruning import Pruning
+from sparsebench.results.words import between, plain, rounded
+
+MOST_VALUES = 6  # of a field, in one cell of the table of conditions
+BADGE = {
+    Word.REPRODUCED: "#00694c",
+    Word.PARTLY: "#5a6b00",
+    Word.REFUTED: "#a3261c",
+    Word.NOT_CARRIED_OVER: "#8a4b00",
+    Word.INCONCLUSIVE: "#0a58a8",
+    Word.NOT_TESTABLE: "#5d6369",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A claim with what was found: its cells and, by `asked`, its verdicts; losses if there are."""
+
+    asked: Asked
+    cells: Sequence[Cell] = ()
+    pruning: Pruning | None = None
+    verdicts: Sequence[Verdict] = field(default_factory=list)
+
+
+def entries(
+    claims: Sequence[Asked], cells: Mapping[str, Sequence[Cell]], pruning: Pruning | None = None
+) -> list[Entry]:
+    """Judge claims by their cells, by name."""
+    made = []
+    for asked in claims:
+        own = cells.get(asked.name, ())
+        made.append(Entry(asked, own, pruning, asked.verdicts(own)))
+    return made
+
+
+def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
+    """Yield path and text of every page and badge of some claims."""
+    yield "claims/index.html", render("claims.html", site=site, lines=lines(found))
+    for entry in found:
+        page = render(
+            "claim.html",
+            site=site,
+            claim=entry.asked.claim,
+            name=entry.asked.name,
+            verdicts=[(each, STYLES[each.word]) for each in entry.verdicts],
+            conditions=conditions(entry),
+            bounds=_bounds(entry.asked),
+            tests=[_test(entry, test) for test in entry.asked.claim.tests],
+            command=f"sparsebench claims check {entry.asked.name} --replicates 8",
+            runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
+        )
+        yield f"claims/{entry.asked.name}.html", distinct(page)
+        yield f"claims/{entry.asked.name}.svg", badge(entry)
+
+
+def alone(found: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
+    """Yield the pages with the style that they need beside them: a folder of their own."""
+    site = Site(version=version, feed=False)
+    yield "style.css", stylesheet()
+    yield from pages(found, site)
+
+
+def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return a line a claim and device, for the tables of all claims."""
+    return [
+        {
+            "name": entry.asked.name,
+            "title": entry.asked.claim.title,
+            "source": entry.asked.claim.source,
+            "device": each.device.removeprefix("NVIDIA "),
+            "simulated": each.simulated,
+            "word": str(each.word),
+            "style": STYLES[each.word],
+            "basis": str(each.basis),
+            "leans": str(each.leans or ""),
+            "why": each.why,
+        }
+        for entry in found
+        for each in entry.verdicts
+    ]
+
+
+def badge(entry: Entry) -> str:
+    """Return a claim's verdict as an image: on the device that says most, simulated ones last."""
+    ranked = sorted(entry.verdicts, key=lambda v: (v.simulated, list(Word).index(v.word)))
+    first = ranked[0]
+    right = str(first.word) + (f" (leans to {first.leans})" if first.leans else "")
+    right += f" · {first.device.removeprefix('NVIDIA ')}" if first.device else ""
+    right += " · simulated" if first.simulated else ""
+    left = entry.asked.name
+    widths = [round(6.6 * len(text)) + 16 for text in (left, right)]
+    colour = BADGE[first.word]
+    return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
+
+
+def conditions(entry: Entry) -> list[tuple[str, str, str, str]]:
+    """Return name, published, ours and a mark of each condition: =, ≠ or ?."""
+    known = [cell for cell in entry.cells if not cell.reason]
+    found = []
+    for name, condition in entry.asked.claim.conditions.items():
+        published = "unknown" if condition.published is None else plain(condition.published)
+        ours = _ours(name, condition, known)
+        found.append((name, published, ours, _mark(condition, published, ours)))
+    return found
+
+
+def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
+    if condition.ours is not None:
+        return condition.ours
+    if not cells:
+        return "not measured"
+    if condition.field is None and name.lower() == "gpu":
+        values = {cell.device for cell in cells}
+    else:
+        values = {plain(cell.fields.get(condition.field or name, "–")) for cell in cells}
+    few = sorted(values, key=lambda text: (len(text), text))
+    more = f" and {len(few) - MOST_VALUES} more" if len(few) > MOST_VALUES else ""
+    return ", ".join(few[:MOST_VALUES]) + more
+
+
+def _mark(condition: Condition, published: str, ours: str) -> str:
+    if condition.published is None:
+        return "?"
+    if condition.same is not None:
+        return "=" if condition.same else "≠"
+    return "=" if published.casefold() in map(str.casefold, ours.split(", ")) else "≠"
+
+
+def _bounds(asked: Asked) -> list[str]:
+    """Return a sentence a bound: of the arithmetic that was given, and of the tests' own cells."""
+    said = []
+    for bound in asked.claim.bounds:
+        part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
+        why = f" ({bound.share_from})" if bound.share_from else ""
+        said.append(f"{bound.of}: at most {rounded(bound.most, 0.01)} x{part}{why}.")
+    for test in asked.claim.tests:
+        known = asked.bounds.get(test.name, {}).values()
+        if known:
+            ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(known), max(known))))
+            short = " No kernel as efficient as the baseline can meet the threshold."
+            beyond = short if test.name in asked.beyond else ""
+            said.append(f"{test.name}: at most {ends} x at the efficiency of dense.{beyond}")
+    return said
+
+
+def _test(entry: Entry, test: Test) -> dict[str, Any]:
+    own = [cell for cell in entry.cells if cell.test == test.name]
+    judged = [j for v in entry.verdicts for j in v.tests if j.test.name == test.name]
+    bounds = entry.asked.bounds.get(test.name, {})
+    kept = entry.pruning and test.metric == "speedup" and losses(own, entry.pruning)
+    return {
+        "test": test,
+        "judged": [(each, STYLES[each.word]) for each in judged],
+        "figure": forest(test, own, bounds),
+        "losses": kept or Markup(""),
+        "cells": _table(test, own, bounds),
+        "change": [_change(each, entry.asked.claim) for each in judged],
+    }
+
+
+def _table(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Markup:
+    if not cells:
+        return Markup("")
+    heads = ["cell", f">{test.metric}, {test.unit}", "is", "subject", "baseline", ">bound", "run"]
+    rows = [
+        [
+            cell.label,
+            cell.reason or between(cell.value, cell.low, cell.high),
+            "–" if cell.reason else state(test, cell),
+            cell.subject,
+            cell.baseline,
+            f"{bounds[cell.problem]:.3g}" if cell.problem in bounds else "–",
+            f"{cell.run}, {cell.processes} processes",
+        ]
+        for cell in cells
+    ]
+    return folded(f"The {len(cells)} cells", table(heads, rows))
+
+
+def _change(judged: Judged, claim: Claim) -> str:
+    """Say what would change the verdict on a test."""
+    limit = f"{judged.test.limit:g} {judged.test.unit}"
+    match judged.word:
+        case Word.REPRODUCED:
+            return f"A run of 6 processes in which the deciding cell falls short of {limit}."
+        case Word.PARTLY if judged.test.proxy:
+            return f"Measuring what was claimed itself: {claim.missing}."
+        case Word.PARTLY | Word.REFUTED:
+            how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
+            return f"A {how} beyond {limit}: a faster kernel, or a slower baseline."
+        case Word.NOT_CARRIED_OVER:
+            return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
+        case Word.INCONCLUSIVE:
+            return "Six processes or more, and for a chosen cell a run made for it alone."
+    return claim.missing or "A kernel, a library or a device that can run it."

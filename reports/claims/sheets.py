@@ -1,0 +1,76 @@
+"""Claims in the terminal: what is known, what could at most be reached, what was found."""
+
+from collections.abc import Iterable, Sequence
+
+from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.results.claims.asked import Asked
+from sparsebench.results.claims.schema import Written
+from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.words import rounded
+
+STYLES = {
+    Word.REPRODUCED: "good",
+    Word.PARTLY: "good",
+    Word.REFUTED: "bad",
+    Word.NOT_CARRIED_OVER: "bad",
+    Word.INCONCLUSIVE: "unsure",
+    Word.NOT_TESTABLE: "quiet",
+}
+WORDS = frozenset({"claim", "what is claimed", "source", "test", "verdict", "basis", "why"})
+WORDS |= {"leans to", "GPU"}
+
+
+def listed(claims: Iterable[Written]) -> Sheet:
+    """Return a line a claim: its name, what it says, who and when, how many tests."""
+    lines = [
+        [w.name, w.claim.title, f"{w.claim.source.kind}, {w.claim.source.date}", _tests(w)]
+        for w in claims
+    ]
+    return Sheet("", ("claim", "what is claimed", "source", "tests"), lines, WORDS, ("source",))
+
+
+def bounded(claims: Iterable[Asked]) -> Sheet:
+    """Return a line a test: its threshold, the bound over its cells, and whether it can be met."""
+    lines: list[Sequence[Cell]] = []
+    for asked in claims:
+        for test in asked.claim.tests:
+            known = asked.bounds.get(test.name, {}).values()
+            most = "–" if not known else _range(min(known), max(known))
+            beyond = test.name in asked.beyond
+            said: Cell = ("cannot", "bad") if beyond else "can" if known else ("?", "quiet")
+            proxy = " (proxy)" if test.proxy else ""
+            lines.append([asked.name, said, most, test.name + proxy, test.sentence])
+        for bound in asked.claim.bounds:
+            share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
+            lines.append([asked.name, "", f"{rounded(bound.most, 0.01)} x", bound.of + share, ""])
+    title = "At most, as efficient as dense; cannot: no such kernel can meet the threshold"
+    columns = ("claim", "be met", "at most", "test or part", "threshold")
+    return Sheet(title, columns, lines, WORDS | {"threshold", "test or part"})
+
+
+def judged(verdicts: Iterable[Verdict]) -> Sheet:
+    """Return a line a claim and device: verdict, basis, what a look leans to, and why."""
+    lines: list[Sequence[Cell]] = [
+        [
+            each.claim,
+            ("SIMULATED " if each.simulated else "") + each.device.removeprefix("NVIDIA "),
+            (str(each.word), STYLES[each.word]),
+            str(each.basis),
+            str(each.leans or ""),
+            each.why,
+        ]
+        for each in verdicts
+    ]
+    columns = ("claim", "GPU", "verdict", "basis", "leans to", "why")
+    return Sheet("", columns, lines, WORDS)
+
+
+def _range(low: float, high: float) -> str:
+    if f"{low:.3g}" == f"{high:.3g}":
+        return f"{low:.3g} x"
+    return f"{low:.3g}–{high:.3g} x"
+
+
+def _tests(written: Written) -> str:
+    found = written.claim.tests
+    return str(len(found)) if found else "none"

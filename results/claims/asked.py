@@ -1,0 +1,54 @@
+"""A claim with what its tests ask for: all that judging it needs beside cells.
+
+The harness makes it, since a suite must be expanded for it; reports and sites read it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sparsebench.results.analysis import Analysis
+from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.schema import Claim, Written
+from sparsebench.results.claims.verdict import Verdict, judge
+from sparsebench.results.store import Run
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A claim, planned.
+
+    wanted   by test, the ids of its problems
+    bounds   by test and problem, the largest speed-up at the efficiency of dense
+    beyond   tests that no kernel as efficient as the baseline can meet
+    refused  by test, why it was not run
+    """
+
+    written: Written
+    wanted: Mapping[str, Collection[str]]
+    bounds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    beyond: Collection[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the claim's name."""
+        return self.written.name
+
+    @property
+    def claim(self) -> Claim:
+        """Return the claim."""
+        return self.written.claim
+
+    def cells(self, run: Run, found: Analysis) -> list[Cell]:
+        """Return the cells of all its tests in a run."""
+        tests = [(test, self.wanted.get(test.name, ())) for test in self.claim.tests]
+        return [cell for test, ids in tests for cell in cells(test, ids, run, found)]
+
+    def verdicts(self, known: Sequence[Cell]) -> list[Verdict]:
+        """Return its verdicts on these cells, one a device; a single one where there are none."""
+        return judge(self.name, self.claim, known, self.wanted, self.refused)
+
+
+def problems(asked: Iterable[Asked]) -> set[str]:
+    """Return the ids of all problems that some claims ask for."""
+    return {each for one in asked for ids in one.wanted.values() for each in ids}

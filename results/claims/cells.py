@@ -1,0 +1,228 @@
+"""The cells of a test in a run: a contest each, the fastest subject over the fastest baseline.
+
+    cases of a run ─> those of a wanted problem, scope and cache state
+                   ─> subjects and baselines that ran     none: the cell has a reason and no value
+                   ─> log of (baseline / subject) in each process ─> interval ─> unit of the metric
+
+A portfolio that chose a dense kernel is no subject where another one ran. Cells are plain data, so
+that a site keeps them beside its runs.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import exp, log
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.results.analysis import Analysis
+from sparsebench.results.claims.metrics import METRICS
+from sparsebench.results.claims.schema import Chosen, Test
+from sparsebench.results.environment import device_name
+from sparsebench.results.frame import fields
+from sparsebench.results.noise import Reliability
+from sparsebench.results.pairing import logs_between
+from sparsebench.results.record import Status
+from sparsebench.results.statistics import FEWEST, IntervalKind, ratio
+from sparsebench.results.store import Run
+from sparsebench.results.summary import chose_dense
+from sparsebench.results.words import percent, plain
+
+NAMED = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contest of one run, as a test sees it.
+
+    fields     of the problem, with `level`, its sparsity
+    logs       log(baseline / subject) of each process, of the metric's quantity
+    value      of the metric in its unit, with low and high
+    reason     why there is no value; "" where there is one
+    kind       what low and high are (IntervalKind)
+    confirms   whether the run was made for cells that a screening had chosen
+    case_ids   of the subject and the baselines: what measures the cell again
+    """
+
+    test: str
+    problem: str
+    run: str
+    device: str
+    simulated: bool
+    confirms: bool
+    reliable: bool
+    commit: str
+    fields: Mapping[str, Any]
+    case_ids: tuple[str, ...]
+    reason: str
+    subject: str = ""
+    baseline: str = ""
+    logs: tuple[float, ...] = ()
+    value: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    kind: str = ""
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes have a ratio."""
+        return len(self.logs)
+
+    @property
+    def density(self) -> float:
+        """Return the part of the weights that is not zero."""
+        return 1 - float(self.fields.get("level") or 0.0)
+
+    @property
+    def label(self) -> str:
+        """Name the cell by its fields: m 64, n × k 4096 × 4096, 90 %, blocks of 32."""
+        known = self.fields
+        parts = [str(known.get("op", "")), str(known.get("dtype", ""))]
+        parts += [f"m {known['m']}"] if "m" in known else []
+        parts += [f"{known['n']} × {known['k']}"] if {"n", "k"} <= known.keys() else []
+        parts += [percent(known["level"])] if known.get("level") else []
+        parts += [f"blocks of {known['block']}"] if known.get("block") not in (None, 1, "1") else []
+        others = {n: v for n, v in known.items() if n not in NAMED and v != "iid"}
+        parts += [f"{name} {plain(value)}" for name, value in others.items()]
+        return ", ".join(filter(None, parts))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Cell":
+        """Read what `to_json` wrote."""
+        listed = {name: tuple(data[name]) for name in ("case_ids", "logs")}
+        return cls(**{**data, **listed})
+
+
+def cells(test: Test, wanted: Collection[str], run: Run, found: Analysis) -> list[Cell]:
+    """Return the cells of a test in a run; `wanted` are the ids of its problems."""
+    cases = found.cases
+    here = cases[cases.problem_id.isin(list(wanted)) & ~cases.twin.astype(bool)]
+    if run.state["flags"]["device"] != "cpu":  # it tells no scopes and caches apart
+        here = here[(here.scope == test.scope) & (here.cache == test.cache)]
+    here = here.assign(chose_dense=chose_dense(here) if len(here) else False)
+    shared = {
+        "test": test.name,
+        "run": run.path.name,
+        "device": device_name(run.environment),
+        "simulated": run.state["flags"]["device"].partition(":")[0] == "sim",
+        "confirms": "confirms" in run.state,
+        "reliable": found.noise.reliability[0] is not Reliability.UNRELIABLE,
+        "commit": str(run.environment.get("commit") or "")[:12],
+    }
+    made = []
+    for _, contest in here.groupby("problem_id", sort=False):
+        lines: list[Line] = [*contest.to_dict("records")]  # type: ignore[list-item]
+        named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "level")}
+        about = {**shared, "fields": {n: v for n, v in named.items() if v is not None}}
+        made += _cell(test, lines, about, found.rows)
+    return made
+
+
+def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
+    """Say whether a contender, or a line of cases, is among the chosen.
+
+    Options are compared as text, "tuned=True".
+    """
+    if chosen.format not in (None, contender["format"]):
+        return False
+    if chosen.kernels and contender["kernel"] not in chosen.kernels:
+        return False
+    given = contender["options"]
+    words = given.split() if isinstance(given, str) else [f"{n}={v}" for n, v in given.items()]
+    return all(f"{name}={value}" in words for name, value in chosen.options.items())
+
+
+def united(known: Sequence[Cell], test: Test) -> Cell:
+    """Return all cells, each with a value, as one: in each process the mean of their log-ratios.
+
+    Cells of different runs have different processes; the first goes with the first, and so on.
+    """
+    count = min(cell.processes for cell in known)
+    density = exp(float(np.mean([log(max(1e-9, cell.density)) for cell in known])))
+    logs = tuple(float(np.mean([cell.logs[i] for cell in known])) for i in range(count))
+    first = known[0]
+    facts = {
+        **first.to_json(),
+        "fields": {"level": 1 - density},
+        "reliable": all(cell.reliable for cell in known),
+    }
+    return valued(test, Cell.from_json(facts), [np.array([each]) for each in logs])
+
+
+def valued(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
+    """Return a cell with its value and interval, from the log-ratios of each process by block."""
+    metric, found = METRICS[test.metric], ratio(logs)
+    ends = [metric.of(end, cell.density) for end in (found.value, found.low, found.high)]
+    medians = tuple(float(np.median(each)) for each in logs)
+    named = dict(zip(("value", "low", "high"), ends, strict=True))
+    kind = found.interval_kind if len(medians) < FEWEST else IntervalKind.CONFIDENCE
+    given = {**cell.to_json(), **named, "logs": medians, "kind": str(kind)}
+    return Cell.from_json(given)
+
+
+def _cell(test: Test, lines: list[Line], about: Line, rows: pd.DataFrame) -> list[Cell]:
+    """Return the cell of a contest, in a list; [] where the suite had neither side."""
+    subjects = [line for line in lines if matches(test.subject, line)]
+    bases = [line for line in lines if matches(test.baseline, line)]
+    if not subjects or not bases:
+        return []
+    problem = lines[0]["problem_id"]
+    ids = tuple(dict.fromkeys(line["case_id"] for line in [*subjects, *bases]))
+    blank = Cell(**about, problem=problem, case_ids=ids, reason="")
+    for who, side in (("subject", subjects), ("baseline", bases)):
+        if not any(line["status"] == Status.OK for line in side):
+            return [_without(blank, f"no {who} ran: {_reasons(side)}")]
+    subject = _fastest(subjects)
+    others = [line for line in bases if line["case_id"] != subject["case_id"]]
+    if not any(line["status"] == Status.OK for line in others):
+        return [_without(blank, "the subject is the only baseline")]
+    base = _fastest(others)
+    logs = _logs(test, subject, base, rows)
+    if not logs:
+        return []  # the run did not measure it, as energy without --energy
+    facts = {**blank.to_json(), "subject": subject["ran"], "baseline": base["ran"]}
+    return [valued(test, Cell.from_json(facts), logs)]
+
+
+def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any]:
+    """Return the log-ratios of each process: of times by block, else of one value a process."""
+    column = METRICS[test.metric].column
+    if column == "time":
+        return list(logs_between(subject["blocks"], base["blocks"]).values())
+    sides = []
+    for line in (base, subject):
+        own = rows[(rows.case_id == line["case_id"]) & (rows.status == Status.OK)]
+        own = own[(own.scope == line["scope"]) & (own.cache == line["cache"])]
+        sides.append(own.set_index("replicate")[column].astype("float64").dropna())
+    over, under = sides
+    shared = [n for n in over.index if n in under.index and over[n] > 0 and under[n] > 0]
+    return [np.array([log(over[number] / under[number])]) for number in shared]
+
+
+def _fastest(lines: list[Line]) -> Line:
+    """Return the line with the least time; one whose portfolio chose dense only if all did."""
+    ran = [line for line in lines if line["status"] == Status.OK]
+    return min(ran, key=lambda line: (line["chose_dense"], line["median_us"]))
+
+
+def _reasons(lines: Iterable[Line]) -> str:
+    found = Counter(f"{line['kernel']}: {line['detail'] or line['status']}" for line in lines)
+    return "; ".join(reason for reason, _ in found.most_common(2))
+
+
+def _without(cell: Cell, reason: str) -> Cell:
+    return Cell.from_json({**cell.to_json(), "reason": reason})
+
+
+def _plain(value: Any) -> Any:
+    """Return a field as JSON has it; None where a case has no such field."""
+    if value is None or (not isinstance(value, str) and pd.isna(value)) or value == "":
+        return None
+    return value.item() if hasattr(value, "item") else value

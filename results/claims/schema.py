@@ -1,0 +1,338 @@
+"""A claim as a file: who said what, under which conditions, and what would show it here.
+
+    schema: sparsebench/claim@1
+    title: Spense makes fp8 layers faster          for tables
+    statement: ...                                 at most 25 words if it is verbatim
+    verbatim: true
+    source: {title: ..., url: ..., date: "2026-06-09", kind: preprint, checked: how we read it}
+    hardware: {scope: named, gpus: [B200]}         general: a failure anywhere refutes it
+    conditions:                                    published: null is unknown
+      dtype: {published: fp8, field: dtype}        ours is the field of the measured cells
+      timing: {published: null, ours: device time} or a text
+    readings: [what vague words mean here]
+    measure: {suite: spense-ffn, only: "dtype=fp8"}    or problems, contenders, baselines: a suite
+    tests:
+      - name: at decode
+        subject: {format: spense}                  the fastest of these in each contest ...
+        baseline: {format: dense}                  ... over the fastest of these
+        metric: speedup                            metrics.py
+        at_least: 1.2                              or at_most
+        unit: x
+        quantifier: exists                         or typical (all cells together), for_all
+        at: {m: [16, 64]}                          cells: problems with these fields
+        proxy: one layer, not a served model       why this is less than what was claimed
+    bounds: [{of: the layer, density: 0.75, bits: 8, bits_per_element: 0.5, share: 0.8}]
+    missing: a B200, and vLLM with this format     why what was claimed itself is not tested
+    caveats: [what a reader must know]
+
+`read` refuses a claim that is incomplete or contradicts itself, by the line of its file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import SuiteError
+from sparsebench.results import files
+from sparsebench.results.claims.metrics import METRICS
+
+SCHEMA = "sparsebench/claim@1"
+QUOTED_WORDS = 25  # of a statement that is quoted word for word
+SHIPPED = "claim.schema.json"
+
+Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
+Share = Annotated[float, Field(gt=0, le=1)]
+Scalar = str | int | float | bool
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Source(_Model):
+    """Where a statement stands, and how it was checked that it does."""
+
+    title: Text
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    date: Annotated[str, Field(pattern=r"^\d{4}(-\d\d){0,2}$")]
+    kind: Literal["announcement", "paper", "preprint", "documentation", "code", "issue"]
+    checked: Text
+
+
+class Hardware(_Model):
+    """Which GPUs a statement is about, those that it names or any; and where it was measured."""
+
+    scope: Literal["named", "general"]
+    gpus: list[Text] = []
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.scope == "named" and not self.gpus:
+            raise ValueError("gpus where the scope is named")
+        return self
+
+
+class Condition(_Model):
+    """One condition: what was published (null: unknown), and a field of our cells or our own."""
+
+    published: str | int | float | None
+    field: str | None = None
+    ours: Text | None = None
+    same: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.field is not None and self.ours is not None:
+            raise ValueError("field or ours, not both")
+        return self
+
+
+class Chosen(_Model):
+    """Which contenders: of a format, of these kernels, with these options."""
+
+    format: str | None = None
+    kernel: str | list[str] = []
+    options: dict[str, Scalar] = {}
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not (self.format or self.kernel):
+            raise ValueError("a format or a kernel")
+        return self
+
+    @property
+    def kernels(self) -> list[str]:
+        """Return the names of the kernels; none is any."""
+        return [self.kernel] if isinstance(self.kernel, str) else self.kernel
+
+
+class Measure(_Model):
+    """What to run: a suite by name or file, or one written here."""
+
+    suite: str | None = None
+    only: str = ""
+    problems: list[dict[str, Any]] = []
+    contenders: list[dict[str, Any]] = []
+    baselines: list[dict[str, Any]] = []
+    scopes: list[str] = ["kernel"]
+    caches: list[str] = ["cold"]
+    energy: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.suite is None) == (not self.problems):
+            raise ValueError("the name of a suite, or problems, and not both")
+        if self.problems and not self.contenders:
+            raise ValueError("contenders beside problems")
+        if self.problems and self.only:
+            raise ValueError("only beside the name of a suite")
+        return self
+
+
+class Test(_Model):
+    """One threshold on one metric over some cells."""
+
+    __test__ = False  # pytest collects classes of this name
+
+    name: Text
+    subject: Chosen
+    baseline: Chosen
+    metric: Literal["speedup", "of_ideal", "energy_saved", "memory_saved", "storage"]
+    unit: Literal["x", "%"]
+    at_least: float | None = None
+    at_most: float | None = None
+    tolerance: Annotated[float, Field(ge=0)] = 0.0
+    partly_at: float | None = None
+    quantifier: Literal["exists", "typical", "for_all"]
+    at: dict[str, Scalar | list[Scalar]] = {}
+    scope: Literal["kernel", "op"] = "kernel"
+    cache: Literal["cold", "hot"] = "cold"
+    measure: Measure | None = None
+    proxy: Text | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        metric = METRICS[self.metric]
+        if self.unit != metric.unit:
+            raise ValueError(f"unit {metric.unit} of {self.metric}, not {self.unit}")
+        if (self.at_least is None) == (self.at_most is None):
+            found = "both" if self.at_least is not None else "neither"
+            raise ValueError(f"a threshold, at_least or at_most, not {found}")
+        up, none = self.at_least is not None, metric.none
+        value = self.threshold + (-self.tolerance if up else self.tolerance)
+        if self.partly_at is not None and (self.partly_at < self.threshold) != up:
+            side = "below at_least" if up else "above at_most"
+            raise ValueError(f"partly_at {side}, not {self.partly_at:g}")
+        if self.tolerance and none is not None and (self.threshold - none) * (value - none) <= 0:
+            raise ValueError(f"a tolerance that no equal contender meets, not {self.tolerance:g}")
+        return self
+
+    @property
+    def threshold(self) -> float:
+        """Return the value as claimed, in the unit."""
+        found = self.at_least if self.at_least is not None else self.at_most
+        assert found is not None
+        return found
+
+    @property
+    def limit(self) -> float:
+        """Return the value that is tested: as claimed, less the tolerance."""
+        return self.threshold + (-self.tolerance if self.at_least is not None else self.tolerance)
+
+    @property
+    def sentence(self) -> str:
+        """Say what is tested, in a few words."""
+        sign = "≥" if self.at_least is not None else "≤"
+        how = {"exists": "in a cell", "typical": "over all cells", "for_all": "in every cell"}
+        metric = self.metric.replace("_", " ")
+        return f"{metric} {sign} {self.threshold:g} {self.unit} {how[self.quantifier]}"
+
+
+class Bound(_Model):
+    """What a format can save at most, at the efficiency of dense: bytes or FLOPs, then Amdahl.
+
+        part   =  density (1 + bits_per_value / bits) + bits_per_element / bits
+        bound  =  1 / ((1 - share) + share part)
+
+    2:4 has a density of 0.5 and a bit an element. Of FLOPs, no index counts.
+    """
+
+    of: Text
+    density: Share
+    bits: Annotated[int, Field(gt=0)] = 16
+    bits_per_value: Annotated[float, Field(ge=0)] = 0.0
+    bits_per_element: Annotated[float, Field(ge=0)] = 0.0
+    share: Share = 1.0
+    share_from: Text | None = None
+
+    @property
+    def most(self) -> float:
+        """Return the largest speed-up."""
+        part = self.density * (1 + self.bits_per_value / self.bits)
+        part += self.bits_per_element / self.bits
+        return 1 / ((1 - self.share) + self.share * part)
+
+
+class Claim(_Model):
+    """A claim; see the module."""
+
+    schema_: Literal["sparsebench/claim@1"] = Field(alias="schema")
+    title: Text
+    statement: Text
+    verbatim: bool
+    source: Source
+    hardware: Hardware
+    conditions: dict[str, Condition] = Field(min_length=1)
+    readings: list[Text] = []
+    measure: Measure | None = None
+    tests: list[Test] = []
+    bounds: list[Bound] = []
+    missing: Text | None = None
+    caveats: list[Text] = []
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        words = len(self.statement.split())
+        if self.verbatim and words > QUOTED_WORDS:
+            raise ValueError(f"a quote of at most {QUOTED_WORDS} words, not {words}")
+        if not self.tests and not self.missing:
+            raise ValueError("tests, or what is missing for one")
+        for test in self.tests:
+            if not (test.measure or self.measure):
+                raise ValueError(f"measure, for the test {test.name}")
+        names = [test.name for test in self.tests]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tests of different names, not {', '.join(names)}")
+        whole = [test.name for test in self.tests if not test.proxy]
+        if self.missing and whole:
+            raise ValueError(f"missing only where every test is a proxy: {whole[0]} is none")
+        if self.tests and not whole and not self.missing:
+            raise ValueError("missing, where every test is a proxy: why the claim itself is not")
+        return self
+
+
+@dataclass(frozen=True)
+class Written:
+    """A claim with its name, the text of its file, and where its parts stand in it."""
+
+    name: str
+    where: str
+    claim: Claim
+    root: yaml.Node
+
+    def at(self, *path: str | int) -> str:
+        """Return `FILE:LINE` of a part; of one that is not there, that of the nearest above it."""
+        return f"{self.where}:{_line(self.root, path)}"
+
+
+def read(path: Path) -> Written:
+    """Read a file; SuiteError names the file, the line, what was expected and what was found."""
+    return parse(str(path), files.text(path, files.YAML_BYTES, SuiteError))
+
+
+def parse(where: str, text: str) -> Written:
+    """Read the text of a claim that `where` names."""
+    data = files.from_yaml(where, text, SuiteError)
+    root = yaml.compose(text, yaml.SafeLoader)
+    if not isinstance(data, dict) or root is None:
+        raise SuiteError(f"{where}:1: expected a claim, found {type(data).__name__}")
+    try:
+        claim = Claim.model_validate(data)
+    except ValidationError as error:
+        raise SuiteError(f"{where}:{_said(error, root)}") from error
+    return Written(Path(where).stem, where, claim, root)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a claim, for editors: suites/claims/claim.schema.json."""
+    return Claim.model_json_schema(by_alias=True)
+
+
+def _said(error: ValidationError, root: yaml.Node) -> str:
+    """Write the first error: its line, its place, what was expected and found.
+
+    A key that is unknown comes before one that is missing: it may be that one, misspelt.
+    """
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    path = [part for part in first["loc"] if not _is_branch(part)]
+    place = ".".join(map(str, path)) or "top"
+    line = f"{_line(root, path)}: {place}"
+    if first["type"] == "missing":
+        return f"{line}: expected a value, found none"
+    if first["type"] == "extra_forbidden":
+        return f"{line}: unknown key{did_you_mean(str(path[-1]), _KEYS)}"
+    wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    found = "" if first["type"] == "value_error" else f"; found {str(first['input'])[:60]!r}"
+    return f"{line}: expected {wanted}{found}"
+
+
+_KEYS = [
+    info.alias or name
+    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test, Bound)
+    for name, info in model.model_fields.items()
+]
+
+
+def _is_branch(part: str | int) -> bool:
+    """Say whether pydantic put the name of a type of a union into a place."""
+    return part in ("str", "int", "float", "bool") or (isinstance(part, str) and "[" in part)
+
+
+def _line(node: yaml.Node, path: Sequence[str | int]) -> int:
+    """Return the line of a part of a document; of one that is not there, of what it would be in."""
+    line = node.start_mark.line
+    for part in path:
+        found: Mapping[Any, tuple[int, yaml.Node]] = {}
+        if isinstance(node, yaml.MappingNode):
+            found = {key.value: (key.start_mark.line, value) for key, value in node.value}
+        elif isinstance(node, yaml.SequenceNode):
+            found = {i: (item.start_mark.line, item) for i, item in enumerate(node.value)}
+        if part not in found:
+            break
+        line, node = found[part]
+    return line + 1

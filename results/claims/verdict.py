@@ -1,0 +1,353 @@
+"""Cells to a verdict. The order is fixed, and each step is one rule; the first that holds decides.
+
+    a cell is   met      its whole interval is beyond the limit
+                missed   its whole interval is short of it         else unclear
+
+    1  not testable     no cell has a value: what was claimed cannot run here, with the reason
+    2  inconclusive     nothing was measured; the A/A pairs of a run came out different;
+                        fewer than 6 processes (a look: `leans` says what it would be)
+    3  reproduced       exists: a cell that a screening chose is met in another run
+                        typical: all cells together are met       for_all: every cell is met
+    4  inconclusive     a cell that is unclear, unmeasured or not confirmed could still change it
+    5  partly           some cells of for_all are met; or one is beyond partly_at; or, where no
+                        partly_at is given, one is better than equal
+    6  refuted          every cell is missed, and the claim is general or names this GPU
+       not carried over     likewise, and the claim names another GPU
+
+A kernel proxy is never more than partly and never refutes. So 100 equal contenders, of which the
+luckiest is chosen, reproduce nothing: the choice is measured anew.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import log
+
+import numpy as np
+
+from sparsebench.results.claims.cells import Cell, united
+from sparsebench.results.claims.metrics import METRICS
+from sparsebench.results.claims.schema import Claim, Hardware, Test
+from sparsebench.results.statistics import FEWEST, more_processes
+from sparsebench.results.words import listed
+
+
+class Word(StrEnum):
+    """A verdict."""
+
+    REPRODUCED = "reproduced"
+    PARTLY = "partly"
+    REFUTED = "refuted"
+    NOT_CARRIED_OVER = "not carried over"
+    INCONCLUSIVE = "inconclusive"
+    NOT_TESTABLE = "not testable"
+
+
+class Basis(StrEnum):
+    """How near to what was claimed the measurement is."""
+
+    AS_PUBLISHED = "as published"
+    SAME_ARCHITECTURE = "same architecture"
+    OTHER_GPU = "other GPU"
+    KERNEL_PROXY = "kernel proxy"
+    NONE = "nothing measured"
+
+
+MISSED = (Word.REFUTED, Word.NOT_CARRIED_OVER)
+ARCHITECTURES = {
+    "Volta": ("V100",),
+    "Turing": ("T4",),
+    "Ampere": ("A100", "A800", "A30", "A40", "A10"),
+    "Ada": ("L40", "L40S", "L4", "4090", "6000 Ada"),
+    "Hopper": ("H100", "H200", "H800", "H20", "GH200"),
+    "Blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
+}
+"""GPUs of one architecture, by what their names hold."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on one test.
+
+    why       a sentence: what decided, and where it is open what would decide
+    deciding  the cells that the verdict stands on
+    leans     of a look, or of a cell that is not confirmed: what it would be if that stood
+    confirm   the cell that a confirming run would have to measure
+    """
+
+    test: Test
+    word: Word
+    basis: Basis
+    why: str
+    cells: tuple[Cell, ...] = ()
+    deciding: tuple[Cell, ...] = ()
+    leans: Word | None = None
+    confirm: Cell | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a claim, on one device ("" where nothing was measured)."""
+
+    claim: str
+    device: str
+    word: Word
+    basis: Basis
+    why: str
+    tests: tuple[Judged, ...] = ()
+    leans: Word | None = None
+    simulated: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """Say it in a sentence."""
+        where = f" on {self.device}" if self.device else ""
+        lean = f" (leans to: {self.leans})" if self.leans else ""
+        return f"{self.word.capitalize()}{where}, {self.basis}{lean}: {self.why}"
+
+
+def judge(
+    name: str,
+    claim: Claim,
+    cells: Sequence[Cell],
+    wanted: Mapping[str, Collection[str]],
+    refused: Mapping[str, str] | None = None,
+) -> list[Verdict]:
+    """Return the verdict on a claim for each device that its cells are from; one without cells.
+
+    `wanted` has the ids of the problems of each test, `refused` why a test was not run.
+    """
+    devices = list(dict.fromkeys(cell.device for cell in cells)) or [""]
+    made = []
+    for device in devices:
+        own = [cell for cell in cells if cell.device == device]
+        tests = [
+            _test(
+                claim.hardware,
+                test,
+                [cell for cell in own if cell.test == test.name],
+                set(wanted.get(test.name, ())),
+                (refused or {}).get(test.name, ""),
+            )
+            for test in claim.tests
+        ]
+        made.append(_claim(name, claim, device, tests, any(cell.simulated for cell in own)))
+    return made
+
+
+def basis(hardware: Hardware, device: str, proxy: bool) -> Basis:
+    """Return how near a device is to what a claim names."""
+    if proxy:
+        return Basis.KERNEL_PROXY
+    words = device.replace("-", " ").split()
+    if not hardware.gpus or any(gpu in device for gpu in hardware.gpus):
+        return Basis.AS_PUBLISHED
+    for names in ARCHITECTURES.values():
+        own = any(name in words for name in names)
+        theirs = any(name in gpu.split() for gpu in hardware.gpus for name in names)
+        if own and theirs:
+            return Basis.SAME_ARCHITECTURE
+    return Basis.OTHER_GPU
+
+
+def state(test: Test, cell: Cell) -> str:
+    """Say whether a cell is met, missed or unclear."""
+    up = test.at_least is not None
+    met = cell.low >= test.limit if up else cell.high <= test.limit
+    missed = cell.high < test.limit if up else cell.low > test.limit
+    return "met" if met else "missed" if missed else "unclear"
+
+
+def _test(
+    hardware: Hardware, test: Test, cells: list[Cell], wanted: set[str], refused: str
+) -> Judged:
+    if refused:
+        return Judged(test, Word.NOT_TESTABLE, Basis.NONE, f"{refused}.", tuple(cells))
+    if not cells:
+        return Judged(test, Word.INCONCLUSIVE, Basis.NONE, "nothing is measured yet.")
+    near = basis(hardware, cells[0].device, test.proxy is not None)
+    valued = [cell for cell in cells if not cell.reason]
+    if not valued:
+        reasons = list(dict.fromkeys(cell.reason for cell in cells))
+        return Judged(test, Word.NOT_TESTABLE, near, f"{'; '.join(reasons[:2])}.", tuple(cells))
+    if any(not cell.reliable for cell in valued):
+        runs = listed(sorted({cell.run for cell in valued if not cell.reliable}))
+        why = f"equal kernels came out different in {runs}: measure again on a quiet machine."
+        return Judged(test, Word.INCONCLUSIVE, near, why, tuple(cells), tuple(valued))
+    unmeasured = len(wanted - {cell.problem for cell in cells})
+    word, why, deciding, confirm = _decided(test, valued, len(cells) - len(valued), unmeasured)
+    hopeful = confirm is not None and state(test, confirm) == "met"
+    general = hardware.scope == "general"
+    leans = _in_scope(Word.REPRODUCED, near, general) if hopeful else None
+    word = _in_scope(word, near, general)
+    fewest = min(cell.processes for cell in deciding)
+    if fewest < FEWEST:
+        leans = leans if word is Word.INCONCLUSIVE else word
+        more = f"{fewest} of the {FEWEST} processes that a verdict needs"
+        why, word = f"{why.rstrip('.')}; a look, {more}.", Word.INCONCLUSIVE
+    return Judged(test, word, near, why, tuple(cells), tuple(deciding), leans, confirm)
+
+
+Decision = tuple[Word, str, list[Cell], Cell | None]
+
+
+def _decided(test: Test, valued: list[Cell], failed: int, unmeasured: int) -> Decision:
+    """Return the verdict as if nothing limited it, why, on which cells, and what to confirm."""
+    cells = list(_latest(valued).values())
+    states = {cell.problem: state(test, cell) for cell in cells}
+    if test.quantifier == "typical":
+        pooled = united(cells, test)
+        if unmeasured:
+            return _open(f"{unmeasured} cells are not measured", cells)
+        whole = state(test, pooled)
+        which = f"all {len(cells)} cells together" if len(cells) > 1 else cells[0].label
+        said = f"{which}: {_value(test, pooled)}"
+        if whole == "met" and not failed:
+            return Word.REPRODUCED, f"{said}.", [pooled], None
+        if whole == "unclear":
+            return _open(f"{said}, astride {_limit(test)}{_more(test, pooled)}", [pooled])
+        partly = _partly(test, pooled) or whole == "met"
+        return Word.PARTLY if partly else Word.REFUTED, f"{said}.", [pooled], None
+    if test.quantifier == "for_all":
+        return _for_all(test, cells, states, failed, unmeasured)
+    return _exists(test, cells, states, unmeasured)
+
+
+def _for_all(
+    test: Test, cells: list[Cell], states: dict[str, str], failed: int, unmeasured: int
+) -> Decision:
+    by = {name: [c for c in cells if states[c.problem] == name] for name in ("met", "missed")}
+    unclear = [cell for cell in cells if states[cell.problem] == "unclear"]
+    sign = "≥" if test.at_least is not None else "≤"
+    count = f"{len(by['met'])} of {len(cells) + failed} cells are {sign} {_limit(test)}"
+    if len(by["met"]) == len(cells) and not failed and not unmeasured:
+        worst = _best(test, cells, worst=True)
+        return Word.REPRODUCED, f"{count}; nearest to it is {_value(test, worst)}.", [worst], None
+    if by["met"] and (by["missed"] or failed):
+        worst = _best(test, by["missed"] or by["met"], worst=True)
+        return Word.PARTLY, f"{count}, but {worst.label} has {_value(test, worst)}.", [worst], None
+    if unmeasured:
+        return _open(f"{count}; {unmeasured} cells are not measured", cells)
+    if unclear:
+        worst = _best(test, unclear)
+        return _open(f"{count}; {worst.label} is astride it{_more(test, worst)}", unclear)
+    best = _best(test, cells)
+    word = Word.PARTLY if _partly(test, best) else Word.REFUTED
+    return word, f"{count}; the best has {_value(test, best)}.", [best], None
+
+
+def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: int) -> Decision:
+    """Judge by one cell. The best of several must be met in a run that was made for it."""
+    alone = len(cells) == 1 and not unmeasured
+    proven = [c for c in cells if states[c.problem] == "met" and (c.confirms or alone)]
+    if proven:
+        best = _best(test, proven)
+        again = "measured alone after a screening" if best.confirms else "the only cell"
+        return Word.REPRODUCED, f"{best.label}, {again}: {_value(test, best)}.", [best], None
+    hopeful = [c for c in cells if states[c.problem] in ("met", "unclear") and not c.confirms]
+    met = [cell for cell in hopeful if states[cell.problem] == "met"]
+    if met:
+        best = _best(test, met)
+        said = f"{best.label} has {_value(test, best)}, chosen among {len(cells)} cells"
+        word, _, deciding, _ = _open("", [best])
+        return word, f"{said}: a run made for it alone would decide.", deciding, best
+    unclear = [cell for cell in cells if states[cell.problem] == "unclear"]
+    if unclear:
+        best = _best(test, unclear)
+        said = f"{best.label} has {_value(test, best)}, astride {_limit(test)}"
+        confirm = None if best.confirms or alone else best
+        return Word.INCONCLUSIVE, f"{said}{_more(test, best)}.", [best], confirm
+    best = _best(test, cells)
+    if unmeasured:
+        return _open(f"the best so far has {_value(test, best)}; {unmeasured} to go", [best])
+    word = Word.PARTLY if _partly(test, best) else Word.REFUTED
+    said = f"the best of {len(cells)} cells, {best.label}, has {_value(test, best)}"
+    return word, f"{said}, short of {_limit(test)}.", [best], None
+
+
+def _open(why: str, deciding: list[Cell]) -> Decision:
+    return Word.INCONCLUSIVE, f"{why}.", deciding, None
+
+
+def _latest(cells: list[Cell]) -> dict[str, Cell]:
+    """Return one cell a problem: of a confirming run, else with most processes."""
+    found: dict[str, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: (cell.confirms, cell.processes)):
+        found[cell.problem] = cell
+    return found
+
+
+def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:
+    up = (test.at_least is not None) != worst
+    return (max if up else min)(cells, key=lambda cell: cell.value)
+
+
+def _partly(test: Test, cell: Cell) -> bool:
+    """Say whether a cell that missed the limit still shows part of what was claimed."""
+    if test.partly_at is not None:
+        up = test.at_least is not None
+        return cell.low >= test.partly_at if up else cell.high <= test.partly_at
+    none = METRICS[test.metric].none
+    return test.at_least is not None and none is not None and none < min(cell.low, test.threshold)
+
+
+def _in_scope(word: Word, near: Basis, general: bool) -> Word:
+    """Weaken what a basis cannot carry; a general claim is refuted on any GPU."""
+    if near is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
+        return Word.PARTLY
+    carried = near is Basis.AS_PUBLISHED or (general and near is not Basis.KERNEL_PROXY)
+    if word is Word.REFUTED and not carried:
+        return Word.NOT_CARRIED_OVER
+    return word
+
+
+def _value(test: Test, cell: Cell) -> str:
+    ends = f"[{cell.low:.3g}, {cell.high:.3g}]"
+    return f"{cell.value:.3g} {test.unit} {ends}"
+
+
+def _limit(test: Test) -> str:
+    return f"{test.limit:g} {test.unit}"
+
+
+def _more(test: Test, cell: Cell) -> str:
+    """Say how many more processes would decide a cell that is astride the limit."""
+    if cell.processes < FEWEST:
+        return ""
+    at = log(METRICS[test.metric].back(test.limit, cell.density))
+    more = more_processes(np.array(cell.logs) - at, margin=0.0)
+    return f"; {more} more processes would decide" if more else "; more processes would not decide"
+
+
+def _claim(name: str, claim: Claim, device: str, tests: list[Judged], simulated: bool) -> Verdict:
+    """Unite the verdicts of a claim's tests: those that are no proxies, if one of them can run."""
+    whole = [t for t in tests if not t.test.proxy]
+    runs = [t for t in whole if t.word is not Word.NOT_TESTABLE]
+    used = runs or [t for t in tests if t.test.proxy and t.word is not Word.NOT_TESTABLE]
+    if not used:
+        reasons = [claim.missing or "", *(f"{t.test.name}: {t.why}" for t in tests)]
+        near = tests[0].basis if tests else Basis.NONE
+        why = " ".join(f"{reason.rstrip('.')}." for reason in reasons if reason)
+        return Verdict(name, device, Word.NOT_TESTABLE, near, why, tuple(tests), None, simulated)
+    capped = bool(runs) and len(runs) < len(whole)
+    word = _united([t.word for t in used], capped)
+    leans = None
+    if any(t.leans for t in used):
+        lean = _united([t.leans or t.word for t in used], capped)
+        leans = lean if lean is not Word.INCONCLUSIVE else None
+    near = max((t.basis for t in used), key=list(Basis).index)
+    said = [f"{t.test.name}: {t.why}" if len(used) > 1 else t.why for t in used]
+    return Verdict(name, device, word, near, " ".join(said), tuple(tests), leans, simulated)
+
+
+def _united(words: Sequence[Word], capped: bool) -> Word:
+    """Return the verdict on several tests; an open one is tried as either, and must not matter."""
+    if Word.INCONCLUSIVE in words:
+        rest = [word for word in words if word is not Word.INCONCLUSIVE]
+        either = {_united([*rest, end], capped) for end in (Word.REPRODUCED, Word.REFUTED)}
+        return either.pop() if len(either) == 1 else Word.INCONCLUSIVE
+    if all(word is Word.REPRODUCED for word in words):
+        return Word.PARTLY if capped else Word.REPRODUCED
+    if all(word in MISSED for word in words):
+        return Word.REFUTED if Word.REFUTED in words else Word.NOT_CARRIED_OVER
+    return Word.PARTLY

@@ -1,0 +1,151 @@
+"""The public API: runs from Python, what they show, and what importing costs."""
+
+import json
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT, TESTS
+
+import sparsebench
+from sparsebench.errors import ResultError, SuiteError
+
+SUITE: dict[str, Any] = {
+    "title": "blocks of 16",
+    "problems": [
+        {
+            **{"op": "linear", "m": [16, 64], "n": 512, "k": 512, "dtype": "bf16"},
+            **{"pattern": "blocks", "block": 16, "sparsity": [0.5, 0.9]},
+        }
+    ],
+    "contenders": [{"format": "bsr", "kernel": "bsr_small", "params": {"block": "$block"}}],
+    "baselines": [{"format": "dense", "kernel": "cublas"}],
+}
+
+
+def in_python(code: str, torch: bool = True) -> str:
+    """Run Python in a process of its own, in which torch can be imported or not."""
+    command = [sys.executable, "-P", *([] if torch else [str(TESTS / "without_torch.py")])]
+    done = subprocess.run([*command, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> sparsebench.Run:
+    out = tmp_path_factory.mktemp("api") / "run"
+    return sparsebench.run(SUITE, device="sim", replicates=1, out=out, progress=False)
+
+
+def test_a_suite_from_python_is_a_run_like_any_other(measured: sparsebench.Run) -> None:
+    assert measured.status == "finished"
+    assert measured.path.name == "run"
+    assert (measured.path / "manifest.json").exists()
+    assert re.fullmatch(r"Run\('.*/run', simulated .*, finished; cases: 8 ok.*\)", repr(measured))
+    again = sparsebench.load(measured.path)
+    assert repr(again) == repr(measured)
+    cases = measured.summary()
+    assert set(cases.kernel) == {"cublas", "bsr_small"}
+    assert {"m", "sparsity", "median_us", "speedup", "speedup_low", "outcome"} <= set(cases)
+    assert len(measured.frame()) == len(cases[cases.status == "ok"])
+
+
+def test_what_is_changed_in_a_table_stays_there(measured: sparsebench.Run) -> None:
+    cases = measured.summary()
+    cases["speedup"] = 1e9
+    assert (measured.summary().speedup.dropna() < 1e9).all()
+
+
+def test_a_notebook_shows_the_answer_with_its_badges(measured: sparsebench.Run) -> None:
+    shown = measured._repr_html_()
+    page = unescape(re.findall(r'srcdoc="([^"]*)"', shown)[0])
+    assert "SIMULATED" in page
+    assert '<base href="about:srcdoc">' in page  # a link to a place on it stays inside
+    assert "Which format wins" in page
+    assert 'id="answer"' in page
+    assert 'id="cases"' not in page
+    assert "SIMULATED" in measured.answer()
+
+
+def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path: Path) -> None:
+    assert next(iter(measured.plots)) == "answer"
+    assert measured.plots["storage"] == "Stored bytes"
+    plot = measured.plot("storage")
+    assert plot.save(tmp_path / "plot.html").read_text("utf-8") == plot.html
+    assert "<svg" in plot.html
+    assert "SIMULATED" in plot.html
+    assert 'href="rows.jsonl"' not in plot.html  # a page without a place has no files beside it
+    with pytest.raises(ResultError, match=r"plot: expected one of answer.*found 'storag'.*storage"):
+        measured.plot("storag")
+    with pytest.raises(ResultError, match="figure energy: expected cases to draw, found none"):
+        measured.plot("energy")
+
+
+def test_a_report_is_written_where_it_is_asked_for(
+    measured: sparsebench.Run, tmp_path: Path
+) -> None:
+    assert measured.report(tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
+    assert measured.report() == measured.path / "report.html"
+
+
+def test_bad_input_is_one_line_and_no_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SuiteError, match=r"^python: problems\.0|^python: problems\[0\]"):
+        sparsebench.run({**SUITE, "problems": [{"op": "linear"}]}, device="sim", out=out)
+    with pytest.raises(SuiteError, match="expected texts, numbers, lists and mappings"):
+        sparsebench.run({**SUITE, "title": object()}, device="sim", out=out)
+    with pytest.raises(SuiteError, match=r"found 'quik'.*quick"):
+        sparsebench.run("quik", device="sim", out=out)
+    with pytest.raises(ResultError, match="expected the directory of a run, found none"):
+        sparsebench.load(out)
+    assert not out.exists()
+
+
+def test_importing_sparsebench_imports_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import sparsebench; print(*sys.modules - before)"
+    code = code.replace("sys.modules - before", "set(sys.modules) - before")
+    found = {name.partition(".")[0] for name in in_python(code).split()}
+    assert not found & {"torch", "numpy", "pandas", "scipy", "matplotlib", "typer", "rich", "yaml"}
+
+
+def test_listing_imports_no_library_that_computes() -> None:
+    code = (
+        "import sys; from sparsebench.harness.cli import main; sys.argv = ['sparsebench', 'list', "
+    )
+    code += "'--json']; main(); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    found = {name.partition(".")[0] for name in done.stderr.split()}
+    assert not found & {"torch", "numpy", "pandas", "scipy", "matplotlib", "triton"}
+    assert "bsr" in json.loads(done.stdout)["formats"]
+
+
+def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) -> None:
+    """Only the plan of a run needs the kernels, and validate says that it was not checked."""
+    run = str(measured.path)
+    commands = [["list"], ["report", run, "--out", str(tmp_path / "page.html")]]
+    commands += [["compare", run, run], ["validate", run]]
+    code = "import sys, sparsebench\nfrom sparsebench.harness.cli import main\n"
+    for command in commands:
+        code += f"sys.argv = {['sparsebench', *command]!r}; print('ended with', main())\n"
+    code += f"run = sparsebench.load({run!r})\n"
+    code += "print(run, len(run.summary()), run.plot('storage'), run._repr_html_()[:7])"
+    said = in_python(code, torch=False)
+    assert re.findall(r"ended with (\d)", said) == ["0", "0", "0", "5"]
+    assert re.search(r"plan: not checked.*No module named 'torch'", said)
+    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('storage', .*\) <iframe", said)
+
+
+def test_public_names_are_there_when_they_are_used() -> None:
+    code = "import sparsebench; print(sparsebench.formats.bsr.Bsr.__name__, "
+    code += "sparsebench.matmul.__name__, sparsebench.nn.BlockSparseLinear.__name__, "
+    code += "sparsebench.errors.Unsupported.__name__, sparsebench.__version__)"
+    assert in_python(code).split()[:4] == ["Bsr", "matmul", "BlockSparseLinear", "Unsupported"]
+    assert set(sparsebench.__all__) <= set(dir(sparsebench))
+    with pytest.raises(AttributeError, match="has no attribute 'matmull'"):
+        _ = sparsebench.matmull  # type: ignore[attr-defined]

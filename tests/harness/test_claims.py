@@ -1,0 +1,260 @@
+"""Claims planned, bounded, measured on the simulated GPU and judged, by the command line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import sparsebench
+from made_up_claims import CLAIM
+from places import PUBLISHED, ROOT
+from simulated_here import in_this_process
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.claims import catalog, plan
+from sparsebench.harness.claims.check import Evidence, check, evidence
+from sparsebench.harness.run.measure import Stopped
+from sparsebench.harness.run.state import Flags
+from sparsebench.results import store
+from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.claims.schema import Written, read
+from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.record import Problem
+
+SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def here() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        in_this_process(patch)
+        yield
+
+
+def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> Written:
+    """Write CLAIM with a change, and read it."""
+    assert old in CLAIM
+    file = folder / f"{name}.yaml"
+    file.write_text(CLAIM.replace(old, new, 1) if old else CLAIM)
+    return read(file)
+
+
+def device(folder: Path, efficiency: float) -> str:
+    (folder / "spec.yaml").write_text(SPEC % efficiency)
+    return f"sim:{folder / 'spec.yaml'}"
+
+
+def quiet(done: int, total: int, problem: str) -> None:
+    """Say nothing."""
+
+
+def judged(found: Evidence) -> Verdict:
+    """Return the only verdict on the only claim."""
+    ((verdict,),) = found.verdicts().values()
+    return verdict
+
+
+@pytest.fixture(scope="module")
+def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work."""
+    folder = tmp_path_factory.mktemp("fast")
+    flags = Flags(device(folder, 0.8), replicates=6)
+    found = check([written(folder)], flags, [], folder / "out", quiet)
+    assert judged(found).word is Word.REPRODUCED
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Check one whose kernel is slower than dense; nothing is left to confirm."""
+    folder = tmp_path_factory.mktemp("slow")
+    flags = Flags(device(folder, 0.1), replicates=6)
+    check([written(folder)], flags, [], folder / "out", quiet)
+    assert [path.name for path in folder.glob("out/*/")] == ["mine"]
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ran", "word"),
+    [
+        ("", "", "fast", Word.REPRODUCED),
+        ("at_least: 2", "at_least: 9", "fast", Word.PARTLY),
+        ("at_least: 2", "at_least: 5", "fast", Word.INCONCLUSIVE),
+        ("fier: exists\n", "fier: exists\n    proxy: a kernel\nmissing: it\n", "fast", Word.PARTLY),
+        ("", "", "slow", Word.REFUTED),
+        ("gpus: [H200]", "gpus: [B200]", "slow", Word.NOT_CARRIED_OVER),
+    ],
+)
+def test_someone_elses_claim_is_judged_from_one_file(
+    old: str, new: str, ran: str, word: Word, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    runs = sorted(file.parent for file in request.getfixturevalue(ran).glob("*/run.json"))
+    found = judged(evidence([written(tmp_path, old, new)], runs))
+    assert (found.word, found.simulated) == (word, True)
+
+
+def test_a_chosen_cell_is_measured_anew_and_alone(fast: Path) -> None:
+    screening, again = (store.read(fast / name) for name in ("mine", "mine-confirmed"))
+    assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
+    assert {row.case.problem["sparsity"] for row in again.rows} == {0.8}
+    assert again.state["confirms"]["screened"] == 4
+    said = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
+    assert (said["verdict"], said["basis"]) == ("reproduced", "as published")
+    assert said["tests"][0]["deciding"][0]["run"] == "mine-confirmed"
+
+
+@pytest.fixture(scope="module")
+def look(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Check a claim in two processes."""
+    folder = tmp_path_factory.mktemp("look")
+    flags = Flags(device(folder, 0.8), replicates=2)
+    assert judged(check([written(folder)], flags, [], folder, quiet)).word is Word.INCONCLUSIVE
+    return folder
+
+
+def test_a_look_confirms_nothing(look: Path) -> None:
+    assert not (look / "mine-confirmed").exists()
+
+
+def test_what_runs_have_is_not_measured_again(look: Path, tmp_path: Path) -> None:
+    wider = written(tmp_path, "[0.5, 0.8]", "[0.5, 0.8, 0.9]", name="wider")
+    flags = Flags(device(tmp_path, 0.8), replicates=2)
+    found = check([wider], flags, [look / "mine"], tmp_path, quiet)
+    fresh = store.read(tmp_path / "wider")
+    assert {row.case.problem["sparsity"] for row in fresh.rows} == {0.9}
+    assert {cell.run for cell in found.cells["wider"]} == {"mine", "wider"}
+
+
+def test_a_check_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    claim = written(tmp_path, "quantifier: exists", "quantifier: typical")
+
+    def stop(done: int, total: int, problem: str) -> None:
+        if done == total - 1:
+            raise KeyboardInterrupt
+
+    flags, to = Flags(device(tmp_path, 0.8), replicates=2), tmp_path / "out"
+    with pytest.raises(Stopped):
+        check([claim], flags, [], to, stop)
+    assert store.read(to / "mine").state["status"] == "interrupted"
+    found = check([claim], flags, [], to, quiet)
+    assert [path.name for path in to.iterdir() if path.is_dir()] == ["mine"]
+    assert found.cells["mine"][0].processes == 2
+
+
+def test_what_no_meter_counts_is_not_testable(tmp_path: Path) -> None:
+    asks = 'metric: energy_saved\n    at_least: 2\n    unit: "%"'
+    file = tmp_path / "mine.yaml"
+    text = CLAIM.replace("metric: speedup\n    at_least: 2\n    unit: x", asks)
+    file.write_text(text.replace("measure:\n", "measure:\n  energy: true\n"))
+    flags = Flags(device(tmp_path, 0.8), replicates=1)
+    verdict = judged(check([read(file)], flags, [], tmp_path / "out", quiet))
+    assert verdict.word is Word.NOT_TESTABLE
+    assert "expected an NVIDIA GPU" in verdict.why
+
+
+WRONG = {
+    "no such suite": ("measure:\n", "measure: {suite: sparsty}\nxyz:\n", "10: xyz: unknown key"),
+    "no such kernel": ("bsr_triton", "bsr_tritn", "9: measure: mine.yaml: expected one of"),
+    "no such field": ("unit: x", "unit: x\n    at: {m: 7}", "24: at.m: expected m of a problem"),
+    "no subject": ("{format: bsr}\n", "{format: csr}\n", "19: subject: expected a contender of"),
+    "no baseline": ("{format: dense}\n", "{format: csr}\n", "20: baseline: expected a contender"),
+    "both sides": ("{format: dense}\n", "{format: bsr}\n", "19: expected no contender that is"),
+    "not measured": (
+        "unit: x",
+        "unit: x\n    cache: hot",
+        "24: cache: expected what mine measures",
+    ),
+    "no energy": (
+        "metric: speedup\n    at_least: 2\n    unit: x",
+        'metric: energy_saved\n    at_least: 2\n    unit: "%"',
+        "21: metric: expected energy: true in measure",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_suite_cannot_show_is_an_error_with_the_line(what: str, tmp_path: Path) -> None:
+    old, new, said = WRONG[what]
+    with pytest.raises(SuiteError) as error:
+        plan.parts(written(tmp_path, old, new))
+    assert f"mine.yaml:{said}" in str(error.value)
+
+
+def test_lint_names_the_file_and_the_line_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(CLAIM.replace("    unit: x\n", ""))
+    good = written(tmp_path).where
+    done = sparsebench("claims", "lint", tmp_path / "bad.yaml", good)
+    assert done.returncode == 2
+    first, second = done.stdout.splitlines()
+    assert first == f"{tmp_path / 'bad.yaml'}:18: tests.0.unit: expected a value, found none"
+    assert second.endswith("mine.yaml: ok, 1 tests of 2 cells")
+
+
+def test_every_shipped_claim_can_be_planned_and_names_its_file() -> None:
+    names = {path.stem for path in (ROOT / "suites" / "claims").glob("*.yaml")}
+    assert set(catalog.claims()) == names
+    found = evidence(catalog.chosen([]))
+    for each in found.written:
+        assert [part.test for part in found.parts[each.name]] == each.claim.tests
+        assert each.claim.tests or each.claim.bounds or each.claim.missing
+
+
+def test_a_claim_is_known_by_name_or_by_file_and_once() -> None:
+    with pytest.raises(SuiteError, match="did you mean openai-2017-cublas"):
+        catalog.load("openai-2017-cubla")
+    with pytest.raises(SuiteError, match="expected each claim once"):
+        catalog.chosen(["blast-2025", "blast-2025"])
+
+
+def test_the_bound_of_a_cell_is_known_before_any_gpu_time() -> None:
+    fields = {"dtype": "bf16", "pattern": "blocks", "block": 64, "sparsity": 0.875}
+    many, few = (Problem("linear", {"m": m, "n": 4096, "k": 4096, **fields}) for m in (8192, 1))
+    assert plan.most(many) == pytest.approx(8)  # multiplications
+    assert plan.most(few) == pytest.approx(8)
+    here = Ceilings(4000.0, 4000.0, {"bf16": 800.0}, 4.0, 2**26)
+    assert plan.most(many, here) == pytest.approx(8, rel=0.01)
+    assert plan.most(few, here) == pytest.approx(33.55e6 / 4e6 / 4.0, rel=0.01)  # one launch
+
+
+def test_a_claim_that_nobody_can_meet_is_said_to_be_one(tmp_path: Path) -> None:
+    beyond = written(tmp_path, "at_least: 2", "at_least: 9")
+    (asked,) = evidence([beyond]).asked()
+    assert asked.beyond == ["over dense"]
+    done = sparsebench(
+        "claims", "bound", beyond.where, "--gpu", PUBLISHED / "nvidia-h200" / "openai"
+    )
+    assert "cannot" in done.stdout
+    (asked,) = evidence([written(tmp_path)]).asked()
+    assert not asked.beyond
+
+
+def test_what_does_not_fit_is_said_before_it_is_built(tmp_path: Path) -> None:
+    (part,) = plan.parts(written(tmp_path))
+    assert plan.too_large(part, 2**30) == ""
+    said = plan.too_large(part, 2**20)
+    assert said.startswith("it does not fit the memory: its smallest problem has 0.0625 GiB")
+
+
+def test_a_baseline_that_is_unsupported_here_makes_it_not_testable(tmp_path: Path) -> None:
+    claim = written(tmp_path)
+    found = check([claim], Flags("cpu", replicates=1), [], tmp_path / "out", quiet)
+    verdict = judged(found)
+    assert verdict.word is Word.NOT_TESTABLE
+    assert "no baseline is supported here: cublas: " in verdict.why
+    assert not (tmp_path / "out" / "mine").exists()
+
+
+def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
+    names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
+    done = sparsebench(
+        "claims", "report", *names, "--from", run / "sparsity-64", "--to", tmp_path / "site"
+    )
+    assert done.returncode == 0
+    first, second = (line.split() for line in done.stdout.splitlines() if "openai-2017" in line)
+    assert first[:6] == [names[0], "H200", "inconclusive", "other", "GPU", "refuted"]
+    assert second[:6] == [names[1], "H200", "inconclusive", "other", "GPU", "partly"]
+    folder = tmp_path / "site" / "claims"
+    page = (folder / f"{names[1]}.html").read_text()
+    assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
+    assert page.count("<svg") == 1
+    assert "leans to partly" in (folder / f"{names[1]}.svg").read_text()

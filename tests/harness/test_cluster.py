@@ -1,0 +1,322 @@
+"""A plan on several GPUs: shared out, stopped and gone on with, and merged into one run."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import sparsebench
+
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness._cli_cluster import go_on, is_shared
+from sparsebench.harness.cluster import devices, jobs
+from sparsebench.harness.cluster import folder as folders
+from sparsebench.harness.cluster.devices import share
+from sparsebench.harness.cluster.folder import Plan
+from sparsebench.harness.cluster.merge import merge
+from sparsebench.harness.cluster.work import settle, work
+from sparsebench.harness.machine.host import read_list, shared_out
+from sparsebench.harness.plan.selection import part, planned
+from sparsebench.harness.plan.suite import Suite, read
+from sparsebench.harness.run.measure import Progress, Stopped, measure
+from sparsebench.harness.run.part import Part
+from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.validate import validate
+from sparsebench.results import bundle, store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.record import Case, Row
+
+SUITE = """
+schema: sparsebench/suite@1
+title: On several GPUs
+problems:
+  - {op: linear, n: 4096, k: 4096, m: [16, 64], dtype: bf16, pattern: blocks, block: 64,
+     sparsity: [0.5, 0.7, 0.9]}
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    path = tmp_path_factory.mktemp("cluster") / "several.yaml"
+    path.write_text(SUITE)
+    return read(str(path))
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three simulated GPUs; the last one is of another kind."""
+    folder = tmp_path_factory.mktemp("gpus")
+    for number, kind in enumerate(("H200", "H200", "B200"), start=1):
+        (folder / f"{number}.yaml").write_text(f"seed: {number}\ngpu: {kind}")
+    return [f"sim:{folder}/{number}.yaml" for number in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def merged(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes a GPU on two GPUs."""
+    out = tmp_path_factory.mktemp("merged") / "run"
+    return share(suite, Flags(gpus[0], replicates=2), gpus[:2], out)
+
+
+@pytest.fixture(scope="module")
+def halves(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two shards that were measured by hand, each on a GPU."""
+    folder = tmp_path_factory.mktemp("halves")
+    flags = [Flags(gpus[n], replicates=1, shard=f"{n + 1}/2") for n in (0, 1)]
+    return [measure(suite, own, folder / own.shard[0], None) for own in flags]
+
+
+def key(row: Row) -> tuple[object, ...]:
+    return row.case.id, row.replicate, row.scope, row.cache
+
+
+def expected(suite: Suite, replicates: int) -> set[tuple[object, ...]]:
+    """Return the keys of all rows that a plan asks for."""
+    asked = [c for c in planned(suite, "sim") if not c.reference]
+    cases = [Case(contest.problem, k).id for contest in asked for k in contest.contenders]
+    return {(case, number, "kernel", "cold") for number in range(replicates) for case in cases}
+
+
+def test_two_gpus_share_a_plan_and_the_merged_run_is_one_as_others(
+    suite: Suite, merged: Path
+) -> None:
+    run = store.read(merged)
+    assert Counter(map(key, run.rows)) == Counter(expected(suite, 2))
+    assert {row.device for row in [*run.rows, *run.reference]} == {"sim-1", "sim-2"}
+    contests: dict[str, set[str]] = {}
+    for row in run.rows:
+        contests.setdefault(row.case.problem.id, set()).add(row.device)
+    assert {len(on) for on in contests.values()} == {1}
+    assert all(line.checked for line in validate(merged))
+    assert {device["uuid"] for device in run.environment["devices"]} == {"sim-1", "sim-2"}
+    assert [shard["host"] for shard in run.state["shards"]] == [1, 1]
+
+
+def test_a_page_says_how_many_gpus_there_were(merged: Path, tmp_path: Path) -> None:
+    said = sparsebench("report", merged, "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert said.stdout.startswith("2 × simulated H200")
+    assert "2 × simulated H200, on 1 host" in page
+    assert "no interval is over two devices" in page
+
+
+@pytest.mark.exhaustive
+def test_a_merged_run_is_compared_and_published_as_others(merged: Path, tmp_path: Path) -> None:
+    assert sparsebench("compare", merged, merged).returncode == 0
+    assert sparsebench("publish", merged, "--to", tmp_path / "site").returncode == 0
+
+
+def test_the_noise_floor_is_of_all_gpus_together(suite: Suite, merged: Path) -> None:
+    run = store.read(merged)
+    pairs = analyse(run).noise.pairs
+    references = [contest.problem.id for contest in planned(suite, "sim") if contest.reference]
+    assert {row.case.problem.id for row in run.reference} == {*references}
+    assert len(pairs[pairs.reference]) == len(references)
+    assert {len(logs) for logs in pairs[pairs.reference].logs} == {2}
+
+
+def stopping(after: int) -> Progress:
+    """Return what stops a run as Ctrl-C does once so many contests are done."""
+
+    def show(done: int, total: int, problem: str) -> None:
+        if done >= after:
+            raise KeyboardInterrupt
+
+    return show
+
+
+def test_a_plan_that_was_stopped_goes_on_where_it_was(
+    suite: Suite, gpus: list[str], merged: Path, tmp_path: Path
+) -> None:
+    out, flags = tmp_path / "run", Flags(gpus[0], replicates=1)
+    with pytest.raises(Stopped):
+        share(suite, flags, gpus[:2], out, progress=stopping(5))
+    assert not out.exists()
+    begun = [row for run in out.with_name("run.shards").glob("*/1") for row in store.rows(run)]
+    assert begun
+    again = sparsebench("status", out)
+    assert "problems not begun" in again.stdout
+    assert is_shared(out)
+    go_on(out, lambda done, total, problem: None, lambda finding: None)
+    assert not is_shared(out)
+    run = store.read(out)
+    assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
+    kept = {(key(row), row.device): row.samples_us for row in begun if not row.reference}
+    assert kept.items() <= {(key(row), row.device): row.samples_us for row in run.rows}.items()
+
+
+@pytest.mark.exhaustive
+def test_a_part_goes_on_on_another_gpu_and_its_intervals_are_said_to_be_over_two(
+    suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    folder, flags = tmp_path / "run.shards", Flags(gpus[0], replicates=2)
+    plan = Plan(suite.name, flags, (gpus[0],))
+    folders.create(folder, plan, suite.text)
+    with pytest.raises(Stopped):
+        work(folder, plan, suite, 1, progress=stopping(14))
+    (folder / "1" / "1" / bundle.MANIFEST).unlink()  # as if it had been killed
+    with (folder / "1" / "1" / "rows.jsonl").open("a") as file:
+        file.write('{"case":')
+    moved = replace(plan, devices=(gpus[1],))
+    work(folder, moved, suite, 1)
+    out = merge(settle(folder, moved, suite), tmp_path / "run")
+    rows = store.read(out).rows
+    assert Counter(map(key, rows)) == Counter(expected(suite, 2))
+    assert {row.device for row in rows} == {"sim-1", "sim-2"}
+    sparsebench("report", out)
+    page = (out / "report.html").read_text()
+    assert "have processes on more than one device" in page
+
+
+def test_a_gpu_of_another_kind_is_refused_before_it_measures(
+    suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ResultError, match=r"gpu\.name simulated .200 as in the first part, found"):
+        share(suite, Flags(gpus[0], replicates=1), [gpus[0], gpus[2]], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: Path) -> None:
+    said = sparsebench("merge", *halves, "--out", tmp_path / "run")
+    assert said.returncode == 0, said.stderr
+    run = store.read(tmp_path / "run")
+    assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
+    assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
+    assert all(line.checked for line in validate(halves[0]))
+
+
+def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
+    """Return what copies the second of two shards, changes the copy and seals it anew."""
+
+    def make(halves: list[Path], folder: Path) -> list[Path]:
+        copy = folder / "copy"
+        shutil.copytree(halves[1], copy)
+        change(copy)
+        bundle.seal_files(copy, sorted(bundle.REQUIRED))
+        return [halves[0], copy]
+
+    return make
+
+
+def edited(name: str, old: str, new: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text((run / name).read_text().replace(old, new))
+
+
+earlier = edited("run.json", '"started": "2', '"started": "1')
+
+
+def other_code(run: Path) -> None:
+    data = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(data | {"code_sha256": "0" * 64}))
+
+
+WRONG = {
+    "a shard twice": (lambda halves, _: [*halves, halves[0]], "expected each run once, found"),
+    "a shard measured twice": (
+        lambda halves, folder: [*halves, changed(earlier)(halves, folder)[1]],
+        "expected problem .* once, found it in",
+    ),
+    "a shard is missing": (lambda halves, _: halves[:1], r"5 missing, such as .*no shard 2/2"),
+    "another kind": (changed(edited("environment.json", "H200", "B200")), "expected gpu.name"),
+    "other code": (changed(other_code), "expected code_sha256"),
+    "another suite": (changed(edited("suite.yaml", "On several", "On two")), "expected the suite"),
+    "other flags": (changed(edited("run.json", '"only": ""', '"only": "m=16"')), "expected flags"),
+    "other packages": (changed(edited("lock.txt", "numpy==", "numpy==9.")), "expected numpy=="),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_belong_together_is_one_clear_error_and_nothing_is_written(
+    what: str, halves: list[Path], tmp_path: Path
+) -> None:
+    make, said = WRONG[what]
+    given = make(halves, tmp_path)
+    with pytest.raises(ResultError, match=said):
+        merge(given, tmp_path / "run")
+    assert {path.name for path in tmp_path.iterdir()} <= {"copy"}
+
+
+def test_parts_never_have_one_problem_and_a_late_one_has_nothing(
+    suite: Suite, tmp_path: Path
+) -> None:
+    folder, contests = tmp_path / "run.shards", planned(suite, "sim")
+    folders.create(folder, Plan(suite.name, Flags("sim"), ("sim",) * 3), suite.text)
+    first, second = Part(folder, 1, "here"), Part(folder, 2, "here")
+    turns = [part.own(contests, 0) for part in (first, second)]
+    taken = [next(turn).problem.id for _ in range(3) for turn in turns]
+    assert len(set(taken)) == len(taken) == 6
+    taken += [contest.problem.id for contest in turns[1]]
+    late = Part(folder, 3, "here")
+    assert not late.reserve(contests)
+    assert not [*late.own(contests, 0), *late.own(contests, 1)]
+    again = Part(folder, 1, "here")  # a job that begins again knows what it has
+    assert sorted(c.problem.id for c in again.own(contests, 1)) == sorted(taken[:6:2])
+
+
+def test_shards_have_every_contest_once(suite: Suite) -> None:
+    parts = [c.problem.id for n in (1, 2, 3) for c in part(suite.contests, f"{n}/3")]
+    assert sorted(parts) == sorted(c.problem.id for c in suite.contests)
+    for shard in ("0/3", "4/3", "1/7", "2", "a/b"):
+        with pytest.raises(SuiteError, match="expected a shard as 2/4, of 6 at most"):
+            part(suite.contests, shard)
+
+
+def test_cores_are_near_their_gpu_and_no_two_gpus_share_one() -> None:
+    cores = [frozenset({n, n + 8}) for n in range(8)]  # two hyperthreads each
+    left, right = set(range(4)) | set(range(8, 12)), set(range(4, 8)) | set(range(12, 16))
+    given = shared_out([left, left, right], cores)
+    assert given == [{0, 2, 8, 10}, {1, 3, 9, 11}, right]
+    assert shared_out([{0}, {0}], [frozenset({0})]) == [{0}, {0}]
+    assert read_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--devices", "sim,sim"], "expected each device once, found sim twice"),
+        (["--devices", "sim", "--device", "sim"], "expected --device or --devices, found both"),
+        (["--devices", "sim", "--slurm", "time=1"], "expected --devices or --slurm, found both"),
+        (["--slurm", "partition=x"], "expected --shards N with --slurm or --submit"),
+        (["--slurm", "partition", "--shards", 2], "expected NAME=VALUE"),
+        (["--submit", "lokal", "--shards", 2], "expected local, found 'lokal'"),
+        (["--submit", "local", "--shards", 99, "--device", "sim"], "expected 11 parts at most"),
+        (["--shard", "3/2", "--device", "sim"], "expected a shard as 2/4"),
+    ],
+)
+def test_options_that_contradict_themselves_are_refused(
+    options: list[object], said: str, suite: Suite, tmp_path: Path
+) -> None:
+    file, out = tmp_path / "several.yaml", tmp_path / "run"
+    file.write_text(SUITE)
+    done = sparsebench("run", file, *options, "--out", out)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["several.yaml"]
+
+
+def test_a_cluster_that_is_not_there_is_an_error_and_nothing_is_left(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, jobs.job_name())
+    with pytest.raises(SuiteError, match="expected a cluster and options of it"):
+        jobs.submit(suite, plan, tmp_path / "run")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_of_another_plan_is_not_gone_on_with(
+    suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    plan = Plan(suite.name, Flags(gpus[0]), tuple(gpus[:2]))
+    folders.create(tmp_path / "run.shards", plan, suite.text)
+    assert folders.read(tmp_path / "run.shards") == plan
+    with pytest.raises(SuiteError, match="expected the plan that is shared out there"):
+        devices.prepared(tmp_path / "run", suite, replace(plan, devices=tuple(gpus[1:])), ())

@@ -1,0 +1,159 @@
+"""Failures explain themselves: tracebacks in the run, the first reason on the console."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import sparsebench
+
+from sparsebench.harness._cli import telling
+from sparsebench.harness.bench.explain import LONGEST, explained
+from sparsebench.harness.doctor.findings import Finding, Level, failure
+from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run import child
+from sparsebench.harness.run.runner import Runner
+from sparsebench.results.record import Contender, Problem
+
+FIELDS = {"m": 4, "n": 32, "k": 64, "dtype": "fp32", "pattern": "dense", "sparsity": 0.0}
+PROBLEM = Problem("linear", {**FIELDS, "block": 1})
+SUITE = """
+schema: sparsebench/suite@1
+title: small
+problems:
+  - {op: linear, m: [4, 8], n: 32, k: 64, dtype: fp32}
+contenders:
+  - {format: dense, kernel: KERNEL}
+baselines:
+  - {format: dense, kernel: torch_dense}
+"""
+
+
+def raised(text: str = "too many tiles") -> RuntimeError:
+    try:
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise RuntimeError(text) from error
+    except RuntimeError as error:
+        return error
+
+
+def test_a_traceback_names_modules_and_no_path() -> None:
+    text = explained(raised())
+    assert text.rstrip().endswith("RuntimeError: too many tiles")
+    assert "KeyError: 'missing'" in text
+    assert "test_failures.py" in text
+    assert str(Path(__file__).parent) not in text
+
+
+def test_a_long_traceback_is_cut_at_its_beginning() -> None:
+    text = explained(raised("x" * 2 * LONGEST))
+    assert len(text) < LONGEST + 10
+    assert text.startswith("...\n")
+
+
+def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
+    """Return what a runner has to say of one contest of the baseline and faulty kernels."""
+    runner = Runner("cpu", None, timeout_s)
+    runner.log.file = file
+    baseline = Contender("dense", "torch_dense", baseline=True)
+    try:
+        contest = Contest(PROBLEM, (baseline, *(Contender("dense", k) for k in kernels)))
+        [*runner.run([contest])]
+    finally:
+        runner.kill()
+    return "".join(runner.log.failures)
+
+
+def test_the_stacks_of_a_crash_and_of_what_raises_are_kept(tmp_path: Path) -> None:
+    """What raises is told again by the attempt after the crash, and its traceback is not."""
+    left = failures("faulty.raises", "faulty.crashes", timeout_s=100, file=tmp_path / "worker.log")
+    said = (tmp_path / "failures.log").read_text()
+    assert not left
+    assert "dense/faulty.crashes at linear m=4 n=32 k=64" in said
+    assert "(process 0, attempt 0): the worker process ended with signal 11: about to read" in said
+    assert "Segmentation fault" in said
+    assert 'File "crashes.py", line 13 in run' in said
+    assert ": prepare: RuntimeError: no such instruction <b>here</b>\n" in said
+    assert said.count('File "faulty/raises.py", line 7, in prepare') == 1
+    assert str(Path(__file__).parent) not in said
+
+
+def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is slow to start on a busy machine times out as well: any stack will do."""
+    monkeypatch.setattr(child, "DUMP_S", 600.0)
+    said = failures("faulty.hangs", timeout_s=2)
+    assert "no answer within 2 s" in said
+    assert "most recent call first" in said
+
+
+def test_a_run_tells_the_first_reason_and_keeps_all(tmp_path: Path) -> None:
+    suite, run, gpu = (tmp_path / name for name in ("small.yaml", "run", "gpu.yaml"))
+    suite.write_text(SUITE.replace("KERNEL", "reference"))
+    gpu.write_text("faults: [{when: kernel=reference, fault: crash}]\n")
+    flags = ["--replicates", 1, "--device", f"sim:{gpu}"]
+    done = sparsebench("run", suite, "--out", run, *flags)
+    assert done.returncode == 3, done.stderr
+    assert (run / "failures.log").read_text().count("dense/reference") > 1
+    assert done.stderr.count("a case failed: dense/reference") == 1
+    assert "Its traceback is in failures.log. --debug prints all." in done.stderr
+    assert "failures.log" not in (run / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_traceback_is_told_where_it_is_asked_for(
+    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPARSEBENCH_TRACEBACK", "")
+    told = telling(debug)
+    for number in range(2):
+        told(failure(f"case {number}: it [b]raised[/]", f"Traceback of {number}"))
+    told(Finding(Level.WARNING, "heat", "90 °C"))
+    said = capsys.readouterr().err
+    assert "case 0: it [b]raised[/]" in said
+    assert ("case 1" in said) == ("Traceback of 1" in said) == debug
+    assert "heat: 90 °C" in said
+    assert os.environ["SPARSEBENCH_TRACEBACK"] == ("1" if debug else "")
+
+
+def test_try_shows_the_traceback_where_it_is_asked_for() -> None:
+    words = ["faulty.raises", "format=dense", "m=8", "n=64", "k=64", "--device", "cpu"]
+    assert "Traceback" not in sparsebench("try", *words).stderr
+    done = sparsebench("try", *words, "--debug")
+    assert (done.returncode, "Traceback" in done.stderr) == (3, True)
+    assert 'File "faulty/raises.py", line 7, in prepare' in done.stderr
+
+
+def test_cases_of_a_suite_are_called_in_their_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    suite = tmp_path / "small.yaml"
+    suite.write_text(SUITE.replace("KERNEL", "faulty.raises"))
+    done = sparsebench("run", suite, "--device", "cpu", "--repeat", 2, "--only", "m=4")
+    assert done.returncode == 3
+    baseline, faulty = done.stdout.splitlines()
+    assert baseline.startswith("dense/torch_dense linear dtype=fp32")
+    assert "case " in baseline
+    assert "failed: prepare: RuntimeError: no such instruction" in faulty
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_profiler_runs_the_same_command_with_repeat(tmp_path: Path) -> None:
+    """A stand-in for nsys says what it is given."""
+    suite, tool = tmp_path / "small.yaml", tmp_path / "nsys"
+    suite.write_text(SUITE.replace("KERNEL", "reference"))
+    tool.write_text('#!/bin/sh\necho "profiled: $*"\n\n')
+    tool.chmod(0o755)
+    command = ["run", str(suite), "--device", "cpu", "--profile", "nsys", "--only", "m=8"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "sparsebench", *command],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("profiled: profile --trace cuda,nvtx ")
+    assert done.stdout.endswith(f"run {suite} --only m=8 --device cpu --repeat 1\n")

@@ -1,0 +1,32 @@
+"""The notebook that a stranger would copy from runs from its first cell to its last."""
+
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from places import ROOT
+
+import sparsebench
+
+NOTEBOOK = ROOT / "harness" / "notebook.ipynb"
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    assert len(notebook.cells) == 10
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # none of another machine
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, kernel_name="python3", timeout=600, resources=resources).execute()
+    shown = [
+        output["data"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if output["output_type"] == "execute_result"
+    ]
+    said = " ".join(data["text/plain"] for data in shown)
+    assert sparsebench.__version__ in said
+    assert "finished; cases: 12 ok" in said
+    assert "BlockSparseLinear" in said
+    assert sum("<iframe" in data.get("text/html", "") for data in shown) == 2
+    (run,) = (tmp_path / "runs").iterdir()
+    assert sparsebench.load(run).status == "finished"

@@ -1,0 +1,177 @@
+"""sparsebench.testing: our own kernels and figures by it, and what it finds in other people's."""
+
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wrong
+import wrong_wgrad
+from sample import exhaustive
+
+from sparsebench import testing
+from sparsebench.harness.catalog import load_kernel, names
+from sparsebench.testing import Check
+
+ON_CPU = [name for name in names("kernels") if load_kernel(name).device in ("cpu", "any")]
+FIGURES = [c for name in names("reports.figures") for c in testing.figure_checks(name)]
+
+
+@pytest.mark.parametrize("name", [exhaustive(n) if n == "torch_compile" else n for n in ON_CPU])
+def test_every_kernel_of_a_cpu_keeps_its_contract(name: str) -> None:
+    testing.check_kernel(name)
+
+
+@pytest.mark.parametrize("check", FIGURES, ids=str)
+def test_every_figure_keeps_its_contract(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize("package", [wrong, wrong_wgrad], ids=lambda package: package.__name__)
+def test_every_wrong_kernel_is_found(package: object) -> None:
+    name, path = package.__name__, package.__path__
+    for module in pkgutil.iter_modules(path):
+        with pytest.raises(AssertionError, match="expected a right output, found wrong: "):
+            testing.check_kernel(f"{name}.{module.name}", "m=32 n=64 k=96 pattern=blocks block=16")
+
+
+FORMAT = """
+from dataclasses import dataclass, field
+import torch
+from sparsebench.formats.dense import Dense
+from sparsebench.formats._format import require, require_matrix
+
+@dataclass(frozen=True)
+class Other(Dense):
+    @classmethod
+    def from_dense(cls, dense, /):
+        {from_dense}
+
+    def to_dense(self):
+        return {to_dense}
+
+FORMAT = Other
+"""
+STORES = "return super().from_dense(dense)"
+
+
+@pytest.mark.parametrize(
+    ("from_dense", "to_dense", "found"),
+    [
+        (STORES, "self.values.clone()", None),
+        (STORES, "self.values.half()", "expected torch.bfloat16 back, found torch.float16"),
+        (STORES, "self.values.T", "expected its shape back"),
+        (STORES, "self.values.nan_to_num()", r"expected nan to be kept, its bits \d+, found 0"),
+        (STORES, "self.values.abs()", "expected the same bits back"),
+        ("return cls(dense.shape, dense)", "self.values", "a vector: expected FormatError, found"),
+        ("require(False, 'never')", "None", "expected it to hold a matrix .* found FormatError"),
+    ],
+)
+def test_a_format_that_breaks_its_contract_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    from_dense: str,
+    to_dense: str,
+    found: str | None,
+) -> None:
+    (tmp_path / "other_format.py").write_text(
+        FORMAT.format(from_dense=from_dense, to_dense=to_dense)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_format", raising=False)
+    if found is None:
+        testing.check_format("other_format:FORMAT")
+    else:
+        with pytest.raises(AssertionError, match=found):
+            testing.check_format("other_format:FORMAT")
+
+
+OP = """
+from dataclasses import replace
+import torch
+from sparsebench.harness.ops import linear
+from sparsebench.harness.ops._op import Operand
+OP = replace(linear.OP, {changed})
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ("definition=lambda x, w: linear.definition(w, x)", r"expected arguments \['w', 'x'\]"),
+        ("definition=lambda w, x: linear.definition(w, x).float()", "an output of torch.float16"),
+        ("spread=lambda w, x: linear.spread(w, x)[:1]", r"expected a spread \[3, 6\], found"),
+        ("spread=lambda w, x: 0 * linear.spread(w, x)", "expected a spread above 0"),
+        ("spread=lambda w, x: 1e-6 * linear.spread(w, x)", "expected errors above 0 and below"),
+        ("flops=lambda problem, nnz: 1.0", "expected operations from 0 to more, found 1.0 to 1.0"),
+        ("fewest_bytes=lambda problem, nnz, size: size * nnz['w'] // 2", "bytes more for all non"),
+        ("operands={'w': Operand('weight', ('q', 'k'))}", r"expected sizes to be fields, found"),
+    ],
+)
+def test_an_op_that_breaks_its_contract_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, found: str
+) -> None:
+    (tmp_path / "other_op.py").write_text(OP.format(changed=changed))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_op", raising=False)
+    with pytest.raises(AssertionError, match=found):
+        testing.check_op("other_op:OP")
+
+
+PATTERN = """
+import torch
+from sparsebench.harness.patterns._pattern import Pattern, Rule
+PATTERN = Pattern({rule})
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        ("lambda w: Rule(w.elements, group=4, kept=(1,))", None),
+        ("lambda w: Rule(w.elements, group=w.k, kept=(0,))", "expected a level that it has"),
+        (
+            "lambda w: Rule(w.elements, 4, score=lambda g, *_: torch.randint(9, (g.cells,)))",
+            "expected one mask, found two",
+        ),
+        ("lambda w: Rule(w.elements, 4), derived=lambda fields: [1]", "expected values by name"),
+    ],
+)
+def test_a_pattern_that_breaks_its_contract_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, found: str | None
+) -> None:
+    (tmp_path / "other_pattern.py").write_text(PATTERN.format(rule=rule))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_pattern", raising=False)
+    if found is None:
+        testing.check_pattern("other_pattern:PATTERN")
+    else:
+        with pytest.raises(AssertionError, match=found):
+            testing.check_pattern("other_pattern:PATTERN")
+
+
+def test_a_figure_that_draws_text_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "other_figure.py").write_text(
+        "class TEXT:\n    TITLE, ORDER, draw = 'Text', 0, lambda frames: '<b>'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_figure", raising=False)
+    with pytest.raises(AssertionError, match="expected Markup, found str"):
+        testing.check_figure("other_figure:TEXT")
+
+
+def test_a_kernel_that_runs_nothing_is_found_with_its_reasons() -> None:
+    with pytest.raises(
+        AssertionError, match=r"expected a problem that it runs, found none: .*cuda"
+    ):
+        testing.check_kernel("bsr_wgmma")
+
+
+def test_the_checks_need_no_pytest() -> None:
+    program = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "from sparsebench import testing\n"
+        "testing.check_op('linear')\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)

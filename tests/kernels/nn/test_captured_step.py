@@ -1,0 +1,169 @@
+"""A step that captures itself: on a CPU with a graph that calls again, and on a GPU."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels.nn import BlockSparseLinear, CapturedStep
+from sparsebench.kernels.nn.captured_step import _Graph
+
+K = 64
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+class Replayed(CapturedStep):
+    """Stands in for one on a GPU: its graph does the step again, and captures are counted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._captures, self.captures, self.replays = True, 0, 0
+
+    def _aside(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
+
+    def _captured(self, inputs: tuple[Tensor, ...]) -> _Graph:
+        mine, value, outer = tuple(t.clone() for t in inputs), torch.zeros(()), self
+        self.captures += 1
+
+        class Graph:
+            def replay(self) -> None:
+                outer.replays += 1
+                value.copy_(outer._step(mine))
+
+        return _Graph(Graph(), mine, value, [p.grad for p in self._parameters])
+
+
+def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), target)
+
+
+def made(kind: Any = Replayed, **options: Any) -> tuple[CapturedStep, Callable[..., Tensor]]:
+    """Return a step that captures itself, and a plain one of an equal model."""
+    model = nn.Sequential(BlockSparseLinear(K, K, block=16, sparsity=0.5, **options), nn.Dropout(0))
+    twin = copy.deepcopy(model)
+    steps = []
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        steps.append((each, optimizer, loss))
+    plain = CapturedStep(*steps[1])
+    plain._captures = False
+    return kind(*steps[0]), plain
+
+
+def batch(tokens: int = 8, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    return torch.randn(tokens, K, device=device), torch.randn(tokens, K, device=device)
+
+
+def test_steps_are_those_of_a_plain_loop():
+    step, plain = made()
+    for number in range(6):
+        inputs = batch()
+        torch.testing.assert_close(step(*inputs), plain(*inputs))
+        assert (step.captures, step.replays) == (number > 1, max(0, number - 1))
+    for a, b in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_other_sizes_have_a_graph_of_their_own():
+    step, plain = made()
+    for number in range(12):
+        inputs = batch(8 + 4 * (number % 2))
+        torch.testing.assert_close(step(*inputs), plain(*inputs))
+    assert (step.captures, step.replays) == (2, 8)
+
+
+def other_pattern(step: CapturedStep) -> None:
+    torch.manual_seed(1)
+    other = BlockSparseLinear(K, K, block=16, sparsity=0.75)
+    step.model[0].set_pattern(other.offsets, other.columns)
+    step.optimizer.state.clear()
+
+
+def write_into_the_index(step: CapturedStep) -> None:
+    torch.manual_seed(1)
+    other = BlockSparseLinear(K, K, block=16, sparsity=0.5)
+    step.model[0].columns.copy_(other.columns)
+    step.model[0].offsets.copy_(other.offsets)
+
+
+def other_rate(step: CapturedStep) -> None:
+    step.optimizer.param_groups[0]["lr"] = 0.05
+
+
+def load_the_optimizer(step: CapturedStep) -> None:
+    step.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+
+
+def move_the_weights(step: CapturedStep) -> None:
+    step.kept = [p.data for p in step.model.parameters()]  # so that no address comes twice
+    for p in step.model.parameters():
+        p.data = p.data.clone()
+
+
+CHANGES = [
+    other_pattern,
+    write_into_the_index,
+    other_rate,
+    load_the_optimizer,
+    lambda step: step.model.eval(),
+    move_the_weights,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_graph_contains_may_change_and_it_is_captured_again(change):
+    step, plain = made()
+    for number in range(10):
+        if number == 5:
+            change(step)
+            change(plain)
+        inputs = batch()
+        torch.testing.assert_close(step(*inputs), plain(*inputs))
+    assert (step.captures, step.replays) == (2, 6)
+
+
+def test_gradients_are_those_of_the_last_call():
+    step, plain = made()
+    for _ in range(4):
+        inputs = batch()
+        step(*inputs), plain(*inputs)
+        for a, b in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_step_on_a_cpu_is_eager():
+    step, plain = made(CapturedStep)
+    for _ in range(4):
+        inputs = batch()
+        assert torch.equal(step(*inputs), plain(*inputs))
+
+
+def test_a_model_on_several_gpus_is_refused():
+    step, _ = made()
+    model = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(model)
+    with pytest.raises(Unsupported, match="expected a model on one GPU, found DistributedDataPar"):
+        CapturedStep(model, step.optimizer, loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gpu_replays_the_same_steps(change):
+    step, plain = made(CapturedStep, device="cuda")
+    for number in range(10):
+        if number == 5:
+            change(step)
+            change(plain)
+        inputs = batch(device="cuda")
+        torch.testing.assert_close(step(*inputs), plain(*inputs), rtol=1e-3, atol=1e-4)
+    assert len(step._graphs) == 1

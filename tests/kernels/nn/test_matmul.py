@@ -1,0 +1,189 @@
+"""sparsebench.matmul: any format, our kernel or the one named; refusals, gradients, memory."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsebench
+from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.formats._format import Format
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.formats.twell import Twell
+from sparsebench.kernels.nn import matmul as module
+
+N, K = 96, 64
+BY_KERNEL: list[tuple[Any, str | None]] = [
+    (Dense, None),
+    (Dense, "torch_dense"),
+    (Bsr, None),
+    (Bsr, "scipy_bsr"),
+    (Bsr, "reference"),
+    (Csr, None),
+    (Csr, "scipy_csr"),
+    (Twell, "reference"),
+]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def weight(dtype: torch.dtype = torch.float32) -> Tensor:
+    kept = torch.rand(N // 16, K // 16) > 0.5
+    dense = torch.randn(N, K) * kept.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    return dense.to(dtype)
+
+
+def packed(kind: Any, dense: Tensor) -> Format:
+    return kind.from_dense(dense, **({"block": 16} if kind is Bsr else {}))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "kernel"), BY_KERNEL)
+def test_every_format_is_multiplied(kind: Any, kernel: str | None) -> None:
+    dense = weight()
+    w = packed(kind, dense)
+    for shape in ((5, K), (2, 3, K), (K,), (0, K)):
+        for scale in (1.0, 2.0):  # the second call of a size is of another X
+            x = scale * torch.randn(shape)
+            torch.testing.assert_close(sparsebench.matmul(x, w, kernel), x @ dense.T)
+
+
+def test_spense_is_multiplied_in_its_dtype() -> None:
+    dense = torch.tensor([1, 0, 0, 1]).repeat(128, 32) * torch.randn(128, 128)
+    x = torch.randn(8, 128).bfloat16().requires_grad_()
+    y = sparsebench.matmul(x, Spense.from_dense(dense.bfloat16()))
+    torch.testing.assert_close(y, x @ dense.bfloat16().T)
+    (dx,) = torch.autograd.grad(y, [x], torch.ones_like(y))
+    torch.testing.assert_close(dx, torch.ones_like(y) @ dense.bfloat16())
+
+
+@pytest.mark.parametrize("kind", [Dense, Bsr])
+def test_gradients_are_those_of_a_dense_product(kind: Any) -> None:
+    """Also through from_dense, to the dense weight: where nothing is stored it is zero."""
+    dense, x = weight().requires_grad_(), torch.randn(7, K, requires_grad=True)
+    dy = torch.randn(7, N)
+    w = packed(kind, dense)
+    found = torch.autograd.grad(sparsebench.matmul(x, w), [x, dense], dy)
+    dx, dw = torch.autograd.grad(x @ dense.T, [x, dense], dy)
+    torch.testing.assert_close(found[0], dx)
+    stored = dense != 0 if kind is Bsr else torch.ones_like(dense)
+    torch.testing.assert_close(found[1], dw * stored)
+
+
+def test_a_named_kernel_has_the_gradients_of_its_namesakes() -> None:
+    dense, x = weight(), torch.randn(7, K, requires_grad=True)
+    dy = torch.randn(7, N)
+    for w in (Csr.from_dense(dense), Bsr.from_dense(dense, block=16)):
+        kernel = "scipy_csr" if isinstance(w, Csr) else "scipy_bsr"
+        (dx,) = torch.autograd.grad(sparsebench.matmul(x, w, kernel), [x], dy)
+        torch.testing.assert_close(dx, dy @ dense)
+
+
+def test_a_gradient_that_no_kernel_computes_is_refused_before_the_product() -> None:
+    w = Csr.from_dense(weight().requires_grad_())
+    with pytest.raises(Unsupported, match="scipy_csr has no gradient here: no kernel scipy_csr_wg"):
+        sparsebench.matmul(torch.randn(7, K), w)
+    with torch.no_grad():
+        assert sparsebench.matmul(torch.randn(7, K), w).shape == (7, N)
+
+
+def test_a_step_of_sgd_is_seen_by_a_named_kernel() -> None:
+    """What a kernel prepared of the weight is stale once the weight was written."""
+    w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
+    before = sparsebench.matmul(x, w, "scipy_bsr")
+    w.values.mul_(2)
+    torch.testing.assert_close(sparsebench.matmul(x, w, "scipy_bsr"), 2 * before)
+
+
+def refused(match: str, x: Tensor, w: Format, *kernel: str, **options: Any) -> None:
+    with pytest.raises((Unsupported, SuiteError), match=match):
+        sparsebench.matmul(x, w, *kernel, **options)
+
+
+def test_what_cannot_run_is_refused_with_the_reason() -> None:
+    w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
+    refused(r"expected X \[\.\.\., 64\], found \[7, 63\]", x[:, 1:], w)
+    refused("expected X in the dtype of W.*found torch.float16 and torch.float32", x.half(), w)
+    refused("float64", x.double(), Csr.from_dense(weight(torch.float64)))
+    refused("bsr_wgmma: runs on cuda, not on cpu", x, w, "bsr_wgmma")
+    refused("scipy_csr: expected format csr, found Bsr", x, w, "scipy_csr")
+    refused("scipy_bsr_dgrad: computes linear_dgrad, not linear", x, w, "scipy_bsr_dgrad")
+    refused("expected an option of none; found 'tuned'", x, w, "scipy_bsr", tuned=True)
+    refused("expected kernel=NAME with tuned, found none", x, w, tuned=True)
+    refused("expected one of the kernels.*found 'scipy_bs'.*did you mean", x, w, "scipy_bs")
+    refused("none of ours is of Twell", x, Twell.from_dense(weight()))
+    half = Csr.from_dense(weight(torch.float16))
+    refused("scipy.sparse expected fp32 or fp64, found fp16", x.half(), half)
+    with torch.inference_mode():
+        unseen = Csr.from_dense(weight())
+    refused("outside of torch.inference_mode", x, unseen)
+
+
+def test_what_was_prepared_for_a_weight_goes_with_it() -> None:
+    w = Csr.from_dense(weight())
+    sparsebench.matmul(torch.randn(7, K), w)
+    (prepared,) = (weakref.ref(p) for p in module._WEIGHTS[id(w)].prepared.values())
+    count = len(module._WEIGHTS)
+    del w
+    gc.collect()
+    assert prepared() is None
+    assert len(module._WEIGHTS) == count - 1
+
+
+def test_few_sizes_of_a_weight_stay_prepared() -> None:
+    w = Csr.from_dense(weight())
+    for tokens in range(1, module.PREPARED + 4):
+        sparsebench.matmul(torch.randn(tokens, K), w)
+    assert len(module._WEIGHTS[id(w)].prepared) == module.PREPARED
+
+
+def test_a_graph_takes_what_was_prepared_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays run beside later calls, which get a launch with buffers of their own."""
+    kept = list[object]()
+    monkeypatch.setattr(module, "keep", kept.append)
+    w, key = Csr.from_dense(weight()), ("scipy_csr", "linear", "[]", 7, torch.float32)
+    x = torch.randn(7, K)
+    sparsebench.matmul(x, w, "scipy_csr")
+    (first,) = module._WEIGHTS[id(w)].prepared.values()
+    known = module._WEIGHTS[id(w)]
+    assert known.taken(key, graph=1) is first
+    assert known.taken(key, graph=1) is first
+    assert kept == [first]
+    with pytest.raises(RuntimeError, match="call it once before each capture of a CUDA graph"):
+        known.taken(key, graph=2)
+    sparsebench.matmul(x, w, "scipy_csr")
+    (second,) = known.prepared.values()
+    assert second is not first
+    assert second.activations["x"].data_ptr() != first.activations["x"].data_ptr()
+    assert known.taken(key, graph=2) is second
+
+
+def test_torch_compile_takes_it() -> None:
+    w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
+    compiled = torch.compile(lambda x: sparsebench.matmul(x, w).relu(), backend="eager")
+    torch.testing.assert_close(compiled(x), sparsebench.matmul(x, w).relu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [None, "bsr_triton"])
+def test_a_captured_graph_is_right_after_the_weight_has_gone(kernel: str | None) -> None:
+    dense = weight(torch.bfloat16).cuda()
+    w, x = Bsr.from_dense(dense, block=16), torch.randn(32, K, device="cuda").bfloat16()
+    sparsebench.matmul(x, w, kernel)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparsebench.matmul(x, w, kernel)
+    del w
+    gc.collect()
+    garbage = [torch.full((2**12,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(200)]
+    graph.replay()
+    torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=2e-2)
+    del garbage

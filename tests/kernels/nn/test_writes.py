@@ -1,0 +1,316 @@
+"""What torch's own tools write into layers: the next call is right, or says what is wrong."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from interpreter import assert_passes, has_interpreter
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseLinear, _bsr_plans
+from sparsebench.kernels.nn.linear import index_of
+
+N, K = 64, 48
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def layer_of(sparsity: float = 0.5, **options: Any) -> BlockSparseLinear:
+    return BlockSparseLinear(K, N, block=16, sparsity=sparsity, **options)
+
+
+def called(x: Tensor, **options: Any) -> BlockSparseLinear:
+    """Return a layer that has plans."""
+    layer = layer_of(**options)
+    layer(x).sum().backward()
+    return layer
+
+
+def assert_right(layer: BlockSparseLinear, x: Tensor) -> None:
+    """Hold Y and dW against the dense layer that the index and the values make now."""
+    dense = layer.to_dense()
+    layer.values.grad = None
+    for each in (layer, dense):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(layer(x), dense(x))
+    torch.testing.assert_close(layer.values.grad, layer.bsr.sample(dense.weight.grad).values)
+
+
+def rewritten(layer: BlockSparseLinear) -> BlockSparseLinear:
+    """Return a copy with another pattern of as many blocks, and other values."""
+    source = copy.deepcopy(layer)
+    pattern = layer.bsr.to_dense()[::16, ::16] == 0
+    offsets, columns = index_of(pattern)
+    assert len(columns) == len(layer.columns)
+    source.set_pattern(offsets, columns, torch.randn_like(layer.values.detach()))
+    return source
+
+
+def swapped(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+    for name in ("offsets", "columns", "values"):
+        torch.utils.swap_tensors(getattr(layer, name), copy.deepcopy(getattr(source, name)))
+
+
+def loaded_by_swapping(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(source.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def copied_in_place(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+    with torch.no_grad():
+        for mine, its in zip(
+            layer.state_dict().values(), source.state_dict().values(), strict=True
+        ):
+            mine.copy_(its)
+
+
+def in_inference_mode(write: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+        with torch.inference_mode():
+            write(layer, source)
+
+    return wrapped
+
+
+def pointed_elsewhere(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+    for name in ("offsets", "columns", "values"):  # as fully_shard moves what it finds
+        getattr(layer, name).data = getattr(source, name).detach().clone()
+
+
+def averaged(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+    average = AveragedModel(layer)
+    average.module = layer
+    average.update_parameters(source)
+
+
+WRITES: dict[str, Callable[[BlockSparseLinear, BlockSparseLinear], Any]] = {
+    "AveragedModel": averaged,
+    "load_state_dict": lambda layer, source: layer.load_state_dict(source.state_dict()),
+    "assign": lambda layer, source: layer.load_state_dict(source.state_dict(), assign=True),
+    "load by swap_tensors": loaded_by_swapping,
+    "swap_tensors": swapped,
+    "copy_ into the state dict": copied_in_place,
+    "copy_ in inference mode": in_inference_mode(copied_in_place),
+    "load in inference mode": in_inference_mode(
+        lambda layer, source: layer.load_state_dict(source.state_dict())
+    ),
+    ".data = another tensor": pointed_elsewhere,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_a_tool_writes_is_what_the_next_call_multiplies(name):
+    x = torch.randn(5, K)
+    layer = called(x)
+    source = rewritten(layer)
+    WRITES[name](layer, source)
+    assert torch.equal(layer.columns, source.columns)
+    torch.testing.assert_close(layer(x), source(x))
+    assert_right(layer, x)
+
+
+@has_interpreter
+def test_the_triton_kernels_follow_the_pattern_of_an_average_too():
+    assert_passes(__file__, "-k", "average_of_a_model")
+
+
+def test_an_average_of_a_model_follows_its_pattern():
+    """The audit's reproduction: outputs were off by 19.8 after update_parameters."""
+    x, layer = torch.randn(5, K), layer_of()
+    average = AveragedModel(layer)
+    for source in (layer, rewritten(layer)):
+        average(x)
+        average.update_parameters(source)
+    assert torch.equal(average.module.columns, source.columns)
+    assert_right(average.module, x)
+
+
+def test_an_equal_index_keeps_its_plans(monkeypatch):
+    x = torch.randn(5, K)
+    layer = called(x)
+    monkeypatch.delattr(_bsr_plans, "plan")
+    with torch.no_grad():
+        layer.columns.copy_(layer.columns.clone())  # as DDP does before every forward
+    layer(x).sum().backward()
+
+
+def test_backward_has_the_pattern_that_forward_had():
+    x = torch.randn(5, K)
+    layer = layer_of()
+    expected = copy.deepcopy(layer)
+    y = layer(x)
+    source = rewritten(layer)
+    with torch.no_grad():
+        layer.columns.copy_(source.columns)
+        layer.offsets.copy_(source.offsets)
+    y.sum().backward()
+    expected(x).sum().backward()
+    assert torch.equal(layer.values.grad, expected.values.grad)
+
+
+@pytest.mark.parametrize("mode", ["built", "moved", "copied", "assigned"])
+def test_an_index_of_inference_mode_is_right_too(mode):
+    x, layer = torch.randn(5, K), layer_of()
+    state = layer.state_dict()
+    with torch.inference_mode():
+        if mode == "built":
+            layer = layer_of(bias=False)
+        elif mode == "copied":
+            layer = copy.deepcopy(layer)
+        elif mode == "moved":
+            layer = layer_of().to(torch.float64).to(torch.float32)
+        else:
+            layer.load_state_dict(copy.deepcopy(state), assign=True)
+        assert layer.columns.is_inference() == (mode == "copied")
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), layer.to_dense()(x))
+            source = rewritten(layer_of())
+            for name in ("offsets", "columns"):
+                getattr(layer, name).copy_(getattr(source, name))
+
+
+@pytest.mark.parametrize("write", ["data", "numpy"])
+def test_a_write_that_torch_does_not_count_is_an_error_before_long(write, monkeypatch):
+    monkeypatch.setattr(_bsr_plans, "OFTEN", 8)
+    x = torch.randn(5, K)
+    layer = called(x)
+    source = rewritten(layer)
+    if write == "data":
+        layer.columns.data.copy_(source.columns)
+    else:
+        layer.columns.numpy()[:] = source.columns.numpy()
+    message = r"index of 6 blocks was written in a way that torch does not count"
+    with pytest.raises(RuntimeError, match=message):
+        [layer(each) for each in [x] * 8]
+    layer.load_state_dict(source.state_dict())
+    assert_right(layer, x)
+
+
+def test_an_index_that_is_no_index_is_refused_after_a_write():
+    x = torch.randn(5, K)
+    layer = called(x)
+    layer.columns.fill_(7)
+    with pytest.raises(FormatError, match="expected"):
+        layer(x)
+
+
+def copies(layer: nn.Module) -> Iterator[nn.Module]:
+    yield copy.deepcopy(layer)
+    yield pickle.loads(pickle.dumps(layer))
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
+def test_a_copy_has_a_pattern_of_its_own():
+    x = torch.randn(5, K)
+    layer = called(x)
+    for twin in copies(layer):
+        assert torch.equal(twin(x), layer(x))
+        source = rewritten(layer)
+        twin.load_state_dict(source.state_dict())
+        assert torch.equal(twin(x), source(x))
+        assert_right(layer, x)
+
+
+def test_buffers_that_were_called_with_load_by_weights_only():
+    x, file = torch.randn(5, K), io.BytesIO()
+    layer = called(x)
+    torch.save(dict(layer.named_buffers()), file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert torch.equal(found["columns"], layer.columns)
+    layer.columns = found["columns"]
+    assert_right(layer, x)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(6, 8, 16), torch.zeros(5, 16, 16)])
+def test_a_state_dict_that_does_not_fit_together_changes_nothing(values):
+    x, layer = torch.randn(5, K), layer_of()
+    before = layer(x)
+    state = {**rewritten(layer).state_dict(), "values": values}
+    with pytest.raises(FormatError, match=r"values: expected \(6, 16, 16\), found"):
+        layer.load_state_dict(state)
+    state = {**layer.state_dict(), "columns": torch.full_like(layer.columns, 9)}
+    with pytest.raises(FormatError, match="expected"):
+        layer.load_state_dict(state)
+    assert torch.equal(layer(x), before)
+
+
+def test_the_number_of_blocks_changes_while_the_last_loss_is_kept():
+    x, layer = torch.randn(5, K), layer_of()
+    for sparsity in (0.25, 0.75, 0.5):
+        loss = layer(x).square().sum()
+        loss.backward()
+        other = layer_of(sparsity)
+        layer.set_pattern(other.offsets, other.columns, other.values)
+        assert_right(layer, x)
+
+
+# ---- dtypes ----
+
+
+def test_a_block_sparse_layer_changes_its_dtype_and_keeps_its_index():
+    x = torch.randn(5, K)
+    layer = called(x)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        layer = layer.to(dtype)
+        assert layer(x.to(dtype)).dtype == dtype
+        assert layer.columns.dtype == torch.int32
+    with pytest.raises(FormatError, match=r"columns: expected int32, found torch.float"):
+        layer.type(torch.float32)
+    assert layer.values.dtype == torch.float64
+
+
+def test_a_gated_mlp_changes_its_dtype():
+    mlp, x = SparseGatedMLP(16, 40), torch.randn(3, 16)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert mlp.to(dtype)(x.to(dtype)).dtype == dtype
+        assert mlp.active.dtype == torch.int32
+
+
+def two_four(n: int = 128, k: int = 128) -> Tensor:
+    return torch.randn(n, k, dtype=torch.bfloat16) * torch.tensor([1, 0, 1, 0]).repeat(k // 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_spense_layer_refuses_another_dtype_and_stays_as_it_is(dtype):
+    layer = SpenseLinear.from_dense(two_four(), bias=torch.randn(128), dtype=dtype)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    for change in (nn.Module.half, nn.Module.float, nn.Module.double):
+        with pytest.raises(Unsupported, match=r"expected torch.bfloat16 as W has, which is packed"):
+            change(layer)
+    with pytest.raises(Unsupported, match=r"expected torch.uint8"):
+        layer.type(torch.bfloat16)
+    layer.to(torch.bfloat16)
+    for name, t in layer.state_dict().items():
+        assert torch.equal(t, before[name])
+        assert t.dtype == before[name].dtype
+
+
+def test_a_spense_layer_is_copied_pickled_and_loaded():
+    layer, x = SpenseLinear.from_dense(two_four()), torch.randn(3, 128, dtype=torch.bfloat16)
+    assert isinstance(layer.spense, Spense)
+    for twin in copies(layer):
+        assert torch.equal(twin(x), layer(x))
+    for assign in (False, True):
+        other = SpenseLinear(128, 128, bias=False)
+        other.load_state_dict(layer.state_dict(), assign=assign)
+        assert torch.equal(other(x), layer(x))
+    average = AveragedModel(SpenseLinear(128, 128, bias=False))
+    average.update_parameters(layer)
+    assert torch.equal(average(x), layer(x))

@@ -1,0 +1,42 @@
+"""Machine code is compiled once for all processes, and anew where what it depends on differs."""
+
+from pathlib import Path
+
+import pytest
+
+from sparsebench.kernels._common.cubins import folder, kept
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return []
+
+
+def code(compiled: list[int], *asked: object) -> bytes:
+    """Return the code of what is asked for; a compilation is counted."""
+    return kept(asked, lambda: compiled.append(1) or b"code")
+
+
+def test_code_is_compiled_once_and_anew_for_other_constants(compiled: list[int]) -> None:
+    for asked in (("source", 1), ("source", 1), ("source", 2), ("source", 1)):
+        assert code(compiled, *asked) == b"code"
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("left", [b"", b"x" * 40])
+def test_a_torn_or_changed_file_is_compiled_anew(left: bytes, compiled: list[int]) -> None:
+    code(compiled, "source")
+    (file,) = folder().iterdir()
+    file.write_bytes(left)
+    assert code(compiled, "source") == b"code"
+    assert code(compiled, "source") == b"code"
+    assert len(compiled) == 2
+
+
+def test_without_a_folder_to_write_every_process_compiles(
+    compiled: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "sparsebench").write_text("a file")
+    assert code(compiled, "source") == code(compiled, "source") == b"code"
+    assert len(compiled) == 2

@@ -1,0 +1,138 @@
+"""Pages of claims: what they say, what they draw, and their table on a site."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from made_up_claims import CLAIM, cell, claimed, spread
+from places import PUBLISHED
+
+from sparsebench.harness.claims.catalog import chosen
+from sparsebench.harness.claims.check import evidence
+from sparsebench.reports.claims.losses import losses
+from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
+from sparsebench.reports.publish import site
+from sparsebench.reports.publish._pages import Site
+from sparsebench.reports.publish.site import publish
+from sparsebench.results import pruning
+from sparsebench.results.claims.asked import Asked
+from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.schema import Written, parse
+
+STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
+PRUNED = PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json"
+
+
+def written(**changed: object) -> Written:
+    """Return a claim as if it had been read from mine.yaml."""
+    read = parse("mine.yaml", CLAIM)
+    return Written("mine", "mine.yaml", claimed(**changed), read.root)
+
+
+def entry(*cells: Cell, **changed: object) -> Entry:
+    claim = written(**changed)
+    wanted = {"over dense": {each.problem for each in cells}}
+    bounds = {"over dense": {each.problem: 5.0 for each in cells}}
+    (made,) = entries([Asked(claim, wanted, bounds, ["over dense"])], {"mine": cells})
+    return made
+
+
+def page(of: Entry) -> str:
+    found = dict(alone([of], "1.0"))
+    assert set(found) == {"style.css", "claims/index.html", "claims/mine.html", "claims/mine.svg"}
+    return found["claims/mine.html"]
+
+
+def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
+    claim = claimed()
+    said = page(entry(*(cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.5, "b")))))
+    assert "“It is twice as fast as dense”" in said
+    assert "No kernel as efficient as the baseline can meet the threshold." in said
+    assert "sparsebench claims check mine --replicates 8" in said
+    assert "What would change it: Six processes or more" in said
+    assert said.count("<svg") == 1
+    assert "a run made for it alone would decide" in said
+    assert '<a href="../index.html">' not in said  # it stands in a folder of its own
+
+
+def test_conditions_stand_side_by_side_and_differences_are_marked() -> None:
+    given = {
+        "dtype": {"published": "bf16", "field": "dtype"},
+        "GPU": {"published": "B200"},
+        "tokens": {"published": None, "field": "m"},
+        "server": {"published": "vLLM", "ours": "none"},
+        "model": {"published": "Qwen", "ours": "its layers", "same": True},
+    }
+    claim = claimed(conditions=given)
+    fields = {"op": "linear", "dtype": "bf16", "m": 4, "level": 0.5}
+    found = conditions(entry(cell(claim, spread(2.5), fields=fields), conditions=given))
+    assert found == [
+        ("dtype", "bf16", "bf16", "="),
+        ("GPU", "B200", "NVIDIA H200", "≠"),
+        ("tokens", "unknown", "4", "?"),
+        ("server", "vLLM", "none", "≠"),
+        ("model", "Qwen", "its layers", "="),
+    ]
+    assert 'class="differs"' in page(entry(cell(claim, spread(2.5)), conditions=given))
+
+
+def test_a_forest_has_a_marker_a_cell_and_leaves_out_the_middle_of_many() -> None:
+    claim = claimed()
+    many = [cell(claim, spread(1 + i / 10), f"p{i}") for i in range(40)]
+    said = page(entry(*many))
+    assert "16 cells between the best and the worst are left out" in said
+    assert "The 40 cells" in said
+    assert page(entry(cell(claim, [1.0], reason="it needs a GPU"))).count("<svg") == 0
+
+
+@pytest.mark.parametrize(
+    ("cells", "says"),
+    [
+        (lambda claim: [cell(claim, spread(2.5))], "reproduced · H200"),
+        (lambda claim: [cell(claim, spread(0.5), simulated=True)], "· simulated"),
+        (lambda claim: [], "inconclusive"),
+    ],
+)
+def test_a_badge_says_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], says: str) -> None:
+    said = badge(entry(*cells(claimed())))
+    ElementTree.fromstring(said)
+    assert says in said
+
+
+def test_loss_stands_beside_speed_for_the_same_dense_fraction() -> None:
+    found, claim = pruning.read(PRUNED), claimed()
+    half, none = (
+        cell(claim, spread(v), p, fields={"pattern": pattern, "m": 16, "level": level})
+        for v, p, pattern, level in ((1.2, "a", "spense_rows", 0.25), (1.6, "b", "two_four", 0.5))
+    )
+    drawn = losses([half, none], found)
+    assert drawn.count("<svg") == 1
+    lost = {o.dense: o.loss for o in found.outcomes if o.loss and o.dense in (0.0, 0.5)}
+    assert all(f"{loss:.3f}" in drawn for loss in lost.values())
+    other = cell(claim, spread(1.2), fields={"pattern": "blocks", "m": 16, "level": 0.25})
+    assert "No cell leaves a fraction dense" in losses([other], found)
+    (made,) = entries([Asked(written(), {"over dense": {"a"}})], {"mine": [half]}, found)
+    assert page(made).count("<svg") == 2
+
+
+def test_a_site_judges_claims_by_its_runs_and_has_a_table_on_its_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "build", lambda *given, **more: None)  # of a report, which is slow
+    asked = evidence(chosen(["twell-2026-training", "macko-2025"])).asked()
+    publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)
+    front = (tmp_path / "site" / "index.html").read_text()
+    rows = re.findall(r'<a href="claims/([\w-]+)\.html">', front)
+    assert rows == ["twell-2026-training", "macko-2025"]
+    (run,) = (tmp_path / "site" / "runs").iterdir()
+    said = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
+    assert "leans to partly" in said
+    assert run.name in said
+    assert '<a href="../index.html">sparsebench</a>' in said
+    again = publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)
+    assert again.written == []
+    fewer = publish([STEP], tmp_path / "site", Site(claims=asked[:1]), lambda run: None)
+    assert fewer.written == [run.name]
+    assert not (tmp_path / "site" / "claims" / "macko-2025.html").exists()

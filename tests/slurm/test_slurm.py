@@ -1,0 +1,171 @@
+"""A plan in a real Slurm: what jobs, nodes and the controller do to it, no row is lost or twice."""
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from box import Box, box, missing
+
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.cluster import folder as folders
+from sparsebench.harness.cluster import jobs
+from sparsebench.harness.cluster.folder import Plan
+from sparsebench.harness.plan.suite import read
+from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.validate import validate
+from sparsebench.results import store
+from sparsebench.results.record import Row
+
+pytest.importorskip("submitit")
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "all is here"),
+]
+WAIT_S = 240.0
+SUITE = """
+schema: sparsebench/suite@1
+title: In a cluster
+problems:
+  - {op: linear, n: 4096, k: 4096, m: [1, 16, 64, 256], dtype: bf16, pattern: blocks,
+     block: [16, 64], sparsity: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]}
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+  - {format: bsr, kernel: bsr_wgmma, params: {block: $block}}
+  - {format: csr, kernel: cusparse_csr}
+baselines:
+  - {format: dense, kernel: cublas}
+scopes: [kernel, op]
+caches: [cold, hot]
+"""
+DRAIN = "nodename=n2", "state=drain", "reason=test"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with box(tmp_path_factory.mktemp("slurm")) as made:
+        os.environ |= made.environment
+        yield made
+        del os.environ["SLURM_CONF"]
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end, f"{what}: not within {WAIT_S:g} s"
+        time.sleep(0.2)
+
+
+class Sent:
+    """A plan that is sent in a thread, as `run --slurm` does, and what its folder tells of it."""
+
+    def __init__(self, suite: Path, out: Path, parts: int) -> None:
+        self.suite, self.folder = read(str(suite)), folders.beside(out)
+        flags, devices = Flags("sim", replicates=2), ("sim",) * parts
+        options = {"partition": "sim", "time": 60}
+        self.plan = Plan(self.suite.name, flags, devices, "slurm", options, jobs.job_name())
+        self.failed: list[BaseException] = []
+
+        def go() -> None:
+            try:
+                jobs.submit(self.suite, self.plan, out)
+            except BaseException as error:
+                self.failed.append(error)
+
+        self.thread = threading.Thread(target=go)
+        self.thread.start()
+        until(lambda: len(jobs.jobs(self.folder)) == parts, "jobs sent")
+
+    def done(self, number: int) -> int:
+        return next(
+            s.contests for s in folders.shares(self.folder, self.plan) if s.number == number
+        )
+
+    def job(self, number: int) -> str:
+        return jobs.jobs(self.folder)[str(number)][-1]
+
+    def ended(self, number: int) -> bool:
+        """Say whether no process holds the lock of a part."""
+        try:
+            with store.locked(self.folder / str(number)):
+                return True
+        except ResultError:
+            return False
+
+    def tell(self, cluster: Box) -> str:
+        logs = [log.read_text() for log in (self.folder / "jobs").glob("*_log.err")]
+        return f"{self.failed} {cluster.ask('squeue').stdout} {logs}"
+
+
+def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
+    cluster: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(jobs.POLL_S, "slurm", 0.5)
+    suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
+    suite.write_text(SUITE)
+    sent = Sent(suite, out, 3)  # on two nodes of one CPU: one waits
+    until(lambda: sent.done(1) > 5 and sent.done(2) > 5, "two parts begun")
+
+    cluster.kill_controller()  # the controller goes and comes back: jobs run on meanwhile
+    time.sleep(2)
+    cluster.start_controller()
+    until(lambda: cluster.nodes() & {"alloc", "mix"}, "the controller knows the nodes")
+
+    first, second = sent.job(1), sent.job(2)
+    cluster.ask("scancel", "--signal=KILL", "--full", first)  # a job is killed
+    assert not cluster.ask("scontrol", "update", *DRAIN).returncode  # a node is drained: its job
+    assert not cluster.ask("scontrol", "requeue", second).returncode  # begins again, on the other
+    state = "squeue", "--noheader", "--array", "--format=%T", f"--jobs={second}"
+    until(lambda: cluster.ask(*state).stdout.strip() == "PENDING", "the job is queued again")
+    cluster.ask("scontrol", "update", f"jobid={second}", "starttime=now")  # not in two minutes
+
+    until(lambda: len(jobs.jobs(sent.folder)["1"]) > 1, "the killed job is sent again")
+    until(lambda: sent.ended(1), "no job has part 1")
+    cluster.ask("scancel", "--signal=KILL", "--full", sent.job(1))
+    shutil.rmtree(sent.folder / "1" / "1")  # a shard is lost
+    cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
+
+    sent.thread.join(WAIT_S)
+    assert not sent.thread.is_alive(), sent.tell(cluster)
+    assert not sent.failed, sent.tell(cluster)
+    assert all(line.checked for line in validate(out))
+    merged, alone = store.read(out), store.read(measured(suite, tmp_path / "alone"))
+    assert facts(merged.rows) == facts(alone.rows)
+    assert Counter(map(key, merged.rows)).most_common(1)[0][1] == 1
+    assert len(merged.state["shards"]) >= 2  # the third may find all claimed
+
+
+def test_a_cluster_that_takes_no_job_is_one_clear_error(cluster: Box, tmp_path: Path) -> None:
+    suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
+    suite.write_text(SUITE)
+    asked = read(str(suite))
+    for options, said in (
+        ({"partition": "nowhere"}, "expected a cluster that takes jobs"),
+        ({"partitoin": "sim"}, "expected a cluster and options of it"),
+    ):
+        plan = Plan(asked.name, Flags("sim"), ("sim",) * 2, "slurm", options, jobs.job_name())
+        with pytest.raises(SuiteError, match=said):
+            jobs.submit(asked, plan, out)
+        assert sorted(tmp_path.iterdir()) == [suite]
+
+
+def measured(suite: Path, out: Path) -> Path:
+    return measure(read(str(suite)), Flags("sim", replicates=2), out, None)
+
+
+def key(row: Row) -> tuple[object, ...]:
+    return row.case.id, row.replicate, row.scope, row.cache
+
+
+def facts(rows: list[Row]) -> dict[tuple[object, ...], tuple[float, ...]]:
+    return {key(row): row.samples_us for row in rows}
