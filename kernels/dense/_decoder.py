@@ -18,7 +18,6 @@ there for rounding alone; but for H, which the kernel of act writes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -149,8 +148,7 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
     x, pinned = inputs[0], (operands.pinned or {}).get(name)
     scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
     out = x.new_empty(len(x), len(w), dtype=OUTPUTS[operands.problem["dtype"]])
-    before = partial(torch.zeros(1, device=x.device).add_, 1)
-    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned, before=before)
+    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned)
     shared = _cublaslt.workspace(out.device) if out.is_cuda and len(inputs) > 1 else None
     rest = [
         cublas.fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)

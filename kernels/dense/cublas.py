@@ -203,13 +203,10 @@ def fastest_way(
     product: Product,
     pinned: Mapping[str, Any] | None = None,
     space: Tensor | None = None,
-    before: Callable[[], object] | None = None,
 ) -> Launch:
     """Return the call that writes product.out the fastest way, or the pinned one.
 
-    space   that a pinned call shares with others (_cublaslt.py); None gives it its own
-    before  what runs ahead of it in a graph, where the product is one of many: calls are timed
-            behind it, so that what a library clears beforehand has to wait, as it will
+    space  that a pinned call shares with others (_cublaslt.py); None gives it its own
 
     Its choice is the Way's fields. Raises Unsupported if cuBLASLt refuses the pinned algorithm.
     """
@@ -217,7 +214,7 @@ def fastest_way(
     if pinned:
         way = _way_of(pinned)
         return Launch(_call(_laid_out(product, way.weights), way, space), dict(pinned))
-    kind = _kind(product), before is not None
+    kind = _kind(product)
     known = _finalists.get(kind, [])
     layouts = dict.fromkeys(way.weights for way in known) or _layouts(product)
     laid = {layout: _laid_out(product, layout) for layout in layouts}
@@ -227,18 +224,12 @@ def fastest_way(
     calls = [_call(laid[way.weights], way, space) for way in ways]
     kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     kept = _right(kept, calls, ways)
-    timed = [partial(_behind, before, calls[i]) if before else calls[i] for i in kept]
-    found = searched(timed, device)
+    found = searched([calls[i] for i in kept], device)
     if not known:
         _finalists[kind] = [ways[kept[i]] for i in near(found)]
     way, choices = ways[kept[found.best]], [_choice(ways[i], product) for i in kept]
     call = _call(laid[way.weights], way)
     return Launch(call, choices[found.best], candidates=found.told(choices))
-
-
-def _behind(before: Callable[[], object], call: Callable[[], Tensor]) -> Tensor:
-    before()
-    return call()
 
 
 def near(found: Search) -> list[int]:

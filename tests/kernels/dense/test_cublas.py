@@ -201,24 +201,6 @@ def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.M
     assert torch.equal(launch().clone(), again())
 
 
-def test_a_product_of_a_step_is_timed_behind_another_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
-
-    def searched(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Search:
-        calls[-1]()
-        assert done.pop() == "before"
-        return Search(0)
-
-    monkeypatch.setattr(cublas, "searched", searched)
-    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
-    product = product_of("linear", 16, 32, 48)
-    launch = cublas.fastest_way(product, before=lambda: done.append("before"))
-    assert torch.allclose(launch().double(), right(product), atol=1e-4)
-    assert not done
-
-
 @pytest.mark.usefixtures("emulated")
 def test_an_equal_product_is_searched_among_the_finalists_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
