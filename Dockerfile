@@ -19,7 +19,7 @@ COPY kernels kernels
 COPY reports reports
 COPY results/*.py results/
 COPY suites suites
-RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,gguf]'
+RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,models]'
 
 # A run records the commit; there is no history in here.
 ARG COMMIT

@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := dev,cluster,gguf,parquet$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
+EXTRAS := dev,cluster,models,parquet$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
 # Tests share out the cores, four at most; on a GPU machine four processes share the GPU, too.
 WORKERS ?= $(if $(findstring gpu,$(EXTRAS)),4,auto)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=4 --dist=worksteal

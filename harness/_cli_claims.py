@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,11 @@ from sparsebench.harness._cli import (
     wide,
 )
 
+if TYPE_CHECKING:
+    from sparsebench.harness.claims.check import Evidence
+    from sparsebench.results.ceilings import Ceilings
+    from sparsebench.results.pruning import Pruning
+
 claims = typer.Typer(
     help="Judge what others published about sparse formats.",
     no_args_is_help=True,
@@ -35,7 +40,8 @@ Runs = Annotated[
 ]
 Pages = Annotated[Path | None, typer.Option("--to", help="Folder for the pages.")]
 Losses = Annotated[
-    Path | None, typer.Option(help="What prune --json printed: loss beside speed-up.")
+    Path | None,
+    typer.Option(help="Loss beside speed: what prune --json printed, or a Gemma 3 as .gguf."),
 ]
 
 
@@ -137,7 +143,7 @@ def check(
     if as_json:
         print_json(to_json(found))
     else:
-        _show(found, losses, to / "pages")
+        _show(found, _pruning(losses, found, picked), to / "pages")
 
 
 @claims.command()
@@ -157,24 +163,41 @@ def report(
     if as_json:
         print_json(to_json(found))
     else:
-        _show(found, losses, to)
+        _show(found, _pruning(losses, found, "cpu"), to)
 
 
-def _show(found: Any, losses: Path | None, to: Path | None) -> None:
+def _show(found: "Evidence", pruning: "Pruning | None", to: Path | None) -> None:
     """Print the verdicts, and write the pages of all claims where a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import judged
-    from sparsebench.results.pruning import read
 
     wide().print(judged(verdict for each in found.verdicts().values() for verdict in each))
     if to is None:
         return
-    made = entries(found.asked(), found.cells, read(losses) if losses else None)
+    made = entries(found.asked(), found.cells, pruning)
     for name, text in alone(made, version("sparsebench")):
         file = to / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, "utf-8")
     out.print(f"pages: {to / 'claims' / 'index.html'}", soft_wrap=True, highlight=False)
+
+
+def _pruning(given: Path | None, found: "Evidence", device: str) -> "Pruning | None":
+    """Read losses; those of a model come of pruning it now, to the fractions of the claims."""
+    from sparsebench.harness.machine.device import pick, simulated
+    from sparsebench.harness.pruning.command import parse_recipes, prune_file
+    from sparsebench.results.pruning import read
+
+    if given is None or given.suffix != ".gguf":
+        return read(given) if given else None
+    problems = [contest.problem for part in found.all_parts for contest in part.contests]
+    hybrid = [p for p in problems if p["pattern"].startswith(("spense_", "two_four"))]
+    fractions = sorted({round(1 - 2 * problem["sparsity"], 6) for problem in hybrid} - {1.0})
+    if not fractions:
+        expected = "a claim about 2:4 beside dense weights"
+        raise SuiteError(f"--losses {given}: expected {expected}, found none")
+    recipes = parse_recipes("spensegpt", ",".join(f"{each:g}" for each in fractions), "scored")
+    return prune_file(given, recipes, pick("cpu" if simulated(device) else device))
 
 
 def _runs(given: list[Path] | None) -> list[Path]:
@@ -190,7 +213,7 @@ def _runs(given: list[Path] | None) -> list[Path]:
     return found
 
 
-def _ceilings(gpu: Path | None) -> Any:
+def _ceilings(gpu: Path | None) -> "Ceilings | None":
     """Return the ceilings of a run's device; None without a run."""
     from sparsebench.results import store
     from sparsebench.results.ceilings import Ceilings

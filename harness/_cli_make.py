@@ -12,7 +12,7 @@ L1 = "0,1e-4,1e-3,1e-2,3e-2"  # of train-lm: from none to where most units are o
 
 def prune(
     weights: Annotated[
-        Path, typer.Argument(help="A .safetensors file, or a Gemma 3 model as .gguf.")
+        Path, typer.Argument(help="A .safetensors file; a Hugging Face directory, or a .gguf file.")
     ],
     tensors: Annotated[
         str, typer.Option(help="Of a .safetensors file: 'gate,up,down', or one linear layer.")
@@ -28,7 +28,9 @@ def prune(
     split: Annotated[str, typer.Option(help="Of a linear layer: rows or columns.")] = "columns",
     tokens: Annotated[int, typer.Option(help="Of a text, to calibrate on.", min=1024)] = 8192,
     device: Device = None,
-    to: Annotated[Path | None, typer.Option("--out", help="A .safetensors file to write.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="A .safetensors file, or of a model a directory.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Prune weights to 2:4 beside a dense region. "a,b" for method, dense or region tries both."""

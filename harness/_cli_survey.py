@@ -1,6 +1,7 @@
-"""The command for a device that nobody has measured: new-gpu."""
+"""The commands for a device that nobody has measured: doctor and new-gpu."""
 
 import re
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,17 @@ from typing import Annotated
 import typer
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness._cli import Device, Out, measuring, out
+from sparsebench.harness._cli import (
+    UNFIT,
+    Device,
+    Json,
+    Out,
+    measuring,
+    out,
+    print_json,
+    wide,
+)
+from sparsebench.harness._cli_cluster import Devices, Ways
 
 RESUME = "new-gpu --resume"
 PUBLISHED = Path("results/published")
@@ -24,15 +35,30 @@ Against = Annotated[
 Resume = Annotated[Path | None, typer.Option(help="Go on with what a survey did not reach.")]
 
 
+def doctor(device: Device = None, as_json: Json = False) -> None:
+    """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
+    from sparsebench.harness.doctor.doctor import examine, table
+    from sparsebench.harness.doctor.findings import unfit
+    from sparsebench.harness.machine.device import pick
+
+    found = examine(pick(device))
+    if as_json:
+        print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
+    else:
+        wide().print(table(found))
+    if unfit(found):
+        raise typer.Exit(UNFIT)
+
+
 def new_gpu(
     device: Device = None,
     budget: Budget = None,
     against: Against = None,
     to: Out = None,
     resume: Resume = None,
+    devices: Devices = "",
 ) -> None:
     """Survey a device: is it fit, what runs, which format wins, and how do other GPUs do."""
-    from sparsebench.harness.machine.device import named
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey import write
 
@@ -42,9 +68,10 @@ def new_gpu(
         if resume:
             done = surveys.resume(resume, seconds, lambda step: show)
         else:
-            name = named(device)
-            path = to or _new_path(name)
-            done = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show)
+            ways = Ways(devices)
+            name = ways.first(device)
+            path, several = to or _new_path(name), ways.named if ways else []
+            done = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show, several)
         page = write(done.path, others)
     for step, why in [*done.notes.items(), *done.left.items()]:
         out.print(f"{step}: {why}", soft_wrap=True, highlight=False, markup=False)

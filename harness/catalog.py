@@ -106,14 +106,20 @@ def load_kernel(name: str) -> "Kernel":
     """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`."""
     from sparsebench.kernels._kernel import Kernel
 
-    return _of(load("kernels", name), Kernel, name)
+    found = _of(load("kernels", name), Kernel, name)
+    if not callable(found.prepare):
+        raise SuiteError(f"{name}: expected prepare to be a function, found {found.prepare!r}")
+    return found
 
 
 def load_op(name: str) -> "Op":
     """Return the OP of a file, an entry point or a `package.module[:ATTR]`."""
-    from sparsebench.harness.ops._op import Op
+    from sparsebench.harness.ops._op import Fields, Op
 
-    return _of(load("harness.ops", name), Op, name)
+    found = _of(load("harness.ops", name), Op, name)
+    if not (isinstance(found.fields, type) and issubclass(found.fields, Fields)):
+        raise SuiteError(f"{name}: expected fields of a class of Fields, found {found.fields!r}")
+    return found
 
 
 def _of(found: Any, kind: type[Named], name: str) -> Named:

@@ -67,7 +67,7 @@ from sparsebench.harness._cli_cluster import (
 from sparsebench.harness._cli_compare import compare
 from sparsebench.harness._cli_make import prune, train_lm
 from sparsebench.harness._cli_publish import publish
-from sparsebench.harness._cli_survey import new_gpu
+from sparsebench.harness._cli_survey import doctor, new_gpu
 from sparsebench.harness._cli_try import profiled, try_
 from sparsebench.harness.run import ahead
 
@@ -108,7 +108,21 @@ def _ended(error: BaseException) -> tuple[int, str]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}:{where.lineno}"
     hint = "SPARSEBENCH_TRACEBACK=1 shows where"
-    return DEFECT, f"an error of sparsebench: {type(error).__name__}: {error} ({place}; {hint})"
+    said = f"{type(error).__name__}: {error} ({place}; {hint})"
+    plugin = _plugin(error)
+    if plugin:
+        return BAD_INPUT, f"an error of the plug-in {plugin}: {said}"
+    return DEFECT, f"an error of sparsebench: {said}"
+
+
+def _plugin(error: BaseException) -> str | None:
+    """Name the package of others that an error comes from: libraries below it have no fault."""
+    from sparsebench._discovery import others
+
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    named = [name for name in packages if name in {"sparsebench", *others}]
+    return named[-1] if named and named[-1] != "sparsebench" else None
 
 
 @app.command("list")
@@ -201,7 +215,9 @@ def run(
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     ways = Ways(devices, slurm, submit, shards)
-    ahead.early(device or devices, 0 if slurm or submit else ways.count)
+    if not (repeat or profile):
+        count = 0 if slurm or submit else ways.count
+        ahead.early(device or devices, count, 1 if resume else replicates)
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.own_suite import own_suite
@@ -245,7 +261,7 @@ def run(
     else:
         wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page)  # the answer need not wait for the page
+    build(measured, page, found=found)  # the answer need not wait for the page
     if not as_json and not markdown:
         out.print(f"report: {page}", soft_wrap=True, highlight=False)
     if browse:
@@ -393,22 +409,6 @@ def confirm(
 
 
 @app.command()
-def doctor(device: Device = None, as_json: Json = False) -> None:
-    """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
-    from sparsebench.harness.doctor.doctor import examine, table
-    from sparsebench.harness.doctor.findings import unfit
-    from sparsebench.harness.machine.device import pick
-
-    found = examine(pick(device))
-    if as_json:
-        print_json({"fit": not unfit(found), "findings": [asdict(finding) for finding in found]})
-    else:
-        wide().print(table(found))
-    if unfit(found):
-        raise typer.Exit(UNFIT)
-
-
-@app.command()
 def tune(
     suite: Annotated[str, typer.Argument(help="A suite's name, or a file.yaml.")] = "sparsity",
     device: Device = None,
@@ -432,6 +432,7 @@ def tune(
         raise typer.Exit(SOME_FAILED)
 
 
+app.command()(doctor)
 app.command("new-gpu")(new_gpu)
 app.command()(prune)
 app.command("train-lm")(train_lm)

@@ -26,7 +26,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badges, told
 from sparsebench.results.environment import devices_named, flat
 from sparsebench.results.pruning import Pruning
@@ -62,14 +62,16 @@ def build(
     out_path: Path | None = None,
     pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
+    found: Analysis | None = None,
     alone: str = "",
 ) -> str:
     """Return the report, and write it if a path is given.
 
     pruning  the errors that one figure draws against the run's speed-ups
+    found    the run's analysis, where it is known
     alone    the name of the only figure of the page; ResultError where it does not apply to the run
     """
-    found = analyse(run)
+    found = found or analyse(run)
     frames = Frames(run, found.rows, found.cases, found.noise, pruning)
     chosen = [figure for figure in figures() if alone in ("", figure.name)]
     drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
@@ -190,9 +192,8 @@ def _trust(frames: Frames) -> list[str]:
 def _shared(frames: Frames) -> str:
     """Say whether intervals of a merged run are over processes of more than one device."""
     count = frames.rows.groupby("case_id").device.nunique()
-    on = (
-        f"All contenders of a problem ran on one device of {len(frames.run.environment['devices'])}"
-    )
+    devices = len(frames.run.environment["devices"])
+    on = f"All contenders of a problem ran on one device of {devices}"
     if (count == 1).all():
         return f"{on}, in every process: no interval is over two devices."
     moved = f"{(count > 1).sum()} of {len(count)} cases have processes on more than one device"

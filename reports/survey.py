@@ -37,7 +37,7 @@ from sparsebench.results.views import asked, views
 from sparsebench.results.words import between, duration, listed, percent, plain, significant, times
 
 RUNS = "decide", "screen"  # a verdict counts more than a look
-VERDICTS = 6  # lines on the first screen; decide/report.html has all
+VERDICTS = 8  # lines on the first screen; decide/report.html has all
 PLACE = ("op", "dtype", "level", "active", "m", "shape", "block")
 SHAPE = ["op", "pattern", "dtype", "n", "k"]
 STEPS = {"doctor": "Whether the machine is fit", "probe": "Which kernels run here"}
@@ -167,12 +167,14 @@ def _items(title: str, lines: list[tuple[str, str]]) -> Markup:
 
 
 def _verdicts(frames: Frames) -> list[tuple[str, str]]:
-    """Return a line a problem: what it is, and who wins it."""
+    """Return a line a problem: what it is, and who wins it; of each shape and m the best first."""
     if raced(frames.cases).empty:
         return []
     found = contests(frames.cases)
     lines = pd.concat([asked(own) for _, own in found.groupby("op", sort=False)])
     lines = lines.sort_values("best_gain", ascending=False, kind="stable")
+    again = lines.groupby(["op", "pattern", "dtype", "m", "shape"], dropna=False).cumcount()
+    lines = lines.loc[again.sort_values(kind="stable").index]
     said = [(_place(line), f"{winner(line)}.") for _, line in lines.iterrows()]
     more = len(said) - VERDICTS
     rest = [("More", f"{more} problems have a verdict in decide/report.html.")] if more > 0 else []

@@ -57,12 +57,12 @@ class Comparison:
     only_b: pd.DataFrame
 
 
-def compare(a: Run, b: Run, found: tuple[Analysis, Analysis] | None = None) -> Comparison:
+def compare(a: Run, b: Run, known: tuple[Analysis, Analysis] | None = None) -> Comparison:
     """Join two runs; ResultError if they share no case, or if operands of one problem differ.
 
-    `found` are their analyses, where they are known.
+    `known` are their analyses, where they were made before.
     """
-    both = found or (analyse(a), analyse(b))
+    both = known or (analyse(a), analyse(b))
     in_a, in_b = (each.cases[~each.cases.twin.astype(bool)] for each in both)
     shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:

@@ -27,7 +27,7 @@ from sparsebench.results.words import plain
 ACROSS = ("level", "m", "shape", "block")  # x is the first of them that is swept
 ROWS = ("block", "m", "shape")  # y is the one with most values
 ANY = "any"
-MOST = 60  # views of a page; the last ones, by shape, are left out
+MOST = 60  # views of a page, which says how many are left out
 COLUMNS = 12  # more levels than these are rounded to whole per cents
 
 
@@ -51,7 +51,12 @@ class View:
 
 
 def views(cases: pd.DataFrame) -> list[View]:
-    """Return every choice of a summary's fields; none if no case has a time."""
+    """Return the first MOST choices of a summary's fields; none if no case has a time."""
+    return every(cases)[:MOST]
+
+
+def every(cases: pd.DataFrame) -> list[View]:
+    """Return all choices of a summary's fields, the one that is shown first in front."""
     if raced(cases).empty:
         return []
     lines = contests(cases)
@@ -69,7 +74,7 @@ def views(cases: pd.DataFrame) -> list[View]:
         )
         for choice, y, chosen in _choices(found, x, [name for name in names if name != x])
     ]
-    return sorted(ways, key=_place)[:MOST]
+    return sorted(ways, key=_place)
 
 
 def asked(found: pd.DataFrame) -> pd.DataFrame:

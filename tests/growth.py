@@ -132,9 +132,10 @@ def written(asked: Suite, gpus: int, folder: Path) -> list[Path]:
                 mine[number].append(contest)
             else:
                 del turns[number]
+    about = sim_worker._environment("sim", Spec())
     for number, own in mine.items():
         spec = Spec(seed=number)
-        environment = sim_worker._environment("sim", spec)
+        environment = about | {"gpu": about["gpu"] | {"uuid": spec.identity}}
         ceilings = {"ceilings": asdict(sim_worker._ceilings(spec))}
         part = {"part": {"number": number, "host": str(number % 8)}, "choices": "first process"}
         record = Record(asked.name, flags, len(own), part, now())

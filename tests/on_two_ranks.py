@@ -1,6 +1,6 @@
 """What test_two_ranks.py runs on two processes, by gloo on the CPU or by nccl on two GPUs.
 
-Every function here that begins with `check_` is one test; both ranks call all of them in order.
+Every function here that begins with `check_` is called by both ranks, in order.
 """
 
 import copy

@@ -9,7 +9,7 @@ What another package adds:
 
     entry point diagonal = "acme.diagonal"         of sparsebench.kernels: the module's KERNEL
     entry point diagonal = "acme.kernels:FAST"     the object FAST of the module
-    entry point acme = "acme.suites"               of sparsebench.suites: every *.yaml in it
+    entry point acme = "acme.suites"               of sparsebench.suites, .claims: its *.yaml
     acme.diagonal, acme.kernels:FAST               in a suite, without an entry point
 
 That is code that runs when it is imported. `own_code_only` refuses it: a suite out of somebody's
@@ -28,7 +28,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from sparsebench.errors import SuiteError
@@ -42,8 +42,8 @@ CONSTANTS = {
 }
 """What a file of each folder must name to be found."""
 
-DOCUMENTS = {"suites": ".yaml"}
-"""What a file of data ends in, by folder."""
+DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml"}
+"""What a file of data ends in, by folder: a new kind of entry points is a line here or above."""
 
 WHOLE = {"reports.figures"}
 """Folders whose files are what is loaded, not a constant in them."""
@@ -51,7 +51,10 @@ WHOLE = {"reports.figures"}
 NAME = re.compile(r"\w[\w-]*")
 PLACE = re.compile(r"[^\W\d]\w*(?:\.\w+)*(?::[^\W\d]\w*(?:\.\w+)*)?")  # package.module:ATTRIBUTE
 
-_others = ContextVar("whether modules of other packages are imported", default=True)
+others: set[str] = set()
+"""The packages that were imported because of a name, without ours."""
+
+_allowed = ContextVar("whether modules of other packages are imported", default=True)
 
 
 def group(folder: str) -> str:
@@ -79,15 +82,15 @@ def documents(folder: str) -> dict[str, Traversable]:
     """Return every file of data of a folder ("suites"), by name. Raises SuiteError."""
     what, ends = folder.rpartition(".")[2], DOCUMENTS[folder]
     found: dict[str, Traversable] = {}
-    owners = [(f"sparsebench.{folder}", "")]
-    owners += [(_place(entry), _of(entry)) for entry in _entries(folder)]
-    for package, owner in dict(owners).items():
-        try:
-            inside = sorted(files(package).iterdir(), key=lambda file: file.name)
-        except (ImportError, TypeError, NotADirectoryError) as error:  # TypeError: not a package
-            said = f"expected a package {package}, found: {error}{owner}"
-            raise SuiteError(f"{what}: {said}") from error
-        for file in inside:
+    first, *rest = folder.split(".")
+    owned = [(files(f"sparsebench.{first}").joinpath(*rest), "")]
+    for package, owner in {_place(entry): _of(entry) for entry in _entries(folder)}.items():
+        expected = f"{what}: expected a package {package}"
+        if not hasattr(_imported(package, expected), "__path__"):
+            raise SuiteError(f"{expected}, found a module{owner}")
+        owned.append((files(package), owner))
+    for inside, owner in owned:
+        for file in sorted(inside.iterdir(), key=lambda file: file.name):
             name = file.name.removesuffix(ends)
             if file.name.endswith(ends) and name in found:
                 taken = f"found {found[name]} and {file}{owner}"
@@ -111,15 +114,9 @@ def load(folder: str, name: str) -> Any:
     if not PLACE.fullmatch(place):
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
     module, _, attribute = place.partition(":")
-    if module.partition(".")[0] != "sparsebench" and not _others.get():
+    if module.partition(".")[0] != "sparsebench" and not _allowed.get():
         raise SuiteError(f"{name}: not imported, since {module} is no module of sparsebench")
-    try:
-        found = import_module(module)
-    except ModuleNotFoundError as error:
-        raise SuiteError(f"{name}: expected to import {module}, found: {error}") from error
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SuiteError(f"{name}: expected to import {module}, found {said}") from error
+    found = _imported(module, f"{name}: expected to import {module}")
     try:
         constant_of = attrgetter(attribute or constant)(found)
     except AttributeError as error:
@@ -128,14 +125,26 @@ def load(folder: str, name: str) -> Any:
     return found if folder in WHOLE and not attribute else constant_of
 
 
+def _imported(module: str, expected: str) -> ModuleType:
+    """Import a module. Raises SuiteError, which begins as it is told to, whatever it raises."""
+    others.update({module.partition(".")[0]} - {"sparsebench"})
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise SuiteError(f"{expected}, found: {error}") from error
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SuiteError(f"{expected}, found {said}") from error
+
+
 @contextmanager
 def own_code_only() -> Iterator[None]:
     """Refuse, inside the block, to import what is not this package's. `load` raises SuiteError."""
-    before = _others.set(False)
+    before = _allowed.set(False)
     try:
         yield
     finally:
-        _others.reset(before)
+        _allowed.reset(before)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

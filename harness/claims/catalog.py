@@ -5,36 +5,17 @@ entry point of sparsebench.claims        a package, whose *.yaml are claims
 a path that ends in .yaml                that file
 """
 
-from importlib.metadata import entry_points
-from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from sparsebench._discovery import did_you_mean
+from sparsebench._discovery import did_you_mean, documents
 from sparsebench.errors import SuiteError
 from sparsebench.results.claims.schema import Written, parse, read
-
-GROUP = "sparsebench.claims"
 
 
 def claims() -> dict[str, Traversable]:
     """Return the file of every claim by its name. Raises SuiteError where a name is taken twice."""
-    folders = [files("sparsebench.suites") / "claims"]
-    for package in dict.fromkeys(sorted(entry.value for entry in entry_points(group=GROUP))):
-        try:
-            folders.append(files(package))
-        except (ModuleNotFoundError, TypeError) as error:  # TypeError: a module, no package
-            raise SuiteError(f"claims: expected a package {package}, found: {error}") from error
-    found: dict[str, Traversable] = {}
-    for folder in folders:
-        for file in sorted(folder.iterdir(), key=lambda file: file.name):
-            name, end = file.name.removesuffix(".yaml"), file.name.endswith(".yaml")
-            if end and name in found:
-                taken = f"found {found[name]} and {file}"
-                raise SuiteError(f"{name}: expected one claim of this name, {taken}")
-            if end:
-                found[name] = file
-    return found
+    return documents("suites.claims")
 
 
 def load(name: str) -> Written:

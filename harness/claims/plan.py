@@ -95,20 +95,27 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     Without ceilings the larger of the ratios of FLOPs and of bytes, without any index: no device
     allows more. With them the ratio of both bounds, none of which is below an empty launch.
     """
-    op, dtype = load_op(problem.op), problem["dtype"]
-    shapes = {name: op.operands[name].shape for name in op.weights}
-    sizes = {name: prod(problem[field] for field in shape) for name, shape in shapes.items()}
-    kept = {n: round(size * (1 - level(problem.fields, shapes[n]))) for n, size in sizes.items()}
-    sides = []
-    for asked, nnz in ((op.dense(problem), sizes), (problem, kept)):
-        itemsize = DTYPES[dtype].itemsize
-        sides.append((op.flops(asked, nnz), op.fewest_bytes(asked, nnz, itemsize)))
+    op, dtype, whole = load_op(problem.op), problem["dtype"], elements(problem)
+    pruned = {name: level(problem.fields, op.operands[name].shape) for name in whole}
+    kept = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
+    itemsize = DTYPES[dtype].itemsize
+    sides = [
+        (op.flops(given, nnz), op.fewest_bytes(given, nnz, itemsize))
+        for given, nnz in ((op.dense(problem), whole), (problem, kept))
+    ]
     if ceilings is None:
         return max(sides[0][0] / sides[1][0], sides[0][1] / sides[1][1])
     out = problem["m"] * problem["n"] * OUTPUTS[dtype].itemsize
     times = [ceilings.bound(dtype, *side, out, "cold") for side in sides]
     dense_us, sparse_us = (max(ceilings.launch_us, t[0]) if t else 0.0 for t in times)
     return dense_us / sparse_us if sparse_us else most(problem)
+
+
+def elements(problem: Problem) -> dict[str, int]:
+    """Return how many elements each weight of a problem has."""
+    op = load_op(problem.op)
+    shapes = {name: op.operands[name].shape for name in op.weights}
+    return {name: prod(problem[field] for field in shape) for name, shape in shapes.items()}
 
 
 def bounds(part: Part, ceilings: Ceilings | None = None) -> dict[str, float]:
@@ -147,16 +154,16 @@ def refused(part: Part, device: str) -> str:
 
 
 def too_large(part: Part, memory: int) -> str:
-    """Say whether the operands of the smallest problem are larger than a memory, in bytes."""
+    """Say whether what a dense kernel reads in the smallest problem is larger than a memory."""
     sizes = []
     for contest in part.contests:
-        op, problem = load_op(contest.problem.op), contest.problem
-        shapes = [operand.shape for operand in op.operands.values()]
-        elements = sum(prod(problem[field] for field in shape) for shape in shapes)
-        sizes.append(elements * DTYPES[problem["dtype"]].itemsize)
+        op = load_op(contest.problem.op)
+        problem = op.dense(contest.problem)
+        itemsize = DTYPES[problem["dtype"]].itemsize
+        sizes.append(op.fewest_bytes(problem, elements(problem), itemsize))
     if min(sizes) <= memory:
         return ""
-    needs = f"its smallest problem has {min(sizes) / GIB:.3g} GiB of operands"
+    needs = f"its smallest problem has {min(sizes) / GIB:.3g} GiB"
     return f"it does not fit the memory: {needs}, the device {memory / GIB:.3g} GiB"
 
 

@@ -19,10 +19,10 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import settle, work
+from sparsebench.harness.cluster.work import large_first, settle, work
 from sparsebench.harness.machine.host import apart
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.measure import Progress, Stopped
+from sparsebench.harness.run.measure import Progress, Rank, Stopped
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
@@ -43,6 +43,7 @@ def share(
     origin: Mapping[str, Any] | None = None,
     told: Told = lambda finding: None,
     until: float = inf,
+    rank: Rank = large_first,
 ) -> Path:
     """Run the suite on several devices and return the merged run at `out`.
 
@@ -50,7 +51,7 @@ def share(
     """
     plan = Plan(suite.name, flags, tuple(devices), origin=dict(origin or {}))
     folder = prepared(out, suite, plan, pinned)
-    return go_on(folder, suite, plan, progress, told, until)
+    return go_on(folder, suite, plan, progress, told, until, rank)
 
 
 def prepared(out: Path, suite: Suite, plan: Plan, pinned: Sequence[Pinned]) -> Path:
@@ -81,6 +82,7 @@ def go_on(
     progress: Progress = lambda done, total, problem: None,
     told: Told = lambda finding: None,
     until: float = inf,
+    rank: Rank = large_first,
 ) -> Path:
     """Measure what is left of a plan on the devices of this host, and merge it."""
     shown = _Shown(progress, len(folders.contests(plan, suite)) * plan.flags.replicates)
@@ -92,7 +94,7 @@ def go_on(
         own = shown.of(number)
         work(
             folder, plan, suite, number,
-            progress=own, told=told, until=until, begun=parts.append,
+            progress=own, told=told, until=until, rank=rank, begun=parts.append,
         )  # fmt: skip
 
     with ThreadPoolExecutor(len(plan.devices)) as threads:

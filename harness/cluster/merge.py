@@ -31,6 +31,8 @@ from sparsebench.results.environment import alike, require_alike
 from sparsebench.results.inspection import inspect
 from sparsebench.results.store import Run
 
+KEPT = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all
+LOGS = "worker.log", "failures.log"
 OWN = "device", "data", "shard", "timeout_s"  # flags that parts of a plan may differ in
 
 
@@ -80,10 +82,11 @@ def merge(
             [*joined.reference, *joined.rows],
         )
         (fresh / bundle.LOCK).write_text((paths[0] / bundle.LOCK).read_text())
-        logs = [run / "worker.log" for run in paths if (run / "worker.log").exists()]
-        if logs:
-            said = "".join(log.read_text("utf-8", "replace") for log in logs)
-            (fresh / "worker.log").write_text(said)
+        for name in LOGS:
+            logs = [run / name for run in paths if (run / name).exists()]
+            if logs:
+                said = "".join(log.read_text("utf-8", "replace") for log in logs)
+                (fresh / name).write_text(said)
         bundle.seal_files(fresh, sorted(bundle.REQUIRED))
     return out
 
@@ -111,7 +114,7 @@ def _of_one_plan(first: Run, other: Run) -> None:
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
     require_alike(str(other.path), alike(first.environment), alike(other.environment))
-    for name in ("flags", "choices", "reproduces", "confirms"):
+    for name in ("flags", *KEPT[1:]):
         expected, found = (_compared(run.state.get(name)) for run in (first, other))
         if expected != found:
             said = f"{name} {expected} as in {first.path}"
@@ -181,7 +184,7 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         for when, found in run.state.get("fitness", {}).items():
             fitness.setdefault(when, []).extend(found)
-    kept = {n: first[n] for n in ("suite", "reproduces", "confirms", "choices") if n in first}
+    kept: dict[str, Any] = {name: first[name] for name in KEPT if name in first}
     return {
         **kept,
         "status": "finished",

@@ -32,6 +32,11 @@ Begun = Callable[[Part], None]
 """Called with the part before it is measured, so that another thread can stop it."""
 
 
+def large_first(contest: Contest) -> int:
+    """Rank contests with many contenders first, so that those that end a plan are short."""
+    return -len(contest.contenders)
+
+
 def work(
     folder: Path,
     plan: Plan,
@@ -42,12 +47,9 @@ def work(
     told: Told = lambda finding: None,
     until: float = inf,
     begun: Begun = lambda part: None,
-    rank: Rank = lambda contest: -len(contest.contenders),
+    rank: Rank = large_first,
 ) -> None:
-    """Measure a part until nothing is left to claim; a ResultError where another process does.
-
-    Contests of a lower `rank` come first: large ones, so that those that end a plan are short.
-    """
+    """Measure a part until nothing is left to claim; a ResultError where another process does."""
     flags = _flags(plan, number)
     contests = planned(suite, flags.device, flags.only, flags.shard)
     with store.locked(folder / str(number)):

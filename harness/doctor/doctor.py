@@ -121,7 +121,7 @@ def _set(gpu: Board) -> list[Finding]:
         findings.application_clock(*clocks),
         findings.power_limit(*(mw and mw / 1e3 for mw in limits_mw)),
         findings.memory_errors(ecc and bool(ecc[0]), *errors),
-        findings.slices(mig and bool(mig[0])),
+        findings.slices(gpu.slice or (mig and bool(mig[0]))),
         findings.persistence(ask("PersistenceMode")),
     ]
 

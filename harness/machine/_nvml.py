@@ -4,11 +4,12 @@
     counters    energy, and for how long the SM clock was held down, by reason; they only grow, and
                 the driver moves them about every 100 ms
 
-What a GPU does not tell is absent, never 0. Needs nvidia-ml-py (the `gpu` extra), and no torch.
+What a GPU does not tell is absent, never 0. A slice of one (MIG) has a UUID of its own, which NVML
+finds as MIG-..., and tells little. Needs nvidia-ml-py (the `gpu` extra), and no torch.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
@@ -31,13 +32,20 @@ class NoNvml(RuntimeError):
 
 
 class Board:
-    """One GPU; `nvml` is the module, for its constants."""
+    """One GPU, or a slice of one; `nvml` is the module, for its constants."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         """Find the GPU; NVMLError where NVML does not know it."""
-        self.nvml = nvml
+        self.nvml, self.slice = nvml, False
         self.driver: str = nvml.nvmlSystemGetDriverVersion()
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        try:
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except nvml.NVMLError as error:
+            with suppress(nvml.NVMLError):
+                self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid.replace("GPU-", "MIG-", 1))
+                self.slice = True
+            if not self.slice:
+                raise error
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Return nvmlDeviceGet{what}, or None where this GPU or driver does not tell."""

@@ -129,6 +129,5 @@ def coarse(problems: Iterable[Problem], decided: float) -> dict[str, int]:
 
 def _level(problem: Problem) -> float:
     """Return the sparsity, or of units the fraction that is off."""
-    if problem.fields.get("active") is None:
-        return float(problem["sparsity"])
-    return 1 - float(problem["active"]) / float(problem["n"])
+    active: Any = problem.fields.get("active")
+    return float(problem["sparsity"]) if active is None else 1 - float(active) / problem["n"]

@@ -14,9 +14,10 @@ GPU. The doctor runs in a process of its own, which leaves no memory taken on th
 """
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.cluster import folder as folders
+from sparsebench.harness.cluster.devices import share
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.costs import coarse, costs
@@ -66,6 +69,7 @@ class Survey:
     seconds: dict[str, float] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)  # where several share the runs, `device` first
 
     def write(self) -> None:
         """Write survey.json."""
@@ -74,13 +78,23 @@ class Survey:
         store.write_json(self.path / "survey.json", data)
 
 
-def survey(device: str, budget_s: float, path: Path, progress: Callable[[str], Progress]) -> Survey:
-    """Survey a device into a new directory, and return what is in it."""
+def survey(
+    device: str,
+    budget_s: float,
+    path: Path,
+    progress: Callable[[str], Progress],
+    devices: Sequence[str] = (),
+) -> Survey:
+    """Survey a device into a new directory, and return what is in it.
+
+    Several `devices` of one kind share both runs; the other steps are of the first one.
+    """
     if path.exists():
         raise SuiteError(f"--out {path}: expected a new directory, found one; --resume goes on")
     kind = "sim" if simulated(device) else torch.device(device).type
     path.mkdir(parents=True)
-    return _go(Survey(path, device, budget_s, SUITES.get(kind, SUITE)), budget_s, progress)
+    asked = Survey(path, device, budget_s, SUITES.get(kind, SUITE), devices=list(devices))
+    return _go(asked, budget_s, progress)
 
 
 def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progress]) -> Survey:
@@ -183,14 +197,14 @@ def _screen(asked: Survey, end: float, progress: Progress) -> str:
 def _decide(asked: Survey, end: float, progress: Progress) -> str:
     """Measure as many deciding problems as there is time for, in PROCESSES processes."""
     target = asked.path / "decide"
-    if (target / "run.json").exists():
-        only = store.read(target).state["flags"]["only"]
+    if only := _chosen(target):
         return _measured(asked, "decide", PROCESSES, only, end, progress)
     screened = store.read(asked.path / "screen")
     found = deciding(analyse(screened).cases)
     if not found:
         return "expected a case with a time in screen/, found none"
-    chosen = costs(screened).affordable(found, SAFE * (end - monotonic()), PROCESSES)
+    left_s = SAFE * (end - monotonic()) * max(1, len(asked.devices))
+    chosen = costs(screened).affordable(found, left_s, PROCESSES)
     if not chosen:
         if "screen" in asked.left:
             asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)
@@ -205,6 +219,14 @@ def _decide(asked: Survey, end: float, progress: Progress) -> str:
     return _measured(asked, "decide", PROCESSES, only, end, progress)
 
 
+def _chosen(target: Path) -> str:
+    """Return what an earlier survey chose to decide; "" where none got so far."""
+    if (target / "run.json").exists():
+        return str(store.read(target).state["flags"]["only"])
+    shared = folders.beside(target)
+    return folders.read(shared).flags.only if (shared / "plan.json").exists() else ""
+
+
 def _measured(
     asked: Survey, name: str, replicates: int, only: str, until: float, progress: Progress
 ) -> str:
@@ -214,9 +236,12 @@ def _measured(
     flags, suite = Flags(asked.device, None, SILENT_S, replicates, only), read(asked.suite)
     problems = [contest.problem for contest in suite.contests]
     ranks = coarse(problems, DECIDED) if name == "screen" else {}  # references come first
-    run = partial(measure, suite, flags, progress=progress, until=until,
-                  rank=lambda contest: ranks.get(contest.problem.id, -1))  # fmt: skip
-    path = run(None, stopped) if stopped else run(target, None)
+    go: Callable[..., Path] = partial(measure, suite, flags, None if stopped else target, stopped)
+    if len(asked.devices) > 1:
+        shutil.rmtree(target, ignore_errors=True)  # merged anew: its parts are beside it
+        go = partial(share, suite, flags, asked.devices, target)
+    path = go(progress=progress, until=until,
+              rank=lambda contest: ranks.get(contest.problem.id, -1))  # fmt: skip
     state = store.read(path).state
     contests = state["contests"]
     if contests["done"] < contests["of"]:

@@ -68,7 +68,10 @@ def mask(
 def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
     block, (n, k) = fields["block"], (fields[size] for size in sizes)
     r, c = (block, block) if isinstance(block, int) else block
-    return _pattern(fields["pattern"]).rule(Weight(n, k, r, c, sizes))
+    rule = _pattern(fields["pattern"]).rule(Weight(n, k, r, c, sizes))
+    if not isinstance(rule, Rule):
+        raise SuiteError(f"{fields['pattern']}: expected a Rule of a weight, found {rule!r}")
+    return rule
 
 
 def _pattern(name: str) -> Pattern:

@@ -53,6 +53,11 @@ class Blocks:
     dtype: Dtype
     layer: Literal["BlockSparseLinear"] = "BlockSparseLinear"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the features of the first layer, in and out."""
+        return self.in_features, self.out_features
+
     @classmethod
     def of(cls, layer: BlockSparseLinear) -> "Blocks":
         """Describe a layer."""
@@ -82,6 +87,11 @@ class Tiles:
     dtype: Dtype
     layer: Literal["SpenseLinear"] = "SpenseLinear"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the features of the first layer, in and out."""
+        return self.in_features, self.out_features
+
     @classmethod
     def of(cls, layer: SpenseLinear) -> "Tiles":
         """Describe a layer."""
@@ -110,6 +120,11 @@ class TiledMLP:
     dtype: Dtype
     layer: Literal["SpenseGatedMLP"] = "SpenseGatedMLP"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the features of the first layer, in and out."""
+        return self.in_features, self.hidden_features
+
     @classmethod
     def of(cls, layer: SpenseGatedMLP) -> "TiledMLP":
         """Describe a layer."""
@@ -134,6 +149,11 @@ class ActiveMLP:
     slots: Size
     dtype: Dtype
     layer: Literal["SparseGatedMLP"] = "SparseGatedMLP"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the features of the first layer, in and out."""
+        return self.in_features, self.hidden_features
 
     @classmethod
     def of(cls, layer: SparseGatedMLP) -> "ActiveMLP":
@@ -186,31 +206,35 @@ def parse(version: object, layers: object) -> dict[str, Described]:
         raise FormatError(f"quantization_config: layers: {wrong}") from error
 
 
-def place(model: nn.Module, layers: Mapping[str, Described], dtype: torch.dtype) -> None:
+def place(
+    model: nn.Module, layers: Mapping[str, Described], dtype: torch.dtype
+) -> dict[str, torch.Size]:
     """Put empty sparse layers, on the meta device, where dense ones are. Raises FormatError.
 
     dtype  of the model: blocks are converted to it, and tiles must have it
+
+    Return the shapes of the tensors to load, by name.
     """
     made = {}
     for name, layer in layers.items():
         try:
             old = model.get_submodule(name)
         except AttributeError as error:
-            found = f"found no such module in {type(model).__name__}"
-            raise FormatError(
-                f"{name}: expected a layer to put {layer.layer} into, {found}"
-            ) from error
+            where = f"{name}: expected a place for {layer.layer}"
+            raise FormatError(f"{where}, found none in {type(model).__name__}") from error
         mlp = Gated.of(old)
-        plain = mlp.gate if mlp else old
-        inner = (
-            layer.hidden_features if isinstance(layer, TiledMLP | ActiveMLP) else layer.out_features
-        )
-        sizes = [getattr(plain, size, None) for size in ("in_features", "out_features")]
-        expected = f"expected a layer of {layer.in_features} to {inner} features"
-        require(sizes == [layer.in_features, inner], f"{name}: {expected}, found {sizes}")
+        first = mlp.gate if mlp else old
+        found = [getattr(first, size, None) for size in ("in_features", "out_features")]
+        fits = found == [*layer.sizes]
+        require(fits, f"{name}: expected a layer of {[*layer.sizes]} features, found {found}")
         made[name] = named(name, cast(layer, dtype).make)
+    shapes: dict[str, torch.Size] = {}
     for name, module in made.items():
         model.set_submodule(name, module)
+        shapes |= {
+            key: tensor.shape for key, tensor in module.state_dict(prefix=f"{name}.").items()
+        }
+    return {key: shape for key, shape in shapes.items() if not key.endswith("._extra_state")}
 
 
 def cast(layer: Described, dtype: torch.dtype) -> Described:
@@ -222,28 +246,27 @@ def cast(layer: Described, dtype: torch.dtype) -> Described:
     return layer if tiled else replace(layer, dtype=wanted)
 
 
-def verify(model: nn.Module) -> None:
-    """Raise FormatError for a tensor of a sparse layer that was not loaded, and for a bad index.
+def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise FormatError for a tensor that was not loaded, or in another shape, and for a bad index.
+
+    shapes  what `place` returned
 
     transformers fills what is missing with anything and logs it. It marks what it has loaded.
     """
-    for name in describe(model):
-        layer = model.get_submodule(name)
-        tensors = layer.state_dict(prefix=f"{name}.", keep_vars=True)
-        missing = [
-            key
-            for key, tensor in tensors.items()
-            if not key.endswith("._extra_state") and not hasattr(tensor, "_is_hf_initialized")
-        ]
-        require(not missing, f"{', '.join(missing)}: expected in the checkpoint, found none")
-        for part in layer.modules():
-            if isinstance(part, BlockSparseLinear):
-                shape = part.out_features, part.in_features
-                named(name, require_index, part.offsets, part.columns, shape, part.block)
-            if isinstance(part, SpenseLinear) and part.bias is not None:
-                part.bias.requires_grad_(False)  # as from_pretrained leaves no parameter
-            if isinstance(part, SparseGatedMLP):
-                part.active.zero_()
+    found = model.state_dict(keep_vars=True)
+    for key, shape in shapes.items():
+        loaded = hasattr(found[key], "_is_hf_initialized")
+        what = list(found[key].shape) if loaded else "none"
+        fits = loaded and found[key].shape == shape
+        require(fits, f"{key}: expected {list(shape)} in the checkpoint, found {what}")
+    for name, part in model.named_modules():
+        if isinstance(part, BlockSparseLinear):
+            size = part.out_features, part.in_features
+            named(name, require_index, part.offsets, part.columns, size, part.block)
+        if isinstance(part, SpenseLinear) and part.bias is not None:
+            part.bias.requires_grad_(False)  # as from_pretrained leaves no parameter
+        if isinstance(part, SparseGatedMLP):
+            part.active.zero_()
 
 
 def to_dense(model: nn.Module) -> None:
@@ -295,8 +318,8 @@ def register() -> tuple[Any, Any]:
         """The sparse layers of a checkpoint."""
 
         def __init__(self, version: object = None, layers: object = None, **other: object):
-            known = {"quant_method"}
-            require(not other.keys() - known, f"quantization_config: unknown {[*other]}")
+            unknown = sorted(other.keys() - {"quant_method"})
+            require(not unknown, f"quantization_config: expected no {unknown}, found it")
             parse(version, layers or {})
             self.quant_method, self.version, self.layers = METHOD, version, layers or {}
 
@@ -316,14 +339,15 @@ def register() -> tuple[Any, Any]:
             torch.set_default_dtype(torch.float32)  # as the layers take it, not the model's
             try:
                 with torch.device("cpu"):
-                    place(model, parse(config.version, config.layers), model.dtype)
+                    layers = parse(config.version, config.layers)
+                    self.shapes = place(model, layers, model.dtype)
             finally:
                 torch.set_default_dtype(before)
             return model
 
         def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
             if self.pre_quantized:
-                verify(model)
+                verify(model, self.shapes)
             model.hf_quantizer = self
             self.quantization_config.layers = describe(model)
             return model

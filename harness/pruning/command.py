@@ -1,16 +1,16 @@
 """What `sparsebench prune` does: files to weights, recipes to pruned weights, and what they cost.
 
     weights.safetensors   tensors by name      + activations.safetensors   one matrix [tokens, k]
-    model.gguf            every MLP of it      + text                      default: Python's own
+    directory, .gguf      every gated MLP      + text                      default: Python's own
 
 The last quarter of the activations is held out. The file written has the pruned tensors under their
-own names (a model's under GGUF's) and `permutation` or `blk.N.permutation`. Its metadata has the
-method, the region and the number of dense features, which are the last of each tensor.
+own names and `permutation`. Its metadata has the method, the region and the number of dense
+features, which are the last of each tensor. Of a model, a directory is written (checkpoint.py).
 """
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
-from sparsebench.harness.pruning import gguf_file
+from sparsebench.harness.pruning import model as whole
 from sparsebench.harness.pruning.layer import (
     Recipe,
     linear_errors,
@@ -33,14 +33,7 @@ from sparsebench.harness.pruning.layer import (
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.pruning.mlp import GatedMLP, PrunedMLP
-from sparsebench.harness.pruning.model import (
-    CONTEXT,
-    contexts,
-    dense_loss,
-    prune_model,
-    python_reference,
-)
+from sparsebench.harness.pruning.mlp import GatedMLP
 from sparsebench.results.pruning import SCHEMA, Pruned, Pruning
 
 HELD_OUT = 0.25
@@ -76,10 +69,13 @@ def prune_file(
     calibration: Path | None = None,
     activation: str = "silu",
     split: str = "columns",
-    tokens: int = 8 * CONTEXT,
+    tokens: int = 8 * whole.CONTEXT,
     to: Path | None = None,
 ) -> Pruning:
-    """Prune tensors `names` of a .safetensors file, or every MLP of a .gguf model; write them.
+    """Prune tensors `names` of a .safetensors file, or every gated MLP of a model; write them.
+
+    weights  a .safetensors file; or a model, the directory of a checkpoint or a .gguf file
+    to       a file to write; of a model, a new directory
 
     Raises SuiteError where a file, a name, a size, a value or a flag does not fit.
     """
@@ -90,7 +86,9 @@ def prune_file(
     for given in filter(None, (weights, calibration)):
         if to and to.exists() and given.exists() and to.samefile(given):
             raise SuiteError(f"{to}: expected another file to write than the input {given}")
-    if weights.suffix == ".gguf":
+    if weights.suffix == ".gguf" or weights.is_dir():
+        if to and to.exists():
+            raise SuiteError(f"{to}: expected a new directory to write, found one that is there")
         if names:
             raise SuiteError(f"{weights}: expected no tensor names beside a model, found {names}")
         return _model(weights, calibration, recipes, device, tokens, to)
@@ -109,7 +107,7 @@ def prune_file(
         gate, up, down = loaded
         make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
     what = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
-    return Pruning(SCHEMA, *what, len(seen), held_out, None, _outcomes(make, recipes, to))
+    return Pruning(SCHEMA, *what, len(seen), held_out, None, _outcomes(make, recipes, to, _write))
 
 
 def table(report: Pruning) -> Table:
@@ -140,36 +138,25 @@ def _model(
 ) -> Pruning:
     if text is None:
         origin = f"Python {platform.python_version()}'s language reference"
-        words = python_reference()
+        words = whole.python_reference()
     else:
         origin, words = text.name, _text(text)
-    read = gguf_file.read(weights, device)
-    with _usable(weights):
-        numbers = read.tokenizer.encode(words)
-    seen, unseen = (part.to(device) for part in contexts(numbers, read.begin, tokens // CONTEXT))
-    with _usable(weights):
-        dense_loss(read.model, unseen[:1])  # one context tells whether sizes and values fit
+    loaded = whole.load(weights, device)
+    with whole.usable(weights):
+        seen, unseen = whole.contexts(loaded, words, tokens // whole.CONTEXT)
+        before = whole.loss_of(loaded.model, unseen)
 
     def make(recipe: Recipe) -> _Made:
-        pruned = prune_model(read.model, recipe, seen, unseen)
-        first = pruned.layers[0]
-        size = first.dense, len(first.permutation)
-        return _Made(_named(pruned.layers), *size, pruned.errors, pruned.loss)
+        with whole.restored(loaded) if len(recipes) > 1 else nullcontext():
+            pruned = whole.prune_model(loaded, recipe, seen, unseen)
+        return _Made({}, pruned.dense, pruned.features, pruned.errors, pruned.loss)
 
-    loss = dense_loss(read.model, unseen)
-    what = weights.name, sources.sha256(weights), origin
+    def write(_: _Made, recipe: Recipe, to: Path) -> None:
+        whole.save(loaded, recipe, to)
+
+    what = weights.name, whole.digest(weights), origin
     sizes = seen.numel(), unseen.numel()
-    return Pruning(SCHEMA, *what, *sizes, loss, _outcomes(make, recipes, to))
-
-
-@contextmanager
-def _usable(weights: Path) -> Iterator[None]:
-    """Say in one line that a file's tensors do not make up a model, whatever they break."""
-    try:
-        yield
-    except Exception as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise SuiteError(f"{weights}: expected a model that computes; found {found}") from error
+    return Pruning(SCHEMA, *what, *sizes, before, _outcomes(make, recipes, to, write))
 
 
 def _mlp(names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, how: Recipe) -> _Made:
@@ -190,7 +177,10 @@ def _linear(
 
 
 def _outcomes(
-    make: Callable[[Recipe], _Made], recipes: Sequence[Recipe], to: Path | None
+    make: Callable[[Recipe], _Made],
+    recipes: Sequence[Recipe],
+    to: Path | None,
+    write: Callable[[_Made, Recipe, Path], None],
 ) -> list[Pruned]:
     outcomes = []
     for recipe in recipes:
@@ -200,7 +190,7 @@ def _outcomes(
         sparsity = (1 - dense) / 2
         outcomes.append(Pruned(recipe.method, recipe.region, dense, sparsity, errors, made.loss))
         if to:
-            _write(to, made, recipe)
+            write(made, recipe, to)
     return outcomes
 
 
@@ -219,17 +209,7 @@ def _text(path: Path) -> str:
         raise SuiteError(f"{path}: expected a text in UTF-8; found {error}") from error
 
 
-def _named(layers: Sequence[PrunedMLP]) -> dict[str, Tensor]:
-    """Return the pruned weights of a model by GGUF's names."""
-    tensors = {}
-    for number, layer in enumerate(layers):
-        for part in ("gate", "up", "down"):
-            tensors[f"blk.{number}.ffn_{part}.weight"] = getattr(layer.mlp, part)
-        tensors[f"blk.{number}.permutation"] = layer.permutation
-    return tensors
-
-
-def _write(path: Path, made: _Made, recipe: Recipe) -> None:
+def _write(made: _Made, recipe: Recipe, path: Path) -> None:
     tensors = {name: tensor.cpu() for name, tensor in made.tensors.items()}
     notes = {"method": recipe.method, "region": recipe.region, "dense": str(made.dense)}
     fresh = path.with_name(f"{path.name}.new")

@@ -38,8 +38,9 @@ class Gated:
     def of(cls, module: nn.Module) -> Self | None:
         """Return the parts of a module; None unless it has all of them."""
         gate, up, down, act = (getattr(module, name, None) for name in (*PARTS, "act_fn"))
-        layers = [part for part in (gate, up, down) if isinstance(part, nn.Linear)]
-        return cls(*layers, act) if len(layers) == 3 and callable(act) else None
+        if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
+            return None
+        return cls(gate, up, down, act) if isinstance(down, nn.Linear) and callable(act) else None
 
     @property
     def layers(self) -> dict[str, nn.Linear]:

@@ -125,10 +125,10 @@ class TwoFour:
         """Return a SpenseLinear, or a SpenseGatedMLP."""
         if isinstance(module, nn.Linear):
             w = module.weight.detach()
-            rows, _ = sparse_shape_of(*w.shape, w.itemsize, self.dense, "rows")
+            n, k = w.shape
+            rows, _ = sparse_shape_of(n, k, w.itemsize, self.dense, "rows")
             bias = None if module.bias is None else module.bias.detach()
-            pruned = _above(w, rows)
-            return SpenseLinear.from_dense(pruned, dense_fraction=self.dense, bias=bias)
+            return SpenseLinear.from_dense(_above(w, rows), dense_fraction=self.dense, bias=bias)
         parts, activation = require_gated(module, ("silu", "gelu_tanh", "relu"))
         gate, up, down = parts.weights
         dense = dense_count(len(gate), self.dense)
@@ -161,8 +161,8 @@ class SparseActivations:
         """Return a SparseGatedMLP."""
         parts, activation = require_gated(module, ("relu", "relu2"))
         mlp = SparseGatedMLP.from_dense(*parts.weights, activation=activation, slots=self.slots)
-        for new, old in zip((mlp.gate, mlp.up, mlp.down), parts.layers.values(), strict=True):
-            new.weight.requires_grad_(old.weight.requires_grad)
+        for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):
+            new.requires_grad_(old.weight.requires_grad)
         return mlp
 
 

@@ -1,12 +1,13 @@
-"""A worker's process, started before anything is known of the run: importing torch takes seconds.
+"""Processes of workers, started before anything is known of a run: importing torch takes seconds.
 
-    command ─> early: a worker imports, without a device        ┐ at the same time
+    command ─> early: workers import, without a device          ┐ at the same time
             ─> the command itself imports torch, reads, plans   ┘
-            ─> child.py makes it the first worker
+            ─> child.py makes them the first workers
 
-It ends with the command, whether it was needed or not. Nothing here imports torch.
+They end with the command, whether they were needed or not. Nothing here imports torch.
 """
 
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,8 @@ from sparsebench.harness.machine.parent import WAIT
 
 MEASURES = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
 # -P: the repository's own folders must not shadow installed packages of the same name.
+
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import beside another one
 
 Process = subprocess.Popen[str]
 
@@ -29,9 +32,10 @@ def spawn(*command: str) -> Process:
     )  # fmt: skip
 
 
-def early(device: str | None, count: int = 1) -> None:
-    """Start a worker a device, unless that is simulated; they import and wait."""
+def early(device: str | None, devices: int, processes: int) -> None:
+    """Start the first workers of a run, unless its device is simulated; they import and wait."""
     if not (device or "").startswith("sim"):
+        count = devices and max(devices, min(processes, 1 + AHEAD))
         _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
 
 

@@ -130,7 +130,7 @@ class Worker:
         self._end = threading.Thread(target=self._see_off, daemon=True)
         self._end.start()
         self.about: dict[str, Any] = {}
-        if process:
+        if process and not spare:
             self.imported()
             self.begin()
         if not spare:
@@ -321,13 +321,14 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
 
 
 def spare(device: str, data: Path | None, log: Log) -> Worker:
-    """Start a worker that has no device yet."""
-    return Worker(device, data, log, spare=True)
+    """Start a worker that has no device yet, or take one that a command started early."""
+    early = None if simulated(device) else ahead.taken()
+    return Worker(device, data, log, spare=True, process=early)
 
 
 def started(device: str, data: Path | None, log: Log) -> Worker:
     """Start a worker, in a few attempts; WorkerError where none succeeds."""
-    if (early := ahead.taken()) and not simulated(device):
+    if not simulated(device) and (early := ahead.taken()):
         with suppress(WorkerError):  # then another one is started, as if there had been none
             return Worker(device, data, log, process=early)
     for attempt in range(START_ATTEMPTS - 1):

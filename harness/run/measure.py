@@ -220,8 +220,7 @@ def _rows(
         # A stop may fall between writing a contest and counting it: then the rows on disk count.
         now = replace(record, contests=total())
         counts = counts or Counts(store.rows(path))
-        every = spent_s.copy()
-        every.update(runner.spent_s)
+        every = {**spent_s, **{stage: spent_s[stage] + s for stage, s in runner.spent_s.items()}}
         return now.at(status, counts, every) | watch.json
 
     def announced(contests: Iterable[Contest]) -> Iterator[Contest]:

@@ -14,7 +14,6 @@ While a worker takes its device, those of the next processes import everything, 
 Then they idle, without a device, until it is their turn: nothing is imported while a contest runs.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,11 +25,11 @@ from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run.ahead import AHEAD
 from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
 from sparsebench.results.ceilings import FP32, TF32, Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
-AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import at a time
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
 
 Pinned = Mapping[str, Mapping[str, Any]]

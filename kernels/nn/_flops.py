@@ -65,3 +65,10 @@ def _(
     **__: Any,
 ) -> int:
     return 2 * x[0] * (n * k - rows * columns // 2)
+
+
+@register_flop_formula(OPS.spense_dgrad)
+def _(
+    dy: Shape, x: Shape | None, sparse: Shape, dense: Shape, n: int, k: int, *layout: Any, **__: Any
+) -> int:
+    return 2 * dy[0] * n * k * (1 if x is None else 2)

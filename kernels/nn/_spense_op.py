@@ -27,7 +27,8 @@ from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.tuned_table import Sizes, lookup
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense.spense_ffn import interleaved, parted
+from sparsebench.kernels.spense._written_out import written_out
+from sparsebench.kernels.spense.spense_ffn import TURN, parted
 from sparsebench.kernels.spense.spense_wgmma import Scales
 from sparsebench.results.record import Problem
 
@@ -137,12 +138,14 @@ def _dgrad(
     if dy.dtype not in (torch.float16, BF16):
         raise Unsupported(f"expected fp16 or bf16 for a gradient, found {dy.dtype}")
     with torch.autocast(dy.device.type, enabled=False):
-        w = Spense((n, k), dy.dtype, (rows, columns), sparse, dense).to_dense()
+        packed = Spense((n, k), dy.dtype, (rows, columns), sparse, dense)
+        w = packed.to_dense() if dy.device.type == "cpu" else written_out(packed)
         if activation is None or x is None:
             return dy @ w
-        (gate, up), dh = parted((x @ w.T).T), dy.T
-        da = DERIVATIVES[activation](dh * up, gate)
-        return interleaved(da, dh * ACTIVATIONS[activation](gate)).T @ w
+        gate, up = (x @ w.T).unflatten(1, (-1, 2, TURN)).unbind(2)  # as `interleaved` has them
+        dh = dy.unflatten(1, (-1, TURN))
+        dg = DERIVATIVES[activation](dh * up, gate)
+        return torch.stack((dg, dh * ACTIVATIONS[activation](gate)), 2).flatten(1) @ w
 
 
 dgrad = torch.library.custom_op("sparsebench::spense_dgrad", _dgrad, mutates_args=())

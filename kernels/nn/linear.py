@@ -258,6 +258,13 @@ class BlockSparseLinear(nn.Module):
             index = self._unwritten or (self.offsets, self.columns)
             self._write(index, self.offsets.device)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what there is in place of a weight, which many tools ask an nn.Linear for."""
+        if name == "weight":
+            has = "its blocks are values, to_dense().weight is a copy"
+            raise AttributeError(f"BlockSparseLinear: expected no use of .weight: {has}")
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as nn.Module does; fully_shard divides the values so. Raises FormatError."""
         super().__setattr__(name, value)

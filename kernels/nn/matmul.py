@@ -11,8 +11,8 @@
     a kernel by its name, such as torch_bsr                                   by name
 
 By name: the gradients are those of the kernels NAME_dgrad and NAME_wgrad, where there are such.
-What cannot run raises Unsupported with the reason, before anything is computed. Nothing else runs
-in its place.
+What cannot run raises Unsupported with the reason, before the product: a gradient, too. Nothing
+else runs in its place.
 
 A kernel by its name is prepared once for a weight, a number of tokens and a stream, and reads an X
 and writes a Y of its own. So X and Y are copied. Preparing may search, and takes up to seconds. The
@@ -43,6 +43,7 @@ from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._common.cuda import HOPPER
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _spense_op
+from sparsebench.kernels.nn._bsr_plans import pattern_of
 from sparsebench.results.record import Problem
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
@@ -87,6 +88,8 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
     if isinstance(w, Dense):
         return linear(x, w.values)
     if isinstance(w, Bsr):
+        if captured_into():  # the index may be written, and then the pattern is another one
+            keep(pattern_of(w.offsets, w.columns))
         return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
     if isinstance(w, Csr):
         return _named(x, w, CSR.get(x.device.type, CSR["cuda"]), {})
@@ -132,9 +135,9 @@ def _by_name(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> Ten
     values = arrays.get("values")
     if torch.is_grad_enabled():
         if x.requires_grad:
-            product.require("linear_dgrad", x)
+            product.prepare_gradient("linear_dgrad", x)
         if values is not None and values.requires_grad:
-            product.require("linear_wgrad", x)
+            product.prepare_gradient("linear_wgrad", x)
     return _Named.apply(x, values, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -192,21 +195,35 @@ class Product:
             out = prepared.launch()
             return (out if isinstance(out, Tensor) else out.arrays()["values"]).clone()
 
+    def prepare_gradient(self, op: str, x: Tensor) -> None:
+        """Prepare what backward needs, so that it is refused before the product is computed."""
+        self.require(op, x)
+        if not len(x) or captured_into() or self._place(op, x) in _weight(self.w).prepared:
+            return
+        given = {"dy": x.detach().new_ones(len(x), self.w.shape[0])}
+        with _lock:
+            self._prepared(op, given | ({"x": x.detach()} if op == "linear_wgrad" else {}))
+
     def _prepared(self, op: str, activations: Mapping[str, Tensor]) -> "Prepared":
         """Return the launch of these sizes on this stream; in a capture, one for its graph."""
         some, weight = next(iter(activations.values())), _weight(self.w)
-        key: Key = self.kernel, op, str(sorted(self.options.items())), len(some), some.dtype
-        if some.is_cuda and (graph := captured_into()):
-            return weight.taken(key, graph[0])
-        stream = torch.cuda.current_stream(some.device).cuda_stream if some.is_cuda else 0
-        if (key, stream) not in weight.prepared:
+        place = self._place(op, some)
+        if graph := captured_into():
+            return weight.taken(place[0], graph[0])
+        if place not in weight.prepared:
             sweep()
             while len(weight.prepared) >= PREPARED:
                 weight.prepared.popitem(last=False)
-            made = self._prepare(op, activations, weight.choices.get(key))
-            weight.prepared[key, stream] = made
-        weight.prepared.move_to_end((key, stream))
-        return weight.prepared[key, stream]
+            made = self._prepare(op, activations, weight.choices.get(place[0]))
+            weight.prepared[place] = made
+        weight.prepared.move_to_end(place)
+        return weight.prepared[place]
+
+    def _place(self, op: str, some: Tensor) -> "tuple[Key, int]":
+        """Return what is asked for, and the stream: calls on two may run at the same time."""
+        stream = torch.cuda.current_stream(some.device).cuda_stream if some.is_cuda else 0
+        options = str(sorted(self.options.items()))
+        return (self.kernel, op, options, len(some), some.dtype), stream
 
     def _prepare(
         self, op: str, activations: Mapping[str, Tensor], pinned: Mapping[str, Any] | None

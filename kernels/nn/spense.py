@@ -190,6 +190,13 @@ class SpenseLinear(nn.Module):
         what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
         require(found == expected, f"{what}: expected {expected}, found {found}")
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        if (layout := state_dict.get(f"{prefix}_extra_state")) is not None:
+            self.set_extra_state(layout)  # before anything is written
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype; then nothing has changed."""
         for expected in (torch.uint8, self.outside):

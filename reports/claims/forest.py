@@ -51,6 +51,7 @@ def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
         if none is not None:
             axes.axvline(none, color=INK, linewidth=0.7, alpha=0.5)
         axes.set_yticks(np.arange(len(shown)), [_label(cell) for cell in reversed(shown)])
+        axes.set_ylim(-0.7, len(shown) - 0.3)
         axes.tick_params(axis="y", length=0, labelsize=8)
         _across(axes, [*(c.value for c in shown), test.limit])
         axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {test.unit}")

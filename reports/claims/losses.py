@@ -1,8 +1,8 @@
 """What pruning costs beside what it saves: the loss on held-out text against the speed-up.
 
-    loss │             o 0      a point: one dense fraction (its number) at the speed-up of a cell
-         │       o 25           dotted: the loss of the dense model
-         ┼ 100 ·················
+    loss │           ┌─o 0      a point: one dense fraction (its number) at the speed-up of a cell
+         │     ┌─o 25┘          step: the front, the least loss at that speed-up or more
+         ┼ 100 ·················   dotted: the loss of the dense model
               1      speed-up
 
 Losses come from `sparsebench prune --json` (results/pruning.py), speed-ups from the claim's cells.
@@ -10,11 +10,13 @@ Losses come from `sparsebench prune --json` (results/pruning.py), speed-ups from
 
 from collections.abc import Sequence
 
+import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
-from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._html import folded, note, table
 from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
+from sparsebench.reports.figures.pareto import front
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.pruning import Pruned, Pruning
 from sparsebench.results.words import between, percent
@@ -45,6 +47,9 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
         for cell, outcome in {(o.dense, o.method, o.region): (c, o) for c, o in points}.values():
             place, text = (cell.value, outcome.loss or 0.0), f"{100 * outcome.dense:g}"
             axes.annotate(text, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        worth = [(cell.value, (outcome.loss or 0.0) - pruning.loss) for cell, outcome in points]
+        steps = front(pd.DataFrame(worth, columns=["speedup", "error"]))
+        axes.step(steps.speedup, steps.error + pruning.loss, where="pre", color=INK, linewidth=1)
         axes.axhline(pruning.loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
         axes.axvline(1, color=INK, linewidth=0.7, alpha=0.5)
         axes.xaxis.set_major_locator(MaxNLocator(6))
@@ -54,14 +59,14 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
     said = (
         f"{pruning.weights}: {pruning.held_out:,} tokens held out of {pruning.tokens_from}. "
         f"Dotted: the dense model, {pruning.loss:.3f}. Numbers: per cent left dense. "
-        "The weights that were timed are others."
+        "Step: the Pareto front with the dense model. The weights that were timed are others."
     )
     lines = [
         [_method(o), percent(o.dense), c.label, between(c.value, c.low, c.high), f"{o.loss:.3f}"]
         for c, o in points
     ]
     heads = ["pruned by", ">dense", "cell", ">speed-up", ">loss, nats"]
-    return drawn + note(said) + table(heads, lines)
+    return drawn + note(said) + folded("The losses", table(heads, lines))
 
 
 def _method(outcome: Pruned) -> str:

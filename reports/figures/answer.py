@@ -17,11 +17,11 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import download, table
+from sparsebench.reports.figures._html import download, note, table
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
 from sparsebench.reports.figures._sweep import log_ticks
 from sparsebench.results.answer import against, sentences, where, winner, word
-from sparsebench.results.views import ANY, View, ordered, views
+from sparsebench.results.views import ANY, MOST, View, every, ordered
 from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
 
 TITLE = "Which format wins"
@@ -37,11 +37,20 @@ DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us",
 
 def draw(frames: Frames) -> Markup:
     """Draw every view, the first one openly, and the ways to choose among them."""
-    ways = views(frames.cases)
-    if not ways:
+    found = every(frames.cases)
+    if not found:
         return Markup("<p>No case of this run has a time: there is no answer.</p>")
+    ways = found[:MOST]
     shown = Markup("").join(_view(i, view) for i, view in enumerate(ways))
-    return _choose(ways) + shown
+    return _choose(ways) + shown + _left_out(len(found) - len(ways), len(found))
+
+
+def _left_out(count: int, total: int) -> Markup:
+    """Say how many views are not on the page, if any."""
+    if not count:
+        return NOTHING
+    said = f"{count} of {total} choices are not drawn here. Every case is in the table of cases."
+    return note(said)
 
 
 def _choose(ways: list[View]) -> Markup:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import badges, break_evens, sentences, where
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell
@@ -60,9 +60,8 @@ class Card:
         return asdict(self)
 
 
-def card(run: Run, slug: str, identity: str, claims: Sequence[Asked] = ()) -> Card:
-    """Read a run's card from its rows, with the cells of these claims."""
-    found = analyse(run)
+def card(run: Run, found: Analysis, slug: str, identity: str, claims: Sequence[Asked] = ()) -> Card:
+    """Read a run's card from its analysis, with the cells of these claims."""
     ways = views(found.cases)
     lines = _lines(found.cases)
     return Card(

@@ -31,8 +31,9 @@ from sparsebench.reports.claims import pages as claims
 from sparsebench.reports.publish._card import SCHEMA, Card, card, cells
 from sparsebench.reports.publish._pages import Site, around, pages
 from sparsebench.results import bundle, redaction, store
+from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name
-from sparsebench.results.frame import frame, to_csv, to_parquet
+from sparsebench.results.frame import to_csv, to_parquet
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
@@ -132,15 +133,16 @@ def _add(run: Path, folder: Path) -> None:
 def _redo(folder: Path, site: Site) -> None:
     """Write the report, the card and the downloads of a bundle that is in the site."""
     run, removed = store.read(folder), redaction.note(folder)
-    found = card(run, folder.name, bundle.identity(folder), site.claims)
-    (folder / "summary.json").write_text(json.dumps(found.to_json()) + "\n", "utf-8")
-    table = frame(run.rows)
-    to_csv(table, folder / "rows.csv")
+    found = analyse(run)
+    own = card(run, found, folder.name, bundle.identity(folder), site.claims)
+    (folder / "summary.json").write_text(json.dumps(own.to_json()) + "\n", "utf-8")
+    to_csv(found.rows, folder / "rows.csv")
     if find_spec("pyarrow"):
-        to_parquet(table, folder / "rows.parquet")
+        to_parquet(found.rows, folder / "rows.parquet")
     _pack(folder)
     downloads = [name for name in DOWNLOADS if (folder / name).exists()]
-    build(run, folder / "index.html", surrounding=around(found, site, removed, downloads))
+    beside = around(own, site, removed, downloads)
+    build(run, folder / "index.html", surrounding=beside, found=found)
 
 
 def _pack(folder: Path) -> None:

@@ -4,7 +4,7 @@ Its clock moves on by STEP_S with every reading of the fields.
 
 FAKE_NVML changes it, as JSON: {"driver": "580.65.06"}, {"untold": [a field id, or the end of a
 function's name]}, {"tell": {the end of a function's name: what it returns}}, {"init": why it
-fails}, {"dies_after": readings}.
+fails}, {"dies_after": readings}, {"sliced": true}: it is a slice of a GPU, MIG-fake.
 """
 
 import json
@@ -65,7 +65,7 @@ def nvmlSystemGetCudaDriverVersion() -> int:
 
 
 def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
-    if uuid != "GPU-fake":
+    if uuid != ("MIG-fake" if asked("sliced", False) else "GPU-fake"):
         raise NVMLError("Not Found")
     return uuid
 

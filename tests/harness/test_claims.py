@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from command import sparsebench
 from made_up_claims import CLAIM
 from places import PUBLISHED, ROOT
@@ -13,12 +14,15 @@ from simulated_here import in_this_process
 from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import catalog, plan
 from sparsebench.harness.claims.check import Evidence, check, evidence
+from sparsebench.harness.pruning import command
+from sparsebench.harness.pruning.layer import Recipe
 from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags
-from sparsebench.results import store
+from sparsebench.results import pruning, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.schema import Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Problem
 
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
@@ -232,7 +236,7 @@ def test_what_does_not_fit_is_said_before_it_is_built(tmp_path: Path) -> None:
     (part,) = plan.parts(written(tmp_path))
     assert plan.too_large(part, 2**30) == ""
     said = plan.too_large(part, 2**20)
-    assert said.startswith("it does not fit the memory: its smallest problem has 0.0625 GiB")
+    assert said.startswith("it does not fit the memory: its smallest problem has 0.0938 GiB")
 
 
 def test_a_baseline_that_is_unsupported_here_makes_it_not_testable(tmp_path: Path) -> None:
@@ -258,3 +262,55 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
     assert page.count("<svg") == 1
     assert "leans to partly" in (folder / f"{names[1]}.svg").read_text()
+
+
+def test_a_model_is_pruned_to_the_fractions_of_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
+        asked.extend(recipe.dense for recipe in recipes)
+        return pruning.read(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
+
+    monkeypatch.setattr(command, "prune_file", prune_file)
+    run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
+    given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
+    done = sparsebench(*given, "--to", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert asked == [0.0, 0.125, 0.25, 0.5, 0.75]
+    assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2
+    done = sparsebench("claims", "report", "blast-2025", "--losses", model)
+    assert done.returncode == 2
+    assert "expected a claim about 2:4 beside dense weights, found none" in done.stderr
+
+
+def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
+    """Install a package with a claim, into this process."""
+    (folder / "other-1.dist-info").mkdir()
+    (folder / "other-1.dist-info" / "METADATA").write_text("Name: other\nVersion: 1\n")
+    package = f"claims_{name.replace('-', '_')}"  # a module is imported once
+    entry = f"[sparsebench.claims]\nmine = {package}\n"
+    (folder / "other-1.dist-info" / "entry_points.txt").write_text(entry)
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("")
+    (folder / package / f"{name}.yaml").write_text(CLAIM)
+    patch.syspath_prepend(folder)
+
+
+def test_a_claim_of_another_package_is_known_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "theirs")
+    assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
+    assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 tests of 2 cells\n"
+
+
+def test_a_name_of_a_claim_that_is_taken_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "blast-2025")
+    done = sparsebench("claims", "list")
+    assert done.returncode == 2
+    assert "blast-2025: expected one claim of this name, found " in done.stderr
+    assert done.stderr.count("\n") == 1

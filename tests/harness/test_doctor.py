@@ -14,7 +14,7 @@ from fake_nvml import pynvml
 
 from sparsebench.harness.doctor import crosscheck, doctor, findings, host
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
-from sparsebench.harness.machine._nvml import board
+from sparsebench.harness.machine._nvml import NoNvml, board
 
 OK, NOTE, WARNING = Level.OK, Level.NOTE, Level.WARNING
 LOAD = {"seconds": 1.0, "sm_mhz": 1980.0, "temperature_c": 60.0}
@@ -141,6 +141,19 @@ def test_settings_of_a_gpu_are_judged_in_its_units(monkeypatch: pytest.MonkeyPat
     assert [finding.found for finding in found] == [
         "1410 MHz, default 1980", "450 W, default 700", "ECC is off", "on", "off",
     ]  # fmt: skip
+
+
+def test_a_slice_of_a_gpu_is_found_and_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, sliced=True, untold=["MigMode", "EccMode", "PowerManagementLimit"])
+    with board("GPU-fake") as gpu:
+        assert gpu.slice
+        (found,) = [each for each in doctor._set(gpu) if each.check == "MIG"]
+    assert (found.level, found.found) == (WARNING, "on")
+    with (
+        pytest.raises(NoNvml, match="expected a GPU GPU-other, found: Not Found"),
+        board("GPU-other"),
+    ):
+        pass
 
 
 def test_our_own_process_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

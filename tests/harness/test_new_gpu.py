@@ -1,6 +1,7 @@
 """A survey of a device: on the simulated one, in seconds, with processes as fast as they come."""
 
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,21 @@ def test_a_run_stops_before_its_moment_and_can_be_resumed(tmp_path: Path) -> Non
     assert not stopped.rows
     measure(read(str(file)), flags, None, out)
     assert store.read(out).state["status"] == "finished"
+
+
+def test_a_look_that_is_cut_short_has_seen_every_shape_at_its_deciding_level(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that moves on a second with each contest: five references and two of six fit."""
+    seconds = count()
+    monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
+    small.mkdir()
+    asked = surveys.Survey(small, "sim", 60.0, surveys.SUITE)
+    left = surveys._measured(asked, "screen", 1, "", 8.0, silent("screen"))
+    assert left == "4 of 11 contests not reached"
+    seen = {row.case.problem.id: row.case.problem for row in store.read(small / "screen").rows}
+    assert sorted(problem["m"] for problem in seen.values()) == [64, 4096]
+    assert {problem["sparsity"] for problem in seen.values()} == {0.9}
 
 
 def test_what_decides_starts_with_the_best_of_each_shape(tmp_path: Path) -> None:

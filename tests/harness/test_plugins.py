@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from command import sparsebench as command_line
+from markupsafe import Markup
 from places import TESTS
 
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
-from sparsebench.reports.build import load_figure
+from sparsebench.reports.build import Figure, _drawn, load_figure
 from sparsebench.results.environment import flat
 
 PACKAGE = TESTS / "thirdparty"
@@ -171,7 +172,7 @@ def test_a_run_does_not_go_on_with_another_plug_in(
 ) -> None:
     run = shutil.copytree(simulated, tmp_path / "run")
     change(here)
-    done = command_line("run", "--resume", run)
+    done = command_line("run", "--resume", run, "--device", "sim")
     (said,) = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert line in said
@@ -305,6 +306,15 @@ def test_a_figure_that_lacks_a_part_is_one_line(
         load_figure("mine")
 
 
+def test_a_figure_of_a_plug_in_that_fails_is_named(here: Path) -> None:
+    def draw(frames: object) -> Markup:
+        raise KeyError(frames)
+
+    line = r"^figure fastest \(sparsebench_example.fastest\): KeyError: None$"
+    with pytest.raises(SuiteError, match=line):
+        _drawn(Figure("fastest", "Fastest", 0, draw), None)
+
+
 def test_suites_of_a_package_that_is_not_there_are_one_line(
     added: Callable[[str, str], None],
 ) -> None:
@@ -322,6 +332,11 @@ def test_suites_of_a_package_that_is_not_there_are_one_line(
         ("1 / 0", "found ZeroDivisionError: division by zero"),
         ("def", "found SyntaxError: invalid syntax"),
         ("KERNEL = 5", "expected KERNEL to be a Kernel, found 5"),
+        (
+            "from sparsebench.kernels._kernel import Kernel\n"
+            "KERNEL = Kernel('linear', 'dense', 'any', None)",
+            "expected prepare to be a function, found None",
+        ),
         ("", "expected broken.kernel to define KERNEL, found no such name"),
     ],
 )
@@ -342,4 +357,46 @@ def test_a_plug_in_that_cannot_be_imported_is_one_line(
     done = command_line("check", suite, "--device", "cpu")
     assert done.returncode == 2
     assert found in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ("op: 'broken:FIELDS'", "expected fields of a class of Fields, found <class 'dict'>"),
+        ("op: linear, pattern: 'broken:NONE'", "expected a Rule of a weight, found None"),
+        (
+            "op: linear, pattern: 'broken:RAISES'",
+            "an error of the plug-in broken: ZeroDivisionError: integer division or modulo by zero",
+        ),
+        (
+            "op: linear, pattern: 'broken:JSON'",
+            "an error of the plug-in broken: TypeError: ",
+        ),
+    ],
+)
+def test_an_error_of_a_plug_in_is_not_called_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: str, line: str
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import json\n"
+        "from dataclasses import replace\n"
+        "from sparsebench.harness.ops import linear\n"
+        "from sparsebench.harness.patterns._pattern import Pattern\n"
+        "FIELDS = replace(linear.OP, fields=dict)\n"
+        "NONE = Pattern(lambda weight: None)\n"
+        "RAISES = Pattern(lambda weight: weight.n // 0)\n"
+        "JSON = Pattern(lambda weight: json.dumps(weight))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    suite = tmp_path / "s.yaml"
+    suite.write_text(
+        "schema: sparsebench/suite@1\ntitle: t\n"
+        f"problems: [{{{fields}, m: 4, n: 8, k: 8, dtype: fp32, sparsity: 0.5}}]\n"
+        "contenders: [{format: dense, kernel: torch_dense}]\n"
+    )
+    done = command_line("check", suite, "--device", "cpu")
+    assert done.returncode == 2
+    assert line in done.stderr
     assert done.stderr.count("\n") == 1

@@ -1,14 +1,10 @@
-"""Pruning to the 2:4 hybrid: the pattern, the methods, the region, a small model, the command."""
+"""Pruning to the 2:4 hybrid: the pattern, the methods, the region, the command."""
 
 import hashlib
 import json
-import math
-import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command import sparsebench
@@ -20,8 +16,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness import cli
 from sparsebench.harness.pruning import region, spensegpt, two_four
 from sparsebench.harness.pruning.command import prune_file
-from sparsebench.harness.pruning.gemma import Gemma, Layer
-from sparsebench.harness.pruning.gguf_file import read
 from sparsebench.harness.pruning.layer import (
     METHODS,
     Recipe,
@@ -31,8 +25,7 @@ from sparsebench.harness.pruning.layer import (
     prune_mlp,
 )
 from sparsebench.harness.pruning.mlp import GatedMLP, PrunedMLP
-from sparsebench.harness.pruning.model import contexts, dense_loss, prune_model, python_reference
-from sparsebench.harness.pruning.tokenizer import NORMAL, USER_DEFINED, Tokenizer
+from sparsebench.harness.pruning.model import python_reference
 from sparsebench.results import pruning
 
 K, H, TOKENS = 64, 256, 1024
@@ -281,107 +274,6 @@ def test_what_does_not_fit_is_one_line(mlp: GatedMLP, x: Tensor) -> None:
             attempt()
 
 
-def test_text_becomes_the_pieces_of_best_score() -> None:
-    entries = [
-        *(("<s>", 0.0, 3), ("  ", 0.0, USER_DEFINED), ("\n\n", 0.0, USER_DEFINED)),
-        *((letter, -100.0, NORMAL) for letter in "▁lowser\n"),
-        *(
-            ("lo", -1.0, NORMAL),
-            ("ow", -2.0, NORMAL),
-            ("low", -3.0, NORMAL),
-            ("▁low", -4.0, NORMAL),
-        ),
-        *(("er", -5.0, NORMAL), ("ww", -0.5, NORMAL)),
-        *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
-    ]
-    tokenizer = Tokenizer(*zip(*entries, strict=True))
-
-    def pieces(text: str) -> list[str]:
-        return [entries[number][0] for number in tokenizer.encode(text)]
-
-    assert pieces("low lower") == ["low", "▁low", "er"]
-    assert pieces("lowwo") == ["lo", "ww", "o"]
-    assert pieces("sow   low\n\n\n") == ["s", "ow", "  ", "▁low", "\n\n", "\n"]
-    assert pieces("é") == ["<0xC3>", "<0xA9>"]
-    assert pieces("") == []
-
-
-def small_model(layers: int = 2, window: int = 4) -> Gemma:
-    """Make a model of width 32, 2 heads of 16 on one key head, MLPs of 128 and 300 pieces."""
-    draw = torch.Generator().manual_seed(6)
-
-    def weight(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=draw) / math.sqrt(sizes[-1])
-
-    def layer(number: int) -> Layer:
-        names = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
-        last = number == layers - 1
-        return Layer(
-            **{name: 1 + weight(32) for name in names},
-            **{name: 1 + weight(16) for name in ("q_norm", "k_norm")},
-            q=weight(32, 32),
-            k=weight(16, 32),
-            v=weight(16, 32),
-            out=weight(32, 32),
-            mlp=GatedMLP(weight(128, 32), weight(128, 32), weight(32, 128), "gelu_tanh"),
-            window=None if last else window,
-            base=1e6 if last else 1e4,
-        )
-
-    return Gemma(weight(300, 32), [layer(number) for number in range(layers)], 1 + weight(32))
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_attention_is_its_definition_token_by_token(number: int) -> None:
-    layer = small_model().layers[number]
-    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(7))
-
-    def normed(v: Tensor, weight: Tensor) -> Tensor:
-        return v / (v.square().mean() + 1e-6).sqrt() * weight
-
-    def turned(v: Tensor, place: int) -> Tensor:
-        waves = torch.complex(v[:8].double(), v[8:].double())
-        angles = place * layer.base ** -(torch.arange(8) / 8).double()
-        turn = torch.polar(torch.ones_like(angles), angles)
-        return torch.cat(((waves * turn).real, (waves * turn).imag)).float()
-
-    rows = [normed(row, layer.attention_norm) for row in x[0]]
-    keys = [turned(normed(layer.k @ row, layer.k_norm), place) for place, row in enumerate(rows)]
-    for place, row in enumerate(rows):
-        first = 0 if layer.window is None else max(place - layer.window + 1, 0)
-        mixed = []
-        for query in (layer.q @ row).split(16):
-            query = turned(normed(query, layer.q_norm), place)
-            scores = torch.stack([query @ key / 4 for key in keys[first : place + 1]])
-            values = torch.stack([layer.v @ row for row in rows[first : place + 1]])
-            mixed.append(scores.softmax(0) @ values)
-        expected = x[0, place] + normed(layer.out @ torch.cat(mixed), layer.post_attention_norm)
-        torch.testing.assert_close(layer.attend(x)[0, place], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_is_pruned_layer_by_layer_and_all_dense_changes_nothing() -> None:
-    model = small_model()
-    tokens = torch.randint(300, (5, 48), generator=torch.Generator().manual_seed(8))
-    seen, unseen = tokens[:4], tokens[4:]
-    whole = prune_model(model, Recipe("spensegpt", 1.0, "scored"), seen, unseen)
-    assert whole.loss == pytest.approx(dense_loss(model, unseen), rel=1e-5)
-    half = prune_model(model, Recipe("spensegpt", 0.5, "scored"), seen, unseen)
-    assert [layer.dense for layer in half.layers] == [64, 64]
-    pure = prune_model(model, Recipe("spensegpt", 0.0), seen, unseen)
-    assert all(0 < layer["output"] < 1 for layer in pure.errors)
-    assert pure.loss != whole.loss
-
-
-def test_contexts_begin_alike_and_the_held_out_ones_come_after() -> None:
-    seen, unseen = contexts(range(10, 10 + 4 * 1023), begin=2, calibration=2)
-    assert (seen.shape, unseen.shape) == ((2, 1024), (1, 1024))
-    assert seen[:, 0].tolist() == [2, 2]
-    assert seen[1, 1] == 10 + 1023
-    assert unseen[0, -1] == 10 + 3 * 1023 - 1
-    with pytest.raises(SuiteError, match=r"text: expected at least 3069 tokens.*found 3000"):
-        contexts(range(3000), begin=2, calibration=2)
-
-
 def test_the_reference_has_no_paragraph_twice() -> None:
     paragraphs = python_reference().split("\n\n")
     assert len(paragraphs) == len(set(paragraphs)) > 1000
@@ -467,94 +359,6 @@ def test_the_command_refuses_in_one_line(
     assert done.returncode == cli.BAD_INPUT
     [line] = done.stderr.splitlines()
     assert message in line
-
-
-def write_gguf(path: Path, model: Gemma, architecture: str = "gemma3") -> None:
-    """Write a model as llama.cpp names its parts; its pieces are bytes and single characters."""
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf, which is optional")
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(len(model.layers))
-    writer.add_sliding_window(model.layers[0].window)
-    writer.add_rope_freq_base(model.layers[-1].base)
-    writer.add_bos_token_id(2)
-    letters = [chr(97 + i) for i in range(26)] + list("▁\n.,*:=-()'\"")
-    pieces = [f"<0x{i:02X}>" for i in range(256)] + letters
-    pieces += [f"<unused{i}>" for i in range(300 - len(pieces))]
-    writer.add_token_list(pieces)
-    writer.add_token_scores([0.0] * 300)
-    writer.add_token_types([6] * 256 + [1] * len(letters) + [5] * (44 - len(letters)))
-
-    def add(name: str, weight: Tensor) -> None:
-        writer.add_tensor(f"{name}.weight", np.ascontiguousarray(weight.numpy()))
-
-    add("token_embd", model.embedding)
-    add("output_norm", model.norm)
-    for number, layer in enumerate(model.layers):
-        parts = {"attn_norm": layer.attention_norm, "attn_q": layer.q, "attn_k": layer.k}
-        parts |= {"attn_v": layer.v, "attn_q_norm": layer.q_norm, "attn_k_norm": layer.k_norm}
-        parts |= {"attn_output": layer.out, "post_attention_norm": layer.post_attention_norm}
-        parts |= {"ffn_norm": layer.mlp_norm, "post_ffw_norm": layer.post_mlp_norm}
-        parts |= {"ffn_gate": layer.mlp.gate, "ffn_up": layer.mlp.up, "ffn_down": layer.mlp.down}
-        for name, weight in parts.items():
-            add(f"blk.{number}.{name}", weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_model_is_read_from_gguf_and_pruned_by_the_command(tmp_path: Path) -> None:
-    model, path, out = small_model(6), tmp_path / "small.gguf", tmp_path / "pruned.safetensors"
-    write_gguf(path, model)
-    found = read(path, torch.device("cpu"))
-    assert [layer.window for layer in found.model.layers] == [4] * 5 + [None]
-    tokens = torch.tensor([[2, *found.tokenizer.encode("a small model")]])
-    assert dense_loss(found.model, tokens) == pytest.approx(dense_loss(model, tokens), rel=1e-5)
-    given = path, "--tokens", 1024, "--method", "wanda", "--dense", 0, "--device", "cpu"
-    done = sparsebench("prune", *given, "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].rstrip().endswith("loss (nats)")
-    with safe_open(out, framework="pt") as file:
-        assert is_two_four(file.get_tensor("blk.5.ffn_down.weight"))
-        assert len(file.get_tensor("blk.5.permutation")) == 128
-
-
-def test_another_architecture_and_a_broken_file_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.gguf"
-    write_gguf(path, small_model(), "llama")
-    with pytest.raises(SuiteError, match="expected a model of architecture gemma3, found llama"):
-        read(path, torch.device("cpu"))
-    path.write_bytes(b"no such thing")
-    with pytest.raises(SuiteError, match="expected a GGUF file"):
-        read(path, torch.device("cpu"))
-
-
-def test_without_the_package_gguf_the_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(SuiteError, match="expected the package gguf"):
-        read(tmp_path / "model.gguf", torch.device("cpu"))
-
-
-def test_a_mutated_model_is_one_line(tmp_path: Path) -> None:
-    whole, path, text = tmp_path / "whole.gguf", tmp_path / "m.gguf", tmp_path / "text.txt"
-    write_gguf(whole, small_model())
-    text.write_text("the quick brown fox " * 400)
-    content, draw = whole.read_bytes(), random.Random(0)
-    head = content.index(b"blk.0")  # in sizes, types and names more breaks than in values
-    for number in range(20):
-        changed = bytearray(content)
-        for _ in range(draw.randint(1, 3)):
-            changed[draw.randrange(head + 1000)] = draw.choice([0, 1, 8, 255, draw.randrange(256)])
-        cut = draw.choice([len(changed), len(changed), draw.randrange(len(changed))])
-        path.write_bytes(changed[:cut])
-        done = sparsebench(
-            *("prune", path, "--calibration", text, "--tokens", 1024, "--device", "cpu"),
-            *("--method", "magnitude", "--dense", 0.5),
-        )
-        assert done.returncode in (0, 2), (number, done.stderr)
-        assert done.returncode == 0 or done.stderr.count("\n") == 1
 
 
 def test_prune_never_writes_over_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:

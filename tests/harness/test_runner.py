@@ -13,6 +13,7 @@ from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.plan.suite import Contest, Suite, read
+from sparsebench.harness.run import ahead
 from sparsebench.harness.run import child as children
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.runner import Runner
@@ -102,17 +103,53 @@ def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) 
 def test_the_next_process_imports_ahead_and_takes_its_device_in_its_turn(dies: bool) -> None:
     runner = Runner("cpu", None, 60, processes=2)
     try:
-        (ahead,) = runner._spares
-        assert not ahead.about
+        (next_one,) = runner._spares
+        assert not next_one.about
         if dies:
-            os.kill(ahead.pid, signal.SIGKILL)
+            os.kill(next_one.pid, signal.SIGKILL)
         runner.fresh()
         (measured,) = runner.run([Contest(PROBLEM, (BASELINE,))])
         assert measured.rows[0].status is Status.OK
-        assert (runner.pid == ahead.pid) is not dies
+        assert (runner.pid == next_one.pid) is not dies
         assert not runner._spares
     finally:
         runner.kill()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_worker_is_given_its_device_and_folder(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "import json, sys\ngiven = sys.argv[1:]\n"
+        "if given == ['--wait']:\n"
+        "    print('{}', flush=True)\n    given = json.loads(sys.stdin.readline())\n"
+        "print(json.dumps({'given': given}), flush=True)\n"
+    )
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
+    worker = children.Worker("cuda:1", tmp_path, children.Log(), spare=waits)
+    if waits:
+        worker.imported()
+        worker.begin()
+        worker.there()
+    assert worker.about == {"given": ["cuda:1", str(tmp_path)]}
+    worker.close()
+
+
+def test_a_worker_that_a_command_started_early_is_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead.early("sim", 1, 3)
+    assert ahead.taken() is None
+    ahead.early(None, 1, 2)
+    first, second = ahead._early
+    worker = children.started("cpu", None, children.Log())
+    other = children.spare("cpu", None, children.Log())
+    assert {worker.pid, other.pid} == {first.pid, second.pid}
+    assert (worker.about["slug"], other.about) == ("cpu", {})
+    assert ahead.taken() is None
+    worker.close()
+    other.kill()
 
 
 @pytest.fixture

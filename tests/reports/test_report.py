@@ -18,7 +18,7 @@ from matplotlib.colors import to_rgb
 from sample import exhaustive
 
 from sparsebench.reports.build import build, figures
-from sparsebench.reports.figures import storage
+from sparsebench.reports.figures import answer, storage
 from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._svg import COLOURS, canvas, looks, shade, style, svg
 from sparsebench.reports.figures._sweep import CHARACTER, NARROWEST, Sweep, _bounds, apart
@@ -26,6 +26,7 @@ from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
+from sparsebench.results.views import every
 from sparsebench.results.words import percent, significant
 
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -280,6 +281,13 @@ def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> No
     assert text.index("<b>Some CPU</b>") < text.index('<section id="answer">')
     assert "quartiles in one process; they are not confidence intervals" in text
     assert "Noise floor of one process: " in text
+
+
+def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "choices are not drawn here" not in page_of("sparsity")
+    ways = len(every(frames(sweep()).cases))
+    monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", ways - 1)
+    assert f"1 of {ways} choices are not drawn here." in answer.draw(frames(sweep()))
 
 
 def test_a_baseline_that_ran_alone_has_beaten_nothing() -> None:

@@ -45,6 +45,14 @@ def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> Block
     return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
 
 
+def test_no_tool_takes_the_blocks_for_a_weight():
+    assert not hasattr(layer_of(), "weight")
+    with pytest.raises(
+        AttributeError, match=r"no use of \.weight: .* to_dense\(\).weight is a copy"
+    ):
+        _ = layer_of().weight
+
+
 def step(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of X and of all parameters."""
     x = x.detach().requires_grad_()

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsebench
+from sparsebench._discovery import load
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
@@ -17,6 +19,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import matmul as module
+from sparsebench.kernels.peers import scipy_csr_dgrad
 
 N, K = 96, 64
 BY_KERNEL: list[tuple[Any, str | None]] = [
@@ -93,6 +96,18 @@ def test_a_gradient_that_no_kernel_computes_is_refused_before_the_product() -> N
         sparsebench.matmul(torch.randn(7, K), w)
     with torch.no_grad():
         assert sparsebench.matmul(torch.randn(7, K), w).shape == (7, N)
+
+
+def test_a_gradient_that_prepare_refuses_is_refused_before_the_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise Unsupported("no such type")
+
+    kernel = load("kernels", "scipy_csr_dgrad")
+    monkeypatch.setattr(scipy_csr_dgrad, "KERNEL", replace(kernel, prepare=refuses))
+    with pytest.raises(Unsupported, match="no such type"):
+        sparsebench.matmul(torch.randn(7, K, requires_grad=True), Csr.from_dense(weight()))
 
 
 def test_a_step_of_sgd_is_seen_by_a_named_kernel() -> None:

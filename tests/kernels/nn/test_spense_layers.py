@@ -29,7 +29,8 @@ from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense_op as layers
-from sparsebench.kernels.spense import spense_ffn, spense_wgmma
+from sparsebench.kernels.spense import _written_out, spense_ffn, spense_wgmma
+from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.results.record import Contender, Problem, Status
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -333,10 +334,106 @@ def test_inputs_that_a_layer_cannot_multiply_are_refused():
     ):
         layer(torch.zeros(3, 144))
     x = torch.zeros(3, 144, dtype=BF16, requires_grad=True)
-    with pytest.raises(Unsupported, match=r"expected inference \(torch.no_grad\)"):
-        layer(x)
+    fp8 = SpenseLinear.from_dense(layer.to_dense().weight, dtype=E4M3)
+    with pytest.raises(Unsupported, match="expected 16 bits for a gradient, found an fp8 layer"):
+        fp8(x)
     with torch.inference_mode():
+        fp8(x)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_dx_of_a_layer_is_that_of_nn_linear(n, k, fraction, split, tokens, dtype):
+    layer, w, b = layer_of(n, k, fraction, split, dtype)
+    x = torch.randn(*tokens, k).to(dtype).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    y, expected = layer(x), linear(twin, w, b)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(x.grad, twin.grad)
+    assert not any(t.requires_grad for t in layer.parameters())
+
+
+def assert_written_out(n, k, fraction, split, dtype, device):
+    layer = layer_of(n, k, fraction, split, dtype)[0].to(device)
+    assert torch.equal(written_out(layer.spense), layer.to_dense().weight)
+
+
+@compiled
+@has_interpreter
+def test_a_hybrid_is_written_out_in_the_interpreter():
+    assert_passes(__file__, "-k", "hybrid_written_out_by_the_interpreter")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_hybrid_written_out_by_the_interpreter_is_w(n, k, fraction, split, tokens, dtype):
+    assert_written_out(n, k, fraction, split, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
+def test_a_hybrid_is_written_out_on_a_gpu(n, k, fraction, split, tokens, dtype):
+    assert_written_out(n, k, fraction, split, dtype, "cuda")
+
+
+@compiled
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_writing_out_compiles_for_every_gpu(capability, sparse, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = dict.fromkeys(_written_out._write.arg_names, "i32")
+    kinds |= {"values": "*i16", "codes": "*u8", "out": "*i16", "SPARSE": "constexpr"}
+    source = ASTSource(_written_out._write, kinds, {"SPARSE": sparse})
+    assert triton.compile(source, GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_dx_of_an_mlp_is_that_of_dense_layers_and_compiles(activation):
+    gate, up = pruned(200, 144, 128, 144, FP16), pruned(200, 144, 128, 144, FP16)
+    down = pruned(144, 200, 144, 128, FP16)
+    mlp = SpenseGatedMLP.from_dense(gate, up, down, dense=72, activation=activation)
+    dense = GatedMLP(gate, up, down, activation)
+    x = torch.randn(3, 5, 144).half()
+    dy = torch.randn_like(x)
+    grads = []
+    for call in (mlp, dense, torch.compile(mlp, backend="aot_eager", fullgraph=True)):
+        own = x.clone().requires_grad_()
+        call(own).backward(dy)
+        grads.append(own.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-2, atol=1e-2)
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_backward_keeps_no_more_than_it_needs():
+    saved: list[tuple[int, ...]] = []
+    x = torch.randn(6, 144, dtype=BF16, requires_grad=True)
+    layer = layer_of(200, 144, 0.0, "rows")[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((*t.shape,)), print):
         layer(x)
+    assert sorted(saved) == sorted([(*layer.sparse.shape,), (*layer.dense.shape,)])
+
+
+def test_a_second_derivative_is_refused():
+    gate, up, down = (pruned(128, 128, 128, 128) for _ in range(3))
+    mlp = SpenseGatedMLP.from_dense(gate, up, down, dense=0)
+    x = torch.randn(6, 128, dtype=BF16, requires_grad=True)
+    (dx,) = torch.autograd.grad(mlp(x).float().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"spense_dgrad.*no autograd formula"):
+        dx.sum().backward()
+
+
+def test_no_tool_takes_tiles_for_a_weight():
+    layer = layer_of(200, 144, 0.0, "rows")[0]
+    assert not hasattr(layer, "weight")
+    with pytest.raises(
+        AttributeError, match=r"no use of \.weight: .* to_dense\(\).weight is a copy"
+    ):
+        _ = layer.weight
+    assert layer.qweight.device == layer.sparse.device  # what peft asks for
 
 
 # ---- plans ----

@@ -314,3 +314,21 @@ def test_a_spense_layer_is_copied_pickled_and_loaded():
     average = AveragedModel(SpenseLinear(128, 128, bias=False))
     average.update_parameters(layer)
     assert torch.equal(average(x), layer(x))
+
+
+def test_a_state_dict_of_another_layout_is_refused_before_it_is_written():
+    layer, other = (SpenseLinear.from_dense(two_four().to(t)) for t in (torch.bfloat16, torch.half))
+    before = layer.sparse.clone()
+    with pytest.raises(FormatError, match=r"expected \[128, 128, 128, 128, 1\], found .*128, 0\]"):
+        layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer.sparse, before)
+
+
+def test_an_average_of_buffers_too_keeps_a_pattern_that_does_not_change():
+    x, layer = torch.randn(5, K), layer_of()
+    average = AveragedModel(layer, use_buffers=True)
+    for _ in range(3):
+        average(x)
+        average.update_parameters(layer)
+    assert torch.equal(average.module.columns, layer.columns)
+    assert_right(average.module, x)
