@@ -51,6 +51,16 @@ Device = Annotated[
     typer.Option(help="cpu, cuda or cuda:N, default the best there is; run: sim or sim:FILE.yaml."),
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder that a suite's source files are in.")]
+Peers = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with checkouts of peers that are no packages (kernels/peers).",
+        callback=lambda folder: named_peers(folder),
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+    ),
+]
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory; default: runs/...")]
 Only = Annotated[str, typer.Option(help="Measure less: 'block=64 sparsity=0.8|0.9'.")]
 Timeout = Annotated[
@@ -75,6 +85,13 @@ Repeat = Annotated[
 ]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown, for pasting.")]
 Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
+
+
+def named_peers(folder: Path | None) -> Path | None:
+    """Tell this process, and those that it starts, where peers' checkouts are."""
+    if folder:
+        os.environ["SPARSEBENCH_PEERS"] = str(folder)
+    return folder
 
 
 def _version(wanted: bool) -> None:

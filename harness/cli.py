@@ -31,6 +31,7 @@ from sparsebench.harness._cli import (
     Only,
     Open,
     Out,
+    Peers,
     Profile,
     Repeat,
     Replicates,
@@ -152,6 +153,7 @@ def check(
         Path | None,
         typer.Option(help="Plan for the GPU of these runs: results/published/nvidia-h200."),
     ] = None,
+    peers: Peers = None,
     as_json: Json = False,
 ) -> None:
     """Say what a suite will cost, and what is unsupported here; run nothing."""
@@ -197,6 +199,7 @@ def run(
     timeout: Timeout = 120.0,
     replicates: Replicates = 3,
     energy: Energy = False,
+    peers: Peers = None,
     repeat: Repeat = 0,
     profile: Profile = "",
     devices: Devices = "",

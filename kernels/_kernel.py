@@ -66,13 +66,16 @@ class Launch:
     `choice` records what `prepare` chose (tile, layout, algorithm), and how where the kernel
     tunes (`by`); that of a Portfolio has `chosen`. `code` is a digest of the machine code, where it
     is ours. `candidates` is what was timed for the choice, the default first (search.py). All three
-    go into the row. A CUDA graph that it is captured into keeps what it reads (capture.py).
+    go into the row. A CUDA graph that it is captured into keeps what it reads (capture.py). `lost`
+    counts values that the last call left out, since its format had no room for them: one is wrong,
+    however small. The harness asks after each call that it checks.
     """
 
     run: Callable[[], Output]
     choice: Mapping[str, Any] = field(default_factory=dict)
     code: str | None = None
     candidates: Sequence[Mapping[str, Any]] = ()
+    lost: Callable[[], int] | None = None
 
     def __call__(self) -> Output:
         """Enqueue the work on the current stream and return the output."""

@@ -33,9 +33,9 @@ def imported(path: Path) -> set[str]:
 
 FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _kernel.py
     "_common": set(),
-    "bsr": set(),
     "dense": set(),
-    "spense": set(),
+    "bsr": {"dense"},
+    "spense": {"dense"},
     "peers": {"dense"},
     "sparse_activations": {"dense", "spense"},
     "nn": {"bsr", "spense", "sparse_activations"},

@@ -227,12 +227,20 @@ def _check_all(contest: RunningContest, when: str) -> None:
             entry.row = replace(entry.row, **found)
             for measure, row in entry.measured.items():
                 entry.measured[measure] = replace(row, **found, draws=entry.row.draws)
-            if verdict.reason:
-                entry.end(Status.WRONG, f"{when}: {verdict.reason}")
+            reason = _lost(entry) or verdict.reason
+            if reason:
+                entry.end(Status.WRONG, f"{when}: {reason}")
             elif first:
                 reference = where_stored(expected, entry.pattern).reference
                 if seen := print_of(reference, out):
                     contest.spots.prints[B][number] = seen
+
+
+def _lost(entry: Entry) -> str | None:
+    """Say how many values the last call left out, or None."""
+    assert entry.launch is not None
+    count = entry.launch.lost() if entry.launch.lost else 0
+    return f"{count} values lost: the format had no room for them" if count else None
 
 
 def _expected(contest: RunningContest) -> Expected:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,11 @@ def redraw(
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
+
+
+def level_of(op: Op, fields: Mapping[str, Any], weight: str) -> float:
+    """Return the part of a weight's cells that will be left out. Raises SuiteError as `level`."""
+    return level(op.sizes(fields), op.operands[weight].shape) if op.prunes(fields, weight) else 0.0
 
 
 def rewrite(
@@ -177,11 +183,11 @@ def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
 
 
 def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
-    shape = op.operands[name].shape
-    if level(problem.fields, shape) == 0:
+    if level_of(op, problem.fields, name) == 0:
         return weight
     score = partial(_first_column_first, score) if op.keeps_first(problem, name) else score
-    return _kept(weight, mask(problem.fields, shape, score, weight.device))
+    shape = op.operands[name].shape
+    return _kept(weight, mask(op.sizes(problem.fields), shape, score, weight.device))
 
 
 def _kept(weight: Tensor, keep: Tensor) -> Tensor:
@@ -208,7 +214,8 @@ def _fitting(problem: Problem, op: Op, name: str, path: Path, found: Tensor) -> 
 
 def _shape(problem: Problem, op: Op, name: str) -> tuple[int, int]:
     rows, columns = op.operands[name].shape
-    return problem[rows], problem[columns]
+    sizes = op.sizes(problem.fields)
+    return sizes[rows], sizes[columns]
 
 
 def _dtype(problem: Problem, op: Op, name: str) -> torch.dtype:

@@ -6,7 +6,7 @@ An op file names one OP. Its definition in torch is the oracle (run in fp64), th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -32,7 +32,9 @@ class Fields(BaseModel):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: its role, its two sizes by field name, how it is stored by the problem's dtype.
+    """One operand: its role, its two sizes by name, how it is stored by the problem's dtype.
+
+    A size is a field of the problem, or one of the op's `sizes`.
 
     weight      stored in a contender's format
     activation  arrives dense at every call
@@ -68,6 +70,12 @@ class Op:
     keeps_first   (problem, weight's name) to whether pruning leaves its column 0 whole; default: no
     parts         the problem to the rows of an output that is several results, one below the other,
                   each held against its own size; default: one
+    sizes         a problem's fields to all that operands name as sizes, fields included; default:
+                  the fields
+    example       sizes of a small problem, of fields that not any number suits, for checks of this
+                  contract (harness/testing); default: any numbers suit
+    prunes        (a problem's fields, weight's name) to whether the pattern holds for that weight;
+                  default: it holds for all
     """
 
     fields: type[Fields]
@@ -82,6 +90,9 @@ class Op:
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
     keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
+    sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
+    example: Mapping[str, int] = field(default_factory=dict)
+    prunes: Callable[[Mapping[str, Any], str], bool] = lambda *_: True
 
     @property
     def defaults(self) -> dict[str, Value]:

@@ -3,7 +3,8 @@
     gate and up [n, k]    spense_rows       hidden units are rows
     down [k, n]           spense_columns    hidden units are columns
 
-The fields of an MLP call its hidden units n.
+The fields of an MLP call its hidden units n, those of a decoder `intermediate`. A decoder's
+projections are split along rows.
 """
 
 from sparsebench.harness.patterns import spense_columns, spense_rows
@@ -13,8 +14,8 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 def rule(weight: Weight) -> Rule:
     """Split the weight along its hidden units."""
-    to_hidden = weight.sizes[0] == "n"
-    return spense_rows.rule(weight) if to_hidden else spense_columns.rule(weight)
+    from_hidden = weight.sizes[1] in ("n", "intermediate")
+    return spense_columns.rule(weight) if from_hidden else spense_rows.rule(weight)
 
 
 PATTERN = Pattern(rule, dense_fraction)

@@ -178,12 +178,15 @@ def _runs(contender: Contender, contest: Contest) -> bool:
 
 
 def _log_size(problem: Problem) -> float:
-    """Return the logarithm of a problem's multiplications, all weights dense."""
-    return log(max(1, prod(int(problem[name]) for name in ("m", "n", "k"))))
+    """Return the logarithm of the multiplications of a problem's first weight, if it is dense."""
+    op = load_op(problem.op)
+    sizes, shape = op.sizes(problem.fields), op.operands[op.weights[0]].shape
+    return log(max(1, problem["m"] * prod(sizes[name] for name in shape)))
 
 
 def _bytes(problem: Problem) -> int:
     """Return the bytes of a problem's operands."""
     op = load_op(problem.op)
-    sizes = (prod(problem[field] for field in operand.shape) for operand in op.operands.values())
+    known = op.sizes(problem.fields)
+    sizes = (prod(known[name] for name in operand.shape) for operand in op.operands.values())
     return int(sum(sizes)) * DTYPES[problem["dtype"]].itemsize

@@ -38,6 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.catalog import (
     keywords,
     load_format,
@@ -48,7 +49,7 @@ from sparsebench.harness.catalog import (
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
-from sparsebench.harness.patterns._mask import derived, level
+from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan._limits import (
     require_few_cases,
     require_few_problems,
@@ -235,7 +236,7 @@ def _fields(
     try:
         sources.agree(fields["pattern"], source)
         for weight in op.weights:
-            level(fields, op.operands[weight].shape)
+            level_of(op, fields, weight)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
     return fields

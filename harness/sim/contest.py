@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.samples import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.clock import Array, Spec, call_us, regrets, samples
 from sparsebench.kernels._kernel import DTYPES
@@ -94,9 +94,10 @@ def run(
 
 def _work(problem: Problem) -> Work:
     op, itemsize = load_op(problem.op), DTYPES[problem["dtype"]].itemsize
-    size = {n: prod(problem[field] for field in o.shape) for n, o in op.operands.items()}
+    sizes = op.sizes(problem.fields)
+    size = {n: prod(sizes[name] for name in o.shape) for n, o in op.operands.items()}
     full = {name: size[name] for name in op.weights}
-    part = {name: 1 - level(problem.fields, op.operands[name].shape) for name in full}
+    part = {name: 1 - level_of(op, problem.fields, name) for name in full}
     kept = {name: round(part[name] * full[name]) for name in full}
     written = {name: kept[name] if name == op.pattern else 0 for name in kept}
     stored = {name: o.dtypes[problem["dtype"]].itemsize for name, o in op.operands.items()}

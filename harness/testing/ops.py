@@ -40,7 +40,12 @@ def op_checks(name: str) -> list[Check]:
 
 
 def sizes(op: Op) -> dict[str, int]:
-    """Return a small size for each field that is one: SIZES, and 7, 8, ... for other names."""
+    """Return a small size for each name that is one: SIZES, and 7, 8, ... for other names.
+
+    Those of an op with an example, and what follows from them, are its own.
+    """
+    if op.example:
+        return dict(op.sizes(op.example))
     names = {size for operand in op.operands.values() for size in operand.shape}
     other = count(7)
     return SIZES | {name: next(other) for name in sorted(names - SIZES.keys())}
@@ -64,7 +69,7 @@ def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Call
 def _fields(name: str) -> None:
     op = load_op(name)
     expect(issubclass(op.fields, Fields), f"expected fields of {Fields}, found {op.fields}")
-    known = op.fields.model_fields.keys()
+    known = {*op.fields.model_fields, *(op.sizes(op.example) if op.example else ())}
     used = {size for operand in op.operands.values() for size in operand.shape}
     expect(used <= known, f"expected sizes to be fields, found {sorted(used - known)}")
     expect(op.weights, "expected an operand with the role weight, found none")

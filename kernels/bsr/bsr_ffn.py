@@ -34,9 +34,9 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Choose a kernel for each product, which gets `tuned`. Raises Unsupported."""
     wg, wu, wd = (_bsr(operands, name) for name in ("wg", "wu", "wd"))
     both, x = stacked(wg, wu), operands.activations["x"]
-    gate_up = _product(operands, "gate_up", both, x, tuned)
+    gate_up = fastest(operands, "gate_up", both, x, tuned)
     between = hidden(_dense(gate_up), operands.problem["activation"])
-    down = _product(operands, "down", wd, between(), tuned)
+    down = fastest(operands, "down", wd, between(), tuned)
 
     def run() -> Tensor:
         gate_up()
@@ -55,7 +55,7 @@ def stacked(gate: Bsr, up: Bsr) -> Bsr:
     return Bsr.from_dense(torch.cat((gate.to_dense(), up.to_dense())), block=[*gate.block])
 
 
-def _product(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> Launch:
+def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> Launch:
     """Return X @ W.T by the fastest kernel, or by the pinned one."""
     pinned = operands.pinned and operands.pinned[name]
     own = replace(operands, weights={"w": w}, activations={"x": x}, pinned=pinned)

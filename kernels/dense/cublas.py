@@ -199,15 +199,21 @@ def _definition(operands: Operands) -> Launch:
     return launches[fastest_product(launches, operands.device)]
 
 
-def fastest_way(product: Product, pinned: Mapping[str, Any] | None = None) -> Launch:
+def fastest_way(
+    product: Product,
+    pinned: Mapping[str, Any] | None = None,
+    space: Tensor | None = None,
+) -> Launch:
     """Return the call that writes product.out the fastest way, or the pinned one.
+
+    space  that a pinned call shares with others (_cublaslt.py); None gives it its own
 
     Its choice is the Way's fields. Raises Unsupported if cuBLASLt refuses the pinned algorithm.
     """
     device = product.out.device
     if pinned:
         way = _way_of(pinned)
-        return Launch(_call(_laid_out(product, way.weights), way), dict(pinned))
+        return Launch(_call(_laid_out(product, way.weights), way, space), dict(pinned))
     kind = _kind(product)
     known = _finalists.get(kind, [])
     layouts = dict.fromkeys(way.weights for way in known) or _layouts(product)

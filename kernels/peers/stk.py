@@ -12,9 +12,11 @@ four stages. It uses the blocks as they are stored.
              (stanford-futuredata/stk pull request 17). X and Y of less than 2^31 elements: its
              offsets are int32
 
+It is the package stanford-stk or, where there is none, a checkout below --peers DIR (_authors.py).
 Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -27,10 +29,12 @@ from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
+from sparsebench.kernels.peers import _authors
 from sparsebench.results.record import Problem
 
 SIDE = 128
 LARGEST = 2**15  # of n and k
+MARKER = "stk/backend/triton_kernels.py"  # of a checkout
 ELEMENTS = 2**31  # of activations and output, less than
 
 
@@ -48,10 +52,19 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
             f"STK expected n and k of at most {LARGEST} and less than 2^31 elements of activations "
             f"and output, found m {m}, n {n}, k {k}"
         )
+    return unavailable()
+
+
+def unavailable() -> str | None:
+    """Say that there is no STK, or None; a checkout of the user's is put on the path."""
     try:
         version("stanford-stk")
     except PackageNotFoundError:
-        return "needs STK: pip install stanford-stk"
+        folder = _authors.checkout(MARKER)
+        if folder is None:
+            return "needs STK: pip install stanford-stk"
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     return None
 
 

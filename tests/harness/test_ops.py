@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsebench.harness.catalog import load_op, names
-from sparsebench.harness.testing.ops import SIZES, drawn
+from sparsebench.harness.testing.ops import SIZES, drawn, sizes
 from sparsebench.results.record import Problem
 from sparsebench.testing import Check, op_checks
 
@@ -80,6 +80,18 @@ def test_the_work_of_linear_by_hand() -> None:
     assert op.fewest_bytes(problem, {"w": 7}, 2) == 2 * (7 + 3 * 5 + 3 * 6)
     fp8 = Problem("linear", {**SIZES, "dtype": "fp8"})
     assert op.fewest_bytes(fp8, {"w": 7}, 1) == 7 + 3 * 5 + 2 * 3 * 6
+
+
+def test_the_work_of_decoder_by_hand() -> None:
+    op, fields = load_op("decoder"), {**sizes(load_op("decoder")), "layers": 3, "dtype": "bf16"}
+    nnz = {"wqkv": 1, "wo": 2, "wg": 3, "wu": 4, "wd": 5, "wh": 100}
+    attended = 2 * 4 * 4 * (5 + 1)  # scores and sums: heads, head_dim, tokens
+    assert op.flops(Problem("decoder", fields), nnz) == 2 * 3 * (3 * 15 + 100 + 3 * attended)
+    cached = 2 * 3 * 2 * 4 * 5  # keys and values: m, kv_heads, head_dim, cache
+    rest = 100 + 3 * 6 + 3 * 5
+    assert op.fewest_bytes(Problem("decoder", fields), nnz, 2) == 2 * (3 * (15 + cached) + rest)
+    fp8 = Problem("decoder", {**fields, "dtype": "fp8"})
+    assert op.fewest_bytes(fp8, nnz, 1) == 3 * 15 + 2 * (3 * cached + rest)
 
 
 def test_the_work_of_ffn_by_hand() -> None:

@@ -125,16 +125,16 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(bsr_ffn, "search", lambda launches, device: Search(len(launches) - 1))
     w, x = these.weights["wd"], these.activations["x"]
     assert isinstance(w, Bsr)
-    found = bsr_ffn._product(these, "down", w, x, False)
+    found = bsr_ffn.fastest(these, "down", w, x, False)
     assert (found.choice, found.code) == ({"kernel": "second", "of": "second"}, "second")
     assert asked == [(name, None, False) for name in ("first", "second", "third")]
     pinned = {"down": {"kernel": "first"}}
-    found = bsr_ffn._product(replace(these, pinned=pinned), "down", w, x, True)
+    found = bsr_ffn.fastest(replace(these, pinned=pinned), "down", w, x, True)
     assert found.choice["kernel"] == "first"
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", {n: modules[n] for n in ("third", "fourth")})
     reasons = "down: third: not of these blocks; fourth: not on this device"
     with pytest.raises(Unsupported, match=reasons):
-        bsr_ffn._product(these, "down", w, x, True)
+        bsr_ffn.fastest(these, "down", w, x, True)
 
 
 @compiled

@@ -1,0 +1,349 @@
+"""One decoding step of a transformer: Y[m, vocab], the logits of m sequences, one token each.
+
+    S = X                                             the stream [m, hidden]
+    in each of the layers:
+        q | k | v = norm(S) Wqkv.T                    heads, kv_heads, kv_heads times head_dim
+        q, k = turned(unit(q)), turned(unit(k))       RMS norm of each head; rotary embedding
+        S += attention(q, keys and k, values and v) Wo.T
+        Z = norm(S)
+        S += (act(Z Wg.T) * (Z Wu.T)) Wd.T
+    Y = norm(S) Wh.T                                  the head
+
+norm is RMS norm times a row of gains [2 layers + 1, hidden]. A head of the cache serves heads /
+kv_heads heads of queries. It holds `context` tokens of each sequence, keys already turned. The
+token of the step comes after them, and attends to itself, too. Qwen3 is such a model.
+
+All layers have the values of one layer that is drawn: fp64 has room for one. A kernel keeps a copy
+of it for each layer, so that memory is read as if all were different. Gains are each layer's own.
+Of caches there are `caches`, which layers take in turn: a large model's layer drives them out of
+the L2 cache. Weights drawn with zeros, and cached values, are scaled by a power of two, such that
+attention and MLP add about as much to the stream as it has.
+
+    pruned  mlp: the pattern holds for Wg, Wu and Wd; all: for Wqkv and Wo as well; never for Wh
+    fp8     Wqkv, Wo, Wg, Wu, Wd as in ffn.py; all else in bf16. A kernel rounds what it multiplies
+            with them to e4m3, at a scale of 1
+
+Errors are carried from layer to layer (`spread`). Those of a right kernel in bf16 are 1.2 % of the
+logits after 8 layers of Qwen3-32B, of a small model 0.5 % after 2 and 1.6 % after 64; the bound is
+4 to 5 times that. In fp8 they are 9 % there, 3 and 4 % in the small one, and the bound is 1.3 to
+2.3 times that. So what is left out of one layer of many is found in bf16, or by few layers.
+"""
+
+from collections.abc import Mapping
+from math import log2
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import PositiveInt, model_validator
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
+from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
+from sparsebench.kernels._kernel import OUTPUTS, unit_scale
+from sparsebench.results.record import Problem
+
+EPSILON = 1e-6  # of RMS norms
+ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
+LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other is the head's
+MLP = "wg", "wu", "wd"
+EXAMPLE = {
+    **{"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5},
+    **{"m": 3, "layers": 1, "context": 5, "caches": 1},
+}
+FINE_FP8 = 2.0**-4  # variance of a rounding to bf16, where eps is that of one to e4m3 (check.py)
+
+
+class DecoderFields(Fields):
+    """A problem of this op; m is the number of sequences."""
+
+    dtype: Literal["fp16", "bf16", "fp32", "fp8"]
+    m: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate: PositiveInt
+    vocab: PositiveInt
+    layers: PositiveInt
+    context: PositiveInt
+    caches: PositiveInt = 1
+    activation: Literal["silu", "relu", "relu2"] = "silu"
+    pruned: Literal["mlp", "all"] = "mlp"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Refuse heads that cannot be shared out or turned, and what e4m3 cannot hold."""
+        if self.heads % self.kv_heads:
+            expected = f"heads a multiple of kv_heads, {self.kv_heads}"
+            raise ValueError(f"{expected}, not {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"an even head_dim, not {self.head_dim}")
+        if self.caches > self.layers:
+            raise ValueError(f"caches up to layers, {self.layers}, not {self.caches}")
+        if self.dtype == "fp8" and self.sparsity > SPARSEST_FP8:
+            raise ValueError(f"sparsity up to {SPARSEST_FP8} in fp8, not {self.sparsity}")
+        return self
+
+
+def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields and what follows from them: columns of projections, rows of caches."""
+    heads, of_cache, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
+    rows = fields.get("caches", 1) * fields["m"] * of_cache * fields["context"]
+    return {
+        **fields,
+        "projected": (heads + 2 * of_cache) * width,
+        "attended": heads * width,
+        "norms": 2 * fields["layers"] + 1,
+        "cache_rows": rows,
+    }
+
+
+class _Heads(NamedTuple):
+    """Queries [m, kv_heads, group, head_dim]; key and value of the token [m, kv_heads, 1, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def definition(
+    wqkv: Tensor,
+    wo: Tensor,
+    wg: Tensor,
+    wu: Tensor,
+    wd: Tensor,
+    wh: Tensor,
+    gains: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    x: Tensor,
+    *,
+    activation: str = "silu",
+    caches: int = 1,
+    dtype: str = "bf16",
+) -> Tensor:
+    """Return Y [m, vocab] in the operands' dtype; of weights stored in fp8 computed in fp32."""
+    stored = wg.dtype
+    wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
+    wh, gains, keys, values, s = (t.to(wg.dtype) for t in (wh, gains, keys, values, x))
+    keys, values = (_by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
+    for layer in range(len(gains) // 2):
+        heads = _heads(linear(_norm(s, gains[2 * layer]), wqkv), keys)
+        q, k = _turned(_unit(heads.q), keys.shape[3]), _turned(_unit(heads.k), keys.shape[3])
+        p, own = _attention(q, k, keys[layer % caches])
+        attended = p @ values[layer % caches] + own * heads.v
+        s = s + linear(attended.reshape(len(x), -1), wo)
+        z = _norm(s, gains[2 * layer + 1])
+        s = s + linear(act_of(linear(z, wg), activation) * linear(z, wu), wd)
+    y = linear(_norm(s, gains[-1]), wh)
+    return y.bfloat16() if stored == torch.float8_e4m3fn else y
+
+
+def spread(
+    wqkv: Tensor,
+    wo: Tensor,
+    wg: Tensor,
+    wu: Tensor,
+    wd: Tensor,
+    wh: Tensor,
+    gains: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    x: Tensor,
+    *,
+    activation: str = "silu",
+    caches: int = 1,
+    dtype: str = "bf16",
+) -> Tensor:
+    """Carry the variance of every value through the layers, in units of eps², to that of Y.
+
+    What a product multiplies was rounded; so was its result, and the stream after each sum. Errors
+    of different values count as independent, and each step as linear in them.
+    """
+    wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
+    keys, values = (_by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
+    fine = FINE_FP8 if dtype == "fp8" else 1.0
+    cache, s, var_s = keys.shape[3], x, torch.zeros_like(x)
+
+    def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = linear(z, w)
+        return y, linear(var + z.square(), w.square()) + fine * y.square()
+
+    def added(y: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        return s + y, var_s + var + fine * (s + y).square()
+
+    for layer in range(len(gains) // 2):
+        z, var = _norm(s, gains[2 * layer]), _norm_of(var_s, s, gains[2 * layer])
+        projected, var = product(z, var, wqkv)
+        heads, by_head = _heads(projected, keys), _heads(var, keys)
+        q, k = (_turned(_unit(t), cache) for t in (heads.q, heads.k))
+        var_q, var_k = (
+            _turned_of(_unit_of(own, t), cache) + fine * turned.square()
+            for own, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
+        )
+        old, seen = keys[layer % caches], values[layer % caches]
+        p, own = _attention(q, k, old)
+        o = p @ seen + own * heads.v
+        width = q.shape[-1]
+        moved = p.square() * (var_q @ old.square().mT) / width  # p² times the variance of a score
+        own_moved = own.square() * (
+            (var_q * k.square()).sum(-1, True) + (q.square() * var_k).sum(-1, True)
+        )
+        own_moved = own_moved / width
+        var = moved @ seen.square() - 2 * o * (moved @ seen) + o.square() * moved.sum(-1, True)
+        var = var.clamp(min=0) + own_moved * (heads.v - o).square()
+        var = var + own.square() * by_head.v
+        var = var + fine * (p.square() @ seen.square() + (own * heads.v).square())
+        m = len(x)
+        s, var_s = added(*product(o.reshape(m, -1), var.reshape(m, -1), wo))
+        z, var = _norm(s, gains[2 * layer + 1]), _norm_of(var_s, s, gains[2 * layer + 1])
+        (g, var_g), (u, var_u) = product(z, var, wg), product(z, var, wu)
+        act, slope = act_of(g, activation), slope_of(g, var_g, activation)
+        var = (slope * u).square() * var_g + act.square() * var_u
+        s, var_s = added(*product(act * u, var, wd))
+    z, var = _norm(s, gains[-1]), _norm_of(var_s, s, gains[-1])
+    return linear(var + fine * z.square(), wh.square()).sqrt()
+
+
+def depth(
+    wqkv: Tensor,
+    wo: Tensor,
+    wg: Tensor,
+    wu: Tensor,
+    wd: Tensor,
+    wh: Tensor,
+    gains: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    x: Tensor,
+) -> int:
+    """Return the most non-zeros in a row of a weight."""
+    return longest_row(wqkv, wo, wg, wu, wd, wh)
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add a sequence and non-zero, and those of attention.
+
+    Where Wo has no non-zero, nothing need be attended to.
+    """
+    multiplied = problem["layers"] * sum(nnz[name] for name in LAYER) + nnz["wh"]
+    tokens = problem["context"] + 1 if nnz["wo"] else 0
+    attended = problem["heads"] * problem["head_dim"] * tokens
+    return float(2 * problem["m"] * (multiplied + 2 * problem["layers"] * attended))
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of each layer's non-zeros and cache, of the head, of X and of Y."""
+    wide, m = OUTPUTS[problem["dtype"]].itemsize, problem["m"]
+    weights = itemsize * sum(nnz[name] for name in LAYER)
+    cache = 2 * m * problem["kv_heads"] * problem["head_dim"] * problem["context"]
+    rest = nnz["wh"] + m * (problem["hidden"] + problem["vocab"])
+    return int(problem["layers"] * (weights + wide * cache) + wide * rest)
+
+
+def prunes(fields: Mapping[str, Any], weight: str) -> bool:
+    """Say whether the pattern holds for a weight."""
+    return weight in (MLP if fields["pruned"] == "mlp" else LAYER)
+
+
+def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
+    """Scale what is drawn by powers of two, so that each part of the model counts."""
+    power = 0
+    if name == "keys":
+        power = 1  # scores of a deviation near 2: a query finds tokens of its own
+    elif name == "values":
+        power = round(log2(problem["context"]) / 2) - 3  # a mean of many is small
+    elif name in LAYER and prunes(problem.fields, name):
+        power = round(-log2(1 - problem["sparsity"]) / 2)
+    elif name == "wh" and problem["dtype"] == "fp8":  # drawn as if it were stored in fp8
+        power = round(log2(unit_scale(problem["hidden"])))
+    if power:
+        operand.copy_(operand.float() * 2.0**power)
+
+
+def _norm(x: Tensor, gain: Tensor) -> Tensor:
+    return rms_norm(x, (x.shape[-1],), gain, EPSILON)
+
+
+def _norm_of(variance: Tensor, x: Tensor, gain: Tensor) -> Tensor:
+    """Carry the variance of x through its norm."""
+    return variance * gain.square() / (x.square().mean(-1, True) + EPSILON)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return rms_norm(x, (x.shape[-1],), None, EPSILON)
+
+
+def _unit_of(variance: Tensor, x: Tensor) -> Tensor:
+    return variance / (x.square().mean(-1, True) + EPSILON)
+
+
+def _by_sequence(cached: Tensor, m: int, caches: int, wqkv: Tensor, wo: Tensor) -> Tensor:
+    """Return keys or values as [caches, m, kv_heads, cache, head_dim]."""
+    width = cached.shape[1]
+    kv_heads = (wqkv.shape[0] - wo.shape[1]) // (2 * width)
+    return cached.view(caches, m, kv_heads, -1, width)
+
+
+def _heads(projected: Tensor, keys: Tensor) -> _Heads:
+    """Split a row q | k | v into heads."""
+    _, m, kv_heads, _, width = keys.shape
+    of_cache = kv_heads * width
+    q, k, v = projected.split((projected.shape[1] - 2 * of_cache, of_cache, of_cache), 1)
+    q = q.view(m, kv_heads, -1, width)
+    return _Heads(q, k.reshape(m, kv_heads, 1, width), v.reshape(m, kv_heads, 1, width))
+
+
+def angles(width: int, position: int, device: torch.device) -> Tensor:
+    """Return fp64 [width / 2]: by how much the pairs of a head are turned at a position."""
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=device)
+    return position * ROTARY ** (-pair / width)
+
+
+def _turned(x: Tensor, position: int) -> Tensor:
+    """Turn elements i and i + width / 2 of each head as a pair."""
+    angle = angles(x.shape[-1], position, x.device)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _turned_of(variance: Tensor, position: int) -> Tensor:
+    angle = angles(variance.shape[-1], position, variance.device)
+    cos2, sin2 = (t.square().to(variance.dtype) for t in (angle.cos(), angle.sin()))
+    a, b = variance.chunk(2, -1)
+    return torch.cat((a * cos2 + b * sin2, b * cos2 + a * sin2), -1)
+
+
+def _attention(q: Tensor, k: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights of the cached tokens [m, kv_heads, group, cache], and of its own."""
+    scores = torch.cat((q @ keys.mT, (q * k).sum(-1, True)), -1) / q.shape[-1] ** 0.5
+    p = scores.softmax(-1)
+    return p[..., :-1], p[..., -1:]
+
+
+OP = Op(
+    fields=DecoderFields,
+    operands={
+        "wqkv": Operand("weight", ("projected", "hidden")),
+        "wo": Operand("weight", ("hidden", "attended")),
+        "wg": Operand("weight", ("intermediate", "hidden")),
+        "wu": Operand("weight", ("intermediate", "hidden")),
+        "wd": Operand("weight", ("hidden", "intermediate")),
+        "wh": Operand("weight", ("vocab", "hidden"), OUTPUTS),
+        "gains": Operand("activation", ("norms", "hidden"), OUTPUTS),
+        "keys": Operand("activation", ("cache_rows", "head_dim"), OUTPUTS),
+        "values": Operand("activation", ("cache_rows", "head_dim"), OUTPUTS),
+        "x": Operand("activation", ("m", "hidden"), OUTPUTS),
+    },
+    definition=definition,
+    spread=spread,
+    depth=depth,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+    adjust=adjust,
+    sizes=sizes,
+    example=EXAMPLE,
+    prunes=prunes,
+)

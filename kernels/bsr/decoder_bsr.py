@@ -1,0 +1,73 @@
+"""A decoding step of block-sparse weights: bsr_wgmma, bsr_small or bsr_triton for each product.
+
+kernels/dense/_decoder.py draws the step and has the rest: norms, attention, the head, and the
+projections where the MLP alone is pruned (the problem's `pruned`), dense by their fastest way. Gate
+and up are one product, and act one more kernel, as in bsr_ffn.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.elementwise import hidden
+from sparsebench.kernels._common.tuned_table import Tuned
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr import bsr_ffn
+from sparsebench.kernels.dense import _decoder
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part
+from sparsebench.results.record import Problem
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Choose a kernel for each product, which gets `tuned`. Raises Unsupported."""
+    return _decoder.prepare(operands, partial(_part, operands, tuned))
+
+
+def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor]) -> Part:
+    pruned = ("mlp",) if operands.problem["pruned"] == "mlp" else ("mlp", "qkv", "o")
+    if name not in pruned:
+        return dense_part(operands, name, inputs)
+    if name != "mlp":
+        return _product(operands, name, _bsr(operands, WEIGHTS[name]), inputs, tuned)
+    both = bsr_ffn.stacked(_bsr(operands, "wg"), _bsr(operands, "wu"))
+    products = _product(operands, "gate_up", both, inputs, tuned)
+    between = [hidden(y, operands.problem["activation"]) for y in products.outs]
+    gated = _decoder.followed(products, between)
+    down = _product(operands, "down", _bsr(operands, "wd"), _decoder.ran(gated).outs, tuned)
+    return _decoder.joined(gated, down)
+
+
+def _product(operands: Operands, name: str, w: Bsr, inputs: Sequence[Tensor], tuned: Tuned) -> Part:
+    """Search for the first layer; the others take what was found, each with its own copy."""
+    first = bsr_ffn.fastest(operands, name, w, inputs[0], tuned)
+    known = replace(operands, pinned={name: first.choice})
+    rest = [bsr_ffn.fastest(known, name, copied(w), x, tuned) for x in inputs[1:]]
+    outs = []
+    for launch in (first, *rest):
+        y = launch()
+        assert isinstance(y, Tensor)
+        outs.append(y)
+    return Part([first, *rest], outs, {name: first.choice}, first.candidates, first.code)
+
+
+def _bsr(operands: Operands, name: str) -> Bsr:
+    weight = operands.weights[name]
+    assert isinstance(weight, Bsr)
+    return weight
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the step cannot run here, or None."""
+    if problem["dtype"] == "fp8":
+        return "expected fp16, bf16 or fp32, found fp8"
+    share = 1 - problem["sparsity"]
+    return _decoder.unsupported(problem, device) or _decoder.unsupported_size(
+        problem, device, share
+    )
+
+
+KERNEL = Kernel("decoder", "bsr", "cuda", prepare, unsupported)

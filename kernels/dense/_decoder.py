@@ -1,0 +1,246 @@
+"""A decoding step as a list of launches, whatever the format of its weights.
+
+    S, Z = norm(X)                                   _decoder_glue.py
+    in each layer:
+        q | k | v = Z Wqkv.T                         a contender's product
+        O = attention(q | k | v)                     _decoder_glue.py
+        D = O Wo.T                                   a contender's product
+        S, Z = S + D, norm                           _decoder_glue.py
+        H = act(Z Wg.T) * (Z Wu.T), D = H Wd.T       a contender's layer
+        S, Z = S + D, norm
+    Y = Z Wh.T                                       the head, dense
+
+A contender builds a part, such as "down", for all layers at once (`Build`), each with a copy of the
+weights of its own: it searches for the first layer, and takes what it found for the others. All
+contenders share the kernels between the products. In fp8 these write e4m3, so that no launch is
+there for rounding alone; but for H, which the kernel of act writes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import Format
+from sparsebench.kernels._common.elementwise import hidden, scale_of
+from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.triton import BoundKernel
+from sparsebench.kernels._common.triton import unsupported as triton_unsupported
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
+from sparsebench.kernels.dense import _cublaslt, cublas
+from sparsebench.kernels.dense._decoder_glue import Attention, attended, fastest_attention, normed
+from sparsebench.kernels.dense.cublas import Product
+from sparsebench.results.record import Problem
+
+EPSILON, ROTARY = 1e-6, 1e6  # harness/ops/decoder.py's
+SPARE = 1 << 30  # bytes beside weights: what products and attention work in, at most
+LAYER = "wqkv", "wo", "wg", "wu", "wd"
+MLP_IN = "wg", "wu"
+WEIGHTS = {"qkv": "wqkv", "o": "wo", "down": "wd", "head": "wh"}  # of parts that are one product
+
+Stored = TypeVar("Stored", bound=Format)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the step in every layer: calls, what each of them writes, choices by product."""
+
+    calls: Sequence[Callable[[], object]]
+    outs: Sequence[Tensor]
+    choice: Mapping[str, Any]
+    told: Sequence[Mapping[str, Any]] = ()
+    code: str | None = None
+
+
+class Build(Protocol):
+    """Builds a part (qkv, o, mlp or head) of inputs that are there: one for each layer."""
+
+    def __call__(self, name: str, inputs: Sequence[Tensor]) -> Part: ...
+
+
+def prepare(operands: Operands, build: Build) -> Launch:
+    """Return the launch of the step with a contender's parts. Raises Unsupported."""
+    problem, given = operands.problem, operands.activations
+    x, gains, layers = given["x"], given["gains"], problem["layers"]
+    require_room(operands)
+    stream = torch.empty_like(x)
+    rounded = x.new_empty(x.shape, dtype=DTYPES[problem["dtype"]])
+    last = torch.empty_like(x)
+
+    def norm(number: int, added: Tensor | None) -> BoundKernel:
+        source = x if added is None else stream
+        z = rounded if number < 2 * layers else last
+        return normed(source, added, gains[number], EPSILON, stream, z)
+
+    first = norm(0, None)
+    first()
+    qkv = ran(build("qkv", [rounded] * layers))
+    attention, config, told = _attention(operands, qkv.outs)
+    o = ran(build("o", [attention[0].out] * layers))
+    mlp = ran(build("mlp", [rounded] * layers))
+    norm(2 * layers, mlp.outs[-1])()
+    head = build("head", [last])
+    calls: list[Callable[[], object]] = [first]
+    for layer in range(layers):
+        calls += [qkv.calls[layer], attention[layer], o.calls[layer]]
+        calls += [norm(2 * layer + 1, o.outs[layer]), mlp.calls[layer]]
+        calls += [norm(2 * layer + 2, mlp.outs[layer])]
+    calls += head.calls
+    parts = qkv, o, mlp, head
+    choice = {name: each for part in parts for name, each in part.choice.items()}
+    candidates = [*told, *(line for part in parts for line in part.told)]
+
+    def run() -> Tensor:
+        for call in calls:
+            call()
+        return head.outs[0]
+
+    return Launch(run, {**choice, "attention": config}, mlp.code, candidates)
+
+
+def _attention(
+    operands: Operands, projected: Sequence[Tensor]
+) -> tuple[list[BoundKernel], dict[str, Any], list[dict[str, Any]]]:
+    """Return each layer's attention, all into one tensor; the configuration; what was timed."""
+    problem, given, pinned = operands.problem, operands.activations, operands.pinned or {}
+    m, width, kv_heads = problem["m"], problem["head_dim"], problem["kv_heads"]
+    shape = problem["caches"], m, kv_heads, problem["context"], width
+    keys, values = (given[name].view(shape) for name in ("keys", "values"))
+    turn = turned(width, problem["context"]).to(operands.device)
+    abouts = [
+        Attention(problem["heads"], *each, turn, EPSILON) for each in zip(keys, values, strict=True)
+    ]
+    columns = problem["heads"] * width
+    out = projected[0].new_empty(m, columns, dtype=DTYPES[problem["dtype"]])
+    page = [projected[0].new_empty(m, kv_heads, width) for _ in range(2)]
+    config, told = fastest_attention(projected[0], abouts[0], out, page, pinned.get("attention"))
+    launches = [
+        attended(each, abouts[layer % len(abouts)], out, config, page)
+        for layer, each in enumerate(projected)
+    ]
+    launches[0]()
+    return launches, asdict(config), told
+
+
+def turned(width: int, position: int) -> Tensor:
+    """Return fp32 [2, width / 2]: cosine and sine of the angle of each pair at a position."""
+    pair = torch.arange(0, width, 2, dtype=torch.float64)
+    angle = position * ROTARY ** (-pair / width)
+    return torch.stack((angle.cos(), angle.sin())).float()
+
+
+# ---- dense parts, which every contender has ----
+
+
+def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
+    """Build a part of dense weights, whatever format they arrive in."""
+    if name != "mlp":
+        return _dense_product(operands, name, operands.weights[WEIGHTS[name]].to_dense(), inputs)
+    gated = _dense_gated(operands, inputs)
+    return joined(gated, dense_part(operands, "down", ran(gated).outs))
+
+
+def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Tensor]) -> Part:
+    """Return X @ W.T of each layer, all into one tensor, the fastest way."""
+    x, pinned = inputs[0], (operands.pinned or {}).get(name)
+    scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
+    out = x.new_empty(len(x), len(w), dtype=OUTPUTS[operands.problem["dtype"]])
+    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned)
+    shared = _cublaslt.workspace(out.device) if out.is_cuda and len(inputs) > 1 else None
+    rest = [
+        cublas.fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)
+        for x in inputs[1:]
+    ]
+    told = told_of(name, first)
+    return Part([first, *rest], [out] * len(inputs), {name: first.choice}, told)
+
+
+def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> Part:
+    """Return H = act(X @ Wg.T) * (X @ Wu.T): one product, and act, which scales what it reads."""
+    problem, (gate, up) = operands.problem, (operands.weights[name].to_dense() for name in MLP_IN)
+    part = _dense_product(operands, "gate_up", torch.cat((gate, up)), inputs)
+    scale = scale_of(problem, gate.shape[1])
+    between = hidden(part.outs[0], problem["activation"], inputs[0].dtype, scale)
+    return followed(part, [between] * len(inputs))
+
+
+def ran(part: Part) -> Part:
+    """Run each layer's call of a part: the next part is timed on what they write."""
+    for call in part.calls:
+        call()
+    return part
+
+
+def followed(part: Part, after: Sequence[BoundKernel]) -> Part:
+    """Return a part with one more kernel in each layer, which reads what the part writes."""
+    calls = [_in_turn(*both) for both in zip(part.calls, after, strict=True)]
+    outs, code = [each.out for each in after], part.code or after[0].code
+    return replace(part, calls=calls, outs=outs, code=code)
+
+
+def joined(gated: Part, down: Part) -> Part:
+    """Return an MLP of its two parts."""
+    calls = [_in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
+    choice = {**gated.choice, **down.choice}
+    return Part(calls, down.outs, choice, [*gated.told, *down.told], gated.code)
+
+
+def _in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def copied(weight: Stored) -> Stored:
+    """Return a copy in memory of its own."""
+    return replace(weight, **{name: a.clone() for name, a in weight.arrays().items()})  # type: ignore[type-var]
+
+
+# ---- what cannot run ----
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernels that all contenders share cannot run here, or None."""
+    if problem["dtype"] == "fp8":
+        return cublas.unsupported_fp8(device)
+    return cublas.unsupported(problem, device) or triton_unsupported(problem, device)
+
+
+def unsupported_size(problem: Problem, device: torch.device, share: float = 1.0) -> str | None:
+    """Say that the weights of all layers cannot be in the device's memory, or None.
+
+    share  of their dense bytes that pruned weights have, at least
+    """
+    if device.type != "cuda":
+        return None
+    size, width = problem["hidden"], problem["head_dim"]
+    projections = 2 * size * (problem["heads"] + problem["kv_heads"]) * width
+    mlp = 3 * size * problem["intermediate"]
+    each = share * mlp + projections * (share if problem["pruned"] == "all" else 1.0)
+    wanted = int(problem["layers"] * each * DTYPES[problem["dtype"]].itemsize)
+    there = int(torch.cuda.get_device_properties(device).total_memory)
+    return _too_large(wanted, there, "has")
+
+
+def require_room(operands: Operands) -> None:
+    """Raise Unsupported unless the copies of the weights fit into memory that is free now."""
+    if operands.device.type != "cuda":
+        return
+    stored = sum(operands.weights[name].stored_bytes for name in LAYER)
+    free, _ = torch.cuda.mem_get_info(operands.device)
+    own = torch.cuda.memory_reserved(operands.device) - torch.cuda.memory_allocated(operands.device)
+    reason = _too_large(operands.problem["layers"] * stored + SPARE, free + own, "has room for")
+    if reason:
+        raise Unsupported(reason)
+
+
+def _too_large(wanted: int, there: int, has: str) -> str | None:
+    if wanted <= there:
+        return None
+    found = f"found a device that {has} {there / 1e9:.1f} GB"
+    return f"needs at least {wanted / 1e9:.1f} GB for the weights of all layers, {found}"

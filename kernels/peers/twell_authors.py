@@ -1,0 +1,105 @@
+"""Gated feed-forward layer by TwELL's authors: their CUDA kernels, built from their own code.
+
+    gate   X @ Wg.T, relu, packed         words of a value and a place; 31 for each 256 units
+    layer  Y = (gate * (X @ Wu.T)) @ Wd.T     a warp a token, of the units that are on
+
+Their extension is built by torch's loader, in about a minute, with the machine's nvcc. It is built
+once: torch keeps it. Both precisions of the second kernel are timed, and the faster one is kept.
+
+    needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
+    dtype        bf16, relu
+    sizes        k 2048; m and n multiples of 256; a schedule of at most 384 tiles a cluster
+    no graph     they launch on the default stream: rows are timed by events
+
+Where more than 31 of 256 units are on for a token, the gate keeps 31 and says nothing. Such a call
+is wrong, and the row says how many values were lost (Launch.lost).
+Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twell_modules.
+"""
+
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors
+from sparsebench.results.record import Problem
+
+REPOSITORY = "github.com/SakanaAI/sparser-faster-llms"
+MARKER = "custom_models/twell_modules/twell.py"
+WIDTH, TILE, SLOTS = 2048, 256, 32  # of k; units of a tile, words of it, the first a count
+CLUSTERS, SCHEDULE = 64, 384
+NUMBERS = count(1)  # of layers in a process: their extension knows a layer by its number
+
+
+def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Launch:
+    """Build the extension, and keep the faster precision where none is asked for or pinned."""
+    folder = _authors.checkout(MARKER)
+    assert folder
+    twell, own = _authors.imported(folder / MARKER), (folder / MARKER).parent
+    asked = (operands.pinned or {}).get("highest_precision", highest_precision)
+    choices = [{"highest_precision": p} for p in ((False, True) if asked is None else (asked,))]
+    layer = Layer(operands, twell)
+    calls = [partial(layer.run, **choice) for choice in choices]
+    found = search(calls, operands.device)
+    choice = {**choices[found.best], "digest": _authors.digest(own)}
+    return Launch(calls[found.best], choice, candidates=found.told(choices), lost=layer.lost)
+
+
+class Layer:
+    """The authors' two kernels with their buffers."""
+
+    def __init__(self, operands: Operands, twell: Any) -> None:
+        """Build or load the extension, and register the gate's weights."""
+        wg, self._up, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
+        self._down, self._x = wd.t().contiguous(), operands.activations["x"]
+        self._twell, self._ext = twell, twell.get_ext(algorithms=["twell_mlp"])
+        self._gate = twell.D2TLayer(next(NUMBERS), wg, ext=self._ext)
+        m, n = len(self._x), len(wg)
+        self._packed = twell.allocate_packed_output(m, n, device=self._x.device)
+        self._out = torch.empty_like(self._x)
+
+    def run(self, highest_precision: bool) -> Tensor:
+        """Enqueue both kernels on the default stream. Raises RuntimeError inside a capture."""
+        if self._x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("their kernels launch on the default stream")
+        self._gate.run(self._x, C_packed=self._packed)
+        self._twell.matmul_gated_t2d_out(
+            self._x,
+            self._packed,
+            self._up,
+            self._down,
+            self._out,
+            highest_precision=highest_precision,
+            ext=self._ext,
+        )
+        return self._out
+
+    def lost(self) -> int:
+        """Count the values that the last call had no room for."""
+        counts = self._packed.view(torch.int32)[:, ::SLOTS]
+        return int((counts - (SLOTS - 1)).clamp(min=0).sum())
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the authors' kernels cannot run here, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"needs an NVIDIA GPU of compute capability 9.0, found {device}"
+    if (problem["dtype"], problem["activation"]) != ("bf16", "relu"):
+        return f"expected bf16 and relu, found {problem['dtype']} and {problem['activation']}"
+    m, n, k = (problem[size] for size in "mnk")
+    if k != WIDTH or m % TILE or n % TILE:
+        expected = f"k {WIDTH}, and m and n multiples of {TILE}"
+        return f"expected {expected}, found m {m}, n {n} and k {k}"
+    if m * n > CLUSTERS * SCHEDULE * TILE**2 or n > 2**16:
+        return f"expected a schedule of at most {SCHEDULE} tiles a cluster, found m {m} and n {n}"
+    if reason := _authors.missing(MARKER, REPOSITORY):
+        return reason
+    return None if find_spec("ninja") else "needs ninja: pip install ninja"
+
+
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)

@@ -1,0 +1,90 @@
+"""A decoding step of 2:4 hybrid weights on Hopper: spense_wgmma where weights are pruned.
+
+kernels/dense/_decoder.py draws the step and has the rest: norms, attention, the head, and the
+projections where the MLP alone is pruned (the problem's `pruned`), dense by their fastest way. Gate
+and up are one launch that writes H (spense_ffn.py), in e4m3 in fp8.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.elementwise import scale_of
+from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.tuned_table import Tuned
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import _decoder
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part
+from sparsebench.kernels.spense import spense_ffn, spense_wgmma
+from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from sparsebench.results.record import Problem
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Choose a configuration for each product, as spense_wgmma.py does with `tuned`."""
+    return _decoder.prepare(operands, partial(_part, operands, tuned))
+
+
+def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor]) -> Part:
+    pruned = ("mlp",) if operands.problem["pruned"] == "mlp" else ("mlp", "qkv", "o")
+    if name not in pruned:
+        return dense_part(operands, name, inputs)
+    if name != "mlp":
+        return _product(operands, name, _spense(operands, WEIGHTS[name]), inputs, None, tuned)
+    both = spense_ffn.joined(_spense(operands, "wg"), _spense(operands, "wu"))
+    activation = operands.problem["activation"]
+    gated = _product(operands, "gate_up", both, inputs, activation, tuned)
+    down = _product(
+        operands, "down", _spense(operands, "wd"), _decoder.ran(gated).outs, None, tuned
+    )
+    return _decoder.joined(gated, down)
+
+
+def _product(
+    operands: Operands,
+    name: str,
+    w: Spense,
+    inputs: Sequence[Tensor],
+    activation: str | None,
+    tuned: Tuned,
+) -> Part:
+    """Search for the first layer; bind what was found to the others, each with its own copy."""
+    (n, k), x = w.shape, inputs[0]
+    fp8 = operands.problem["dtype"] == "fp8"
+    of_y = torch.full((n,), scale_of(operands.problem, k), device=x.device) if fp8 else None
+    own: dict[str, Any] = {
+        "weights": {"w": w},
+        "activations": {"x": x},
+        "pinned": (operands.pinned or {}).get(name),
+    }
+    first = spense_wgmma.prepare(replace(operands, **own), activation, Scales(of_y), tuned=tuned)
+    config = Config(**{field.name: first.choice[field.name] for field in fields(Config)})
+    plan = spense_wgmma.plan(w, len(x), config, activation=activation)
+    rest = [spense_wgmma.bind(plan, x, copied(w), Scales(of_y)) for x in inputs[1:]]
+    y = first()
+    assert isinstance(y, Tensor)
+    outs = [y, *(launch.out for launch in rest)]
+    return Part([first, *rest], outs, {name: first.choice}, told_of(name, first), first.code)
+
+
+def _spense(operands: Operands, name: str) -> Spense:
+    weight = operands.weights[name]
+    assert isinstance(weight, Spense)
+    return weight
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the step cannot run here, or None."""
+    return (
+        spense_wgmma.KERNEL.unsupported(problem, device)
+        or _decoder.unsupported(problem, device)
+        or _decoder.unsupported_size(problem, device, 1 - problem["sparsity"])
+    )
+
+
+KERNEL = Kernel("decoder", "spense", "cuda", prepare, unsupported)

@@ -1,0 +1,164 @@
+"""The op decoder: its definition by loops, its spread by jolts, what a suite may ask for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.operands import operands
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.plan.suite import expand
+from sparsebench.results.record import Contender, Problem, Status
+
+CPU = torch.device("cpu")
+OP = load_op("decoder")
+SIZES = {"m": 2, "hidden": 24, "heads": 6, "kv_heads": 2, "head_dim": 8, "intermediate": 32}
+REST = {"vocab": 10, "layers": 3, "context": 5, "caches": 2, "dtype": "fp32"}
+
+
+def problem(**fields: Any) -> Problem:
+    return Problem("decoder", {**OP.defaults, **SIZES, **REST, **fields}, defaults=OP.defaults)
+
+
+def exact(asked: Problem) -> dict[str, Tensor]:
+    found = operands(asked, OP, CPU, None)
+    return {name: t.double() for name, t in {**found.weights, **found.activations}.items()}
+
+
+def norm(x: Any, gain: Any = 1.0) -> Any:
+    return x / np.sqrt((x**2).mean() + 1e-6) * gain
+
+
+def turned(x: Any, position: int) -> Any:
+    """Turn each pair as a complex number."""
+    half = len(x) // 2
+    angle = position * 1e6 ** (-np.arange(half) / half)
+    z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+    return np.concatenate((z.real, z.imag))
+
+
+def loops(asked: Problem, given: dict[str, Any]) -> Any:
+    """Write a decoding step out, a sequence, a head and a token at a time."""
+    d, group = asked["head_dim"], asked["heads"] // asked["kv_heads"]
+    shape = asked["caches"], asked["m"], asked["kv_heads"], asked["context"], d
+    keys, values = (given[name].reshape(shape) for name in ("keys", "values"))
+    rows = []
+    for sequence, s in enumerate(given["x"]):
+        for layer in range(asked["layers"]):
+            projected = given["wqkv"] @ norm(s, given["gains"][2 * layer])
+            heads = projected.reshape(-1, d)
+            out = []
+            for head in range(asked["heads"]):
+                at = head // group
+                own = turned(norm(heads[asked["heads"] + at]), asked["context"])
+                q = turned(norm(heads[head]), asked["context"])
+                cache = layer % asked["caches"], sequence, at
+                seen = np.vstack((keys[cache], own))
+                p = np.exp(seen @ q / np.sqrt(d))
+                held = np.vstack((values[cache], heads[asked["heads"] + asked["kv_heads"] + at]))
+                out.append(p @ held / p.sum())
+            s = s + given["wo"] @ np.concatenate(out)
+            z = norm(s, given["gains"][2 * layer + 1])
+            gate = given["wg"] @ z
+            s = s + given["wd"] @ (gate / (1 + np.exp(-gate)) * (given["wu"] @ z))
+        rows.append(given["wh"] @ norm(s, given["gains"][-1]))
+    return np.array(rows)
+
+
+def test_a_step_is_what_loops_say() -> None:
+    asked = problem()
+    given = exact(asked)
+    found = bound(OP.definition, asked)(**given).numpy()
+    assert np.allclose(found, loops(asked, {n: t.numpy() for n, t in given.items()}), rtol=1e-9)
+
+
+def test_no_part_of_the_model_is_small_beside_the_others() -> None:
+    """Attention or MLP of the last layer left out: 4 % of the logits and more."""
+    for fields in ({}, {"pattern": "blocks", "block": 8, "sparsity": 0.75, "hidden": 32}):
+        asked = problem(layers=8, **fields)
+        given = exact(asked)
+        right = bound(OP.definition, asked)(**given)
+        for half in (0, 1):
+            gains = given["gains"].clone()
+            gains[14 + half] = 0
+            wrong = bound(OP.definition, asked)(**{**given, "gains": gains})
+            assert float((wrong - right).norm() / right.norm()) > 0.04
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_spread_is_that_of_roundings_in_every_layer(layers: int) -> None:
+    asked = problem(layers=layers, caches=1, context=40)
+    given = exact(asked)
+    size = 1e-4
+    torch.manual_seed(0)
+    reference = bound(OP.definition, asked)(**given)
+    errors = []
+    for _ in range(60):
+        jolted = {name: t * (1 + size * torch.randn_like(t)) for name, t in given.items()}
+        errors.append(bound(OP.definition, asked)(**jolted) - reference)
+    found = torch.stack(errors).norm() / 60**0.5 / size
+    ratio = float(found / bound(OP.spread, asked)(**given).norm())
+    assert 0.5 < ratio < 1.5
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
+def test_torch_is_right_in_a_contest_on_a_cpu(dtype: str) -> None:
+    asked = problem(dtype=dtype, intermediate=256, pattern="spense_hidden", sparsity=0.25)
+    contenders = [
+        Contender("dense", "torch_dense", baseline=True),
+        Contender("dense", "reference"),
+    ]
+    rows, _ = contest.run(asked, contenders, CPU, None)
+    assert [row.status for row in rows] == [Status.OK] * 2, [row.detail for row in rows]
+    dense = 24 * (80 + 48 + 3 * 256 + 10)
+    assert rows[0].nnz == dense - 3 * 24 * 256 // 4
+    assert rows[0].sparsity == pytest.approx(3 * 24 * 64 / dense)
+
+
+def test_a_layer_that_is_left_out_is_wrong() -> None:
+    asked = problem(dtype="bf16", layers=6)
+    found = operands(asked, OP, CPU, None)
+    given = {**found.weights, **found.activations}
+    wide = {name: t.double() for name, t in given.items()}
+    right, spread = (bound(f, asked)(**wide) for f in (OP.definition, OP.spread))
+    expected = Expected(right, spread, torch.bfloat16, OP.depth(**wide))
+    assert check(bound(OP.definition, asked)(**given), expected).reason is None
+    gains = given["gains"].clone()
+    gains[10:12] = 0  # of the last layer
+    assert check(bound(OP.definition, asked)(**{**given, "gains": gains}), expected).reason
+
+
+SUITE = """
+schema: sparsebench/suite@1
+title: a step
+problems:
+  - {op: decoder, m: 1, hidden: 64, heads: HEADS, kv_heads: 2, head_dim: WIDTH, intermediate: 64,
+     vocab: 8, layers: 2, context: 4, caches: CACHES, dtype: DTYPE, sparsity: 0.95, pattern: blocks}
+contenders:
+  - {format: dense, kernel: torch_dense}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"HEADS": "5"}, "expected heads a multiple of kv_heads, 2, not 5"),
+        ({"WIDTH": "7"}, "expected an even head_dim, not 7"),
+        ({"CACHES": "3"}, "expected caches up to layers, 2, not 3"),
+        ({"DTYPE": "fp8"}, "expected sparsity up to 0.9 in fp8, not 0.95"),
+        ({"DTYPE": "tf32"}, "found 'tf32'"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
+    text = SUITE
+    for name, value in {"HEADS": "4", "WIDTH": "8", "CACHES": "1", "DTYPE": "bf16"}.items():
+        text = text.replace(name, change.get(name, value))
+    with pytest.raises(SuiteError) as refused:
+        expand("a.yaml", text)
+    assert said.removeprefix("expected ") in str(refused.value)

@@ -1,0 +1,161 @@
+"""TwELL's authors as a peer: what it needs, their calls on a CPU, and values that are lost."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.operands import operands as drawn
+from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors, stk, twell_authors
+from sparsebench.results.record import Contender, Problem, Status
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OP = load_op("ffn")
+TWELL = '''
+"""What the authors' module is called with, by torch: a word is a value and a place."""
+import torch
+from torch.nn.functional import linear
+
+def get_ext(algorithms):
+    assert algorithms == ["twell_mlp"]
+    return "ext"
+
+def allocate_packed_output(m, n, *, device):
+    return torch.zeros(m, n // 8, dtype=torch.int32, device=device)
+
+class D2TLayer:
+    gates = {}
+
+    def __init__(self, number, weights, ext):
+        assert number not in self.gates
+        self.number, self.weights = number, weights
+
+    def run(self, x, C_packed):
+        gate = linear(x.float(), self.weights.float()).relu()
+        kept = gate.view(len(x), -1, 256) > 0
+        order = kept.cumsum(2)
+        C_packed.view(len(x), -1, 32)[..., 0] = order[..., -1]
+        self.gates[C_packed.data_ptr()] = (gate.view(kept.shape) * (order <= 31)).flatten(1)
+
+def matmul_gated_t2d_out(x, packed, up, down, out, highest_precision, ext):
+    gate = D2TLayer.gates[packed.data_ptr()]
+    out.copy_((gate * linear(x.float(), up.float())) @ down.float())
+'''
+
+
+def problem(**fields: Any) -> Problem:
+    sizes = {"m": 256, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu"}
+    return Problem("ffn", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    file = tmp_path / "any name" / twell_authors.MARKER
+    file.parent.mkdir(parents=True)
+    file.write_text(TWELL)
+    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    before = set(sys.modules)
+    yield file
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(twell_authors, "find_spec", lambda name: object())
+
+
+def prepared(asked: Problem, **options: Any) -> Launch:
+    found = drawn(asked, OP, CPU, None)
+    weights = {name: Dense.from_dense(w) for name, w in found.weights.items()}
+    given = Operands(asked, weights, found.activations, bound(OP.definition, asked))
+    return twell_authors.prepare(given, **options)
+
+
+def test_what_the_authors_kernels_need_is_said(
+    hopper: None, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {
+        "compute capability 9.0": (problem(), CPU),
+        "bf16 and relu, found fp16": (problem(dtype="fp16"), CUDA),
+        "found bf16 and silu": (problem(activation="silu"), CUDA),
+        "k 2048, and m and n multiples of 256": (problem(m=64), CUDA),
+        "at most 384 tiles": (problem(m=2**19, n=5632), CUDA),
+    }
+    for said, (asked, device) in reasons.items():
+        assert said in str(twell_authors.unsupported(asked, device))
+    assert twell_authors.unsupported(problem(), CUDA) is None
+    checkout.unlink()
+    assert f"found none with {twell_authors.MARKER}" in str(
+        twell_authors.unsupported(problem(), CUDA)
+    )
+    monkeypatch.delenv(_authors.VARIABLE)
+    assert "--peers DIR; found no --peers" in str(twell_authors.unsupported(problem(), CUDA))
+
+
+def test_a_checkout_may_be_the_folder_itself(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkout.parents[2]
+    assert _authors.checkout(twell_authors.MARKER) == folder
+    monkeypatch.setenv(_authors.VARIABLE, str(folder))
+    assert _authors.checkout(twell_authors.MARKER) == folder
+
+
+def test_a_row_has_the_digest_of_the_authors_code(checkout: Path) -> None:
+    first = prepared(problem(active=8), highest_precision=True).choice
+    assert first["highest_precision"] is True
+    assert prepared(problem(active=8)).choice == first | {"highest_precision": False}
+    (checkout.parent / "kernel.cu").write_text("other")
+    assert prepared(problem(active=8)).choice["digest"] != first["digest"]
+
+
+def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kernel = Kernel("ffn", "dense", "any", twell_authors.prepare)
+    monkeypatch.setattr(twell_authors, "KERNEL", kernel)
+    contenders = [Contender("dense", "torch_dense", baseline=True)]
+    contenders.append(Contender("dense", "twell_authors"))
+    rows, _ = contest.run(asked, contenders, CPU, None)
+    assert rows[0].status is Status.OK
+    return rows[1]
+
+
+def test_few_units_on_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ran_contest(problem(active=8), monkeypatch)
+    assert row.status is Status.OK, row.detail
+
+
+def test_a_value_that_is_lost_is_wrong_and_counted(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 40 of 512 units on a tile seldom has more than 31: the error alone would pass."""
+    row = ran_contest(problem(active=40), monkeypatch)
+    assert row.status is Status.WRONG
+    count, rest = row.detail.removeprefix("before timing: ").split(" ", 1)
+    assert rest == "values lost: the format had no room for them"
+    assert 1 <= int(count) < 100
+
+
+def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise stk.PackageNotFoundError(name)
+
+    monkeypatch.setattr(stk, "version", absent)
+    monkeypatch.delenv(_authors.VARIABLE, raising=False)
+    assert stk.unavailable() == "needs STK: pip install stanford-stk"
+    marker = tmp_path / "clone" / stk.MARKER
+    marker.parent.mkdir(parents=True)
+    marker.write_text("")
+    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert stk.unavailable() is None
+    assert sys.path[-1] == str(tmp_path / "clone")

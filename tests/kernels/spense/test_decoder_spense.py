@@ -1,0 +1,148 @@
+"""A decoding step of 2:4 hybrid weights: which products are whose, and right on a GPU."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from on_hopper import hopper
+from torch import Tensor
+
+from sparsebench.formats.spense import Spense
+from sparsebench.harness.bench.check import Expected, check, roundings
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.operands import operands as drawn
+from sparsebench.harness.bench.operands import redraw
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ops.ffn import act_of
+from sparsebench.harness.plan.suite import read
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.spense import decoder_spense, spense_wgmma
+from sparsebench.kernels.spense.spense_ffn import parted
+from sparsebench.results.record import Problem
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+OP = load_op("decoder")
+SIZES = {"m": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+REST = {"vocab": 40, "layers": 2, "context": 20, "pattern": "spense_hidden", "sparsity": 0.25}
+
+
+def problem(**fields: Any) -> Problem:
+    asked = {**OP.defaults, **SIZES, **REST, "dtype": "fp16", **fields}
+    return Problem("decoder", asked, defaults=OP.defaults)
+
+
+def given(asked: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
+    """Draw operands; pruned weights are half dense, the others all."""
+    dense, weights = drawn(asked, OP, device, None), {}
+    for name, w in dense.weights.items():
+        fraction = 0.5 if OP.prunes(asked.fields, name) else 1.0
+        split = "columns" if name == "wd" else "rows"
+        weights[name] = Spense.from_dense(w, dense_fraction=fraction, split=split)
+    return Operands(asked, weights, dense.activations, bound(OP.definition, asked)), dense.weights
+
+
+def assert_right(launch: Launch, these: Operands, weights: dict[str, Tensor]) -> None:
+    asked = these.problem
+    redraw(asked, OP, these.activations, 7)
+    out = launch()
+    assert isinstance(out, Tensor)
+    out.fill_(torch.nan)
+    full = {**weights, **these.activations}
+    exact = {name: t.double() for name, t in full.items()}
+    right, spread = (bound(f, asked)(**exact) for f in (OP.definition, OP.spread))
+    rounded = roundings(asked["dtype"], OP.rounds(asked["dtype"]))
+    expected = Expected(
+        right, spread, OUTPUTS[asked["dtype"]], OP.depth(**exact), *rounded,
+        plain=bound(OP.definition, asked)(**full),
+    )  # fmt: skip
+    found = check(launch(), expected)
+    assert found.reason is None, found.reason
+
+
+@dataclass
+class _Product:
+    """What spense_wgmma.py computes, by torch."""
+
+    x: Tensor
+    w: Spense
+    activation: str | None
+    out: Tensor
+
+    def __call__(self) -> Tensor:
+        y = self.x.float() @ self.w.to_dense().float().T
+        if self.activation:
+            gate, up = parted(y.T.contiguous())
+            y = (act_of(gate, self.activation) * up).T
+        self.out.copy_(y)
+        return self.out
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
+    """Replace the kernel for Hopper; keep each product that was bound."""
+    made: list[_Product] = []
+
+    def product(x: Tensor, w: Spense, activation: str | None) -> _Product:
+        columns = w.shape[0] // (2 if activation else 1)
+        made.append(_Product(x, w, activation, x.new_empty(len(x), columns)))
+        return made[-1]
+
+    def prepare(operands: Operands, activation: Any, scales: Any, *, tuned: Any) -> Launch:
+        found = product(operands.activations["x"], operands.weights["w"], activation)
+        return Launch(found, {"tokens": 16, "cluster": 1, "ahead": 5, "by": "search"})
+
+    monkeypatch.setattr(spense_wgmma, "prepare", prepare)
+    monkeypatch.setattr(spense_wgmma, "plan", lambda w, m, config, activation: activation)
+    monkeypatch.setattr(spense_wgmma, "bind", lambda plan, x, w, scales: product(x, w, plan))
+    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    return made
+
+
+@compiled
+@has_interpreter
+def test_steps_of_hybrid_weights_are_right_in_the_interpreter() -> None:
+    assert_passes(__file__, "-k", "interpreted_")
+
+
+@interpreted
+@pytest.mark.parametrize("pruned", ["mlp", "all"])
+def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(
+    pruned: str, products: list[_Product]
+) -> None:
+    these, weights = given(problem(pruned=pruned), CPU)
+    launch = decoder_spense.prepare(these)
+    assert_right(launch, these, weights)
+    assert [*launch.choice] == ["qkv", "o", "gate_up", "down", "head", "attention"]
+    ours = {name for name, choice in launch.choice.items() if "cluster" in choice}
+    assert ours == {"gate_up", "down"} | ({"qkv", "o"} if pruned == "all" else set())
+    assert len(products) == 2 * len(ours)
+    assert len({each.w.sparse.data_ptr() for each in products}) == len(products)
+    again = replace(these, pinned=json.loads(json.dumps(launch.choice)))
+    assert decoder_spense.prepare(again).choice == launch.choice
+
+
+@compiled
+def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> None:
+    for contest in read("decoder").contests:
+        asked = contest.problem
+        for contender in contest.contenders:
+            if contender.format == "spense":
+                for name in OP.weights:
+                    fraction = 0.5 if OP.prunes(asked.fields, name) else 1.0
+                    assert contender.params_of(name)["dense_fraction"] == fraction
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("pruned", ["mlp", "all"])
+@pytest.mark.parametrize("m", [1, 33])
+def test_a_step_is_right_on_hopper(m: int, pruned: str, dtype: str) -> None:
+    sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "intermediate": 1024, "context": 300}
+    these, weights = given(problem(**sizes, m=m, pruned=pruned, dtype=dtype), CUDA)
+    assert_right(decoder_spense.prepare(these), these, weights)
