@@ -96,7 +96,10 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     allows more. With them the ratio of both bounds, none of which is below an empty launch.
     """
     op, dtype, whole = load_op(problem.op), problem["dtype"], elements(problem)
-    pruned = {name: level(problem.fields, op.operands[name].shape) for name in whole}
+    fields = op.sizes(problem.fields)
+    here = [name for name in whole if op.prunes(problem.fields, name)]
+    pruned = dict.fromkeys(whole, 0.0)
+    pruned |= {name: level(fields, op.operands[name].shape) for name in here}
     kept = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
     itemsize = DTYPES[dtype].itemsize
     sides = [
@@ -105,7 +108,7 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     ]
     if ceilings is None:
         return max(sides[0][0] / sides[1][0], sides[0][1] / sides[1][1])
-    out = problem["m"] * problem["n"] * OUTPUTS[dtype].itemsize
+    out = problem["m"] * fields.get("n", fields.get("vocab", 0)) * OUTPUTS[dtype].itemsize
     times = [ceilings.bound(dtype, *side, out, "cold") for side in sides]
     dense_us, sparse_us = (max(ceilings.launch_us, t[0]) if t else 0.0 for t in times)
     return dense_us / sparse_us if sparse_us else most(problem)
@@ -114,8 +117,9 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
 def elements(problem: Problem) -> dict[str, int]:
     """Return how many elements each weight of a problem has."""
     op = load_op(problem.op)
+    sizes = op.sizes(problem.fields)
     shapes = {name: op.operands[name].shape for name in op.weights}
-    return {name: prod(problem[field] for field in shape) for name, shape in shapes.items()}
+    return {name: prod(sizes[each] for each in shape) for name, shape in shapes.items()}
 
 
 def bounds(part: Part, ceilings: Ceilings | None = None) -> dict[str, float]:
