@@ -18,6 +18,7 @@ COPY harness harness
 COPY kernels kernels
 COPY reports reports
 COPY results/*.py results/
+COPY results/claims results/claims
 COPY suites suites
 RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,models]'
 
