@@ -40,6 +40,7 @@ TRIES = 3  # jobs of a part that may end one after the other without a new conte
 MINUTES = 240  # of a job, unless `time` is given
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
 ASK_S = 60.0  # for a controller that does not answer
+FAILED = "launch failed"  # squeue's reason of a job that is held until somebody releases it
 
 
 class Task:
@@ -189,12 +190,13 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
     known = [(int(number), job) for number, ids in jobs(folder).items() for job in ids]
     if plan.by == "local":
         return {number: "RUNNING" for number, job in known if _runs(job)}
-    command = ["squeue", "--noheader", "--array", "--format=%i %T", f"--name={plan.job}"]
+    command = ["squeue", "--noheader", "--array", "--format=%i %T %r", f"--name={plan.job}"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    states = dict(line.split(maxsplit=1) for line in told.stdout.splitlines() if line.strip())
+    lines = [line.split(maxsplit=2) for line in told.stdout.splitlines() if line.strip()]
+    states = {job: state for job, state, *reason in lines if FAILED not in "".join(reason)}
     return {number: states[job] for number, job in known if job in states}
 
 

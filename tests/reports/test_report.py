@@ -390,7 +390,9 @@ def test_the_same_run_gives_the_same_bytes() -> None:
 
 def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebench.reports.figures.rates.RATES", {"missing": "no such column"})
-    with pytest.raises(RuntimeError, match=r"figure rates \(sparsebench.reports.figures.rates\): KeyError"):
+    with pytest.raises(
+        RuntimeError, match=r"figure rates \(sparsebench.reports.figures.rates\): KeyError"
+    ):
         build(RUNS["quick"]())
 
 

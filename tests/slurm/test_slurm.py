@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,10 +37,11 @@ pytestmark = [
 WAIT_S = 240.0
 SUITE = """
 schema: sparsebench/suite@1
-title: In a cluster
+title: In a cluster, for long enough, as an idle machine ends a dozen contests a second
 problems:
-  - {op: linear, n: 4096, k: 4096, m: [1, 16, 64, 256], dtype: bf16, pattern: blocks,
-     block: [16, 64], sparsity: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]}
+  - {op: linear, n: 4096, k: 4096, m: [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512],
+     dtype: bf16, pattern: blocks, block: [16, 64],
+     sparsity: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]}
 contenders:
   - {format: bsr, kernel: bsr_triton, params: {block: $block}}
   - {format: bsr, kernel: bsr_wgmma, params: {block: $block}}
@@ -64,6 +67,18 @@ def until(true: Callable[[], object], what: str) -> None:
     while not true():
         assert time.monotonic() < end, f"{what}: not within {WAIT_S:g} s"
         time.sleep(0.2)
+
+
+def killed(job: str) -> None:
+    """Kill a job's processes at once, as a host does that is out of memory; scancel waits first."""
+    array, _, task = job.partition("_")
+    own = {f"SLURM_JOB_ID={array}"}
+    if task:
+        own = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if own <= set((process / "environ").read_text(errors="replace").split("\0")):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 class Sent:
@@ -114,7 +129,7 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
     suite.write_text(SUITE)
     sent = Sent(suite, out, 3)  # on two nodes of one CPU: one waits
-    until(lambda: sent.done(1) > 5 and sent.done(2) > 5, "two parts begun")
+    until(lambda: sent.done(1) > 1 and sent.done(2) > 1, "two parts begun")
 
     cluster.kill_controller()  # the controller goes and comes back: jobs run on meanwhile
     time.sleep(2)
@@ -122,7 +137,7 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     until(lambda: cluster.nodes() & {"alloc", "mix"}, "the controller knows the nodes")
 
     first, second = sent.job(1), sent.job(2)
-    cluster.ask("scancel", "--signal=KILL", "--full", first)  # a job is killed
+    killed(first)
     assert not cluster.ask("scontrol", "update", *DRAIN).returncode  # a node is drained: its job
     assert not cluster.ask("scontrol", "requeue", second).returncode  # begins again, on the other
     state = "squeue", "--noheader", "--array", "--format=%T", f"--jobs={second}"
@@ -131,7 +146,7 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
 
     until(lambda: len(jobs.jobs(sent.folder)["1"]) > 1, "the killed job is sent again")
     until(lambda: sent.ended(1), "no job has part 1")
-    cluster.ask("scancel", "--signal=KILL", "--full", sent.job(1))
+    killed(sent.job(1))
     shutil.rmtree(sent.folder / "1" / "1")  # a shard is lost
     cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
 
