@@ -135,6 +135,11 @@ def turned(width: int, position: int) -> Tensor:
 # ---- dense parts, which every contender has ----
 
 
+def is_pruned(problem: Problem, name: str) -> bool:
+    """Say whether the problem's pattern holds for the weights of a part."""
+    return name in (("mlp",) if problem["pruned"] == "mlp" else ("mlp", "qkv", "o"))
+
+
 def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
     """Build a part of dense weights, whatever format they arrive in."""
     if name != "mlp":

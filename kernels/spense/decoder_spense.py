@@ -19,7 +19,7 @@ from sparsebench.kernels._common.search import told_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
@@ -31,8 +31,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor]) -> Part:
-    pruned = ("mlp",) if operands.problem["pruned"] == "mlp" else ("mlp", "qkv", "o")
-    if name not in pruned:
+    if not is_pruned(operands.problem, name):
         return dense_part(operands, name, inputs)
     if name != "mlp":
         return _product(operands, name, _spense(operands, WEIGHTS[name]), inputs, None, tuned)
