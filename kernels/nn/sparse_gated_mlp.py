@@ -163,7 +163,7 @@ class SparseGatedMLP(nn.Module):
             x, *weights = (t.to(dtype) for t in (x, *weights))
         wg, wu, wd_t = weights
         flat, squared = x.reshape(-1, k), self.activation == "relu2"
-        tokens = torch.sym_max(1, flat.shape[0])
+        tokens = max(1, flat.shape[0])
         if self.sparse:
             y, norms, offsets = product(flat, wg, wu, wd_t, squared, self.slots)
             on = offsets[-1]
