@@ -32,6 +32,7 @@ from sparsebench.results.environment import devices_named, flat
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
+from sparsebench.results.words import part
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the figure that is not folded
@@ -153,7 +154,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "devices": _devices(run),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
-        "only": run.state.get("flags", {}).get("only", ""),
+        "only": part(run.state.get("flags", {}).get("only", "")),
         "cases": f"{ok.sum()} ok, {(~ok).sum()} not, of {cases.problem_id.nunique()} problems",
         "processes": str(frames.rows.replicate.nunique()),
     }

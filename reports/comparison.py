@@ -166,15 +166,22 @@ def markdown(found: Compared) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def html(found: Compared) -> str:
-    """Return the comparison as one page that opens offline."""
+def html(found: Compared, root: str = "") -> str:
+    """Return the comparison as one page that opens offline.
+
+    In a site, `root` leads from the page to the folder that the runs' paths are relative to.
+    """
     css = (files("sparsebench.reports") / "templates" / "report.css").read_text("utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(PAGE).render(
         css=Markup(css),
         title=f"{len(found.runs)} runs compared",
         sentences=sentences(found),
-        runs=runs(found),
+        root=root,
+        runs=[
+            (line, f"{root}{run.path.as_posix()}/index.html" if root else "")
+            for line, run in zip(runs(found), found.runs.values(), strict=True)
+        ],
         summary=summary(found).html(),
         notes=notes(found),
         table=table(found).html(),
@@ -289,11 +296,12 @@ td.good { color: var(--series-2); } td.bad { color: var(--warn); } td.quiet { co
 </head>
 <body>
 <header>
-<p class="over">sparsebench</p>
+<p class="over">sparsebench{% if root %} <a href="{{ root }}index.html">All runs</a>{% endif %}</p>
 <h1>{{ title }}</h1>
 {% for line in sentences %}<p><b>{{ line }}</b></p>
 {% endfor %}{{ summary }}
-<ul>{% for line in runs %}<li>{{ line }}</li>
+<ul>{% for line, page in runs %}<li>{{ line }}
+{% if page %}<a href="{{ page }}">report</a>{% endif %}</li>
 {% endfor %}</ul>
 {% for line in notes %}<p class="quiet">{{ line }}</p>
 {% endfor %}</header>

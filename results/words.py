@@ -18,6 +18,7 @@ FORMATS = {"bsr": "BSR", "csr": "CSR", "spense": "2:4", "activations": "sparse a
 """What readers call a format; one that is not here is called by its name."""
 
 NONE = "–"
+CASES = 3  # of a selection that are written out; a survey chooses dozens
 MOST = 3  # digits after the point, however small the uncertainty
 WIDE = 0.3  # of the value
 
@@ -131,3 +132,13 @@ def _up(uncertainty: float) -> float:
 def _place(value: float) -> int:
     """Return the power of ten of the first digit."""
     return floor(log10(abs(value)) + 1e-12) if value else 0
+
+
+def part(only: str) -> str:
+    """Write a selection (--only): `m=16 block=64`; of many cases by id their number."""
+    words = []
+    for word in only.split():
+        ids = word.removeprefix("case=").split("|")
+        many = word.startswith("case=") and len(ids) > CASES
+        words.append(f"{len(ids)} cases" if many else word)
+    return " ".join(words)

@@ -24,7 +24,7 @@ from sparsebench.results.environment import device_name, flat
 from sparsebench.results.store import Run
 from sparsebench.results.summary import CONTEST, NoCrossing
 from sparsebench.results.views import ANY, View, asked, views
-from sparsebench.results.words import percent, plain, times
+from sparsebench.results.words import part, percent, plain, times
 
 SCHEMA = "sparsebench/card@2"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
@@ -71,7 +71,7 @@ def card(run: Run, found: Analysis, slug: str, identity: str, claims: Sequence[A
         gpu=device_name(run.environment),
         suite=str(run.state["suite"]),
         title=str(run.suite.get("title", run.state["suite"])),
-        only=str(run.state["flags"]["only"]),
+        only=part(run.state["flags"]["only"]),
         started=str(run.state["started"]),
         commit=flat(run.environment).get("commit", ""),
         processes=int(run.state["flags"]["replicates"]),

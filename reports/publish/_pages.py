@@ -49,11 +49,14 @@ class Site:
 
 
 def pages(
-    cards: Sequence[Card], site: Site, verdicts: Sequence[Mapping[str, Any]] = ()
+    cards: Sequence[Card],
+    site: Site,
+    verdicts: Sequence[Mapping[str, Any]] = (),
+    compared: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every page but the runs' own and the claims'.
+    """Yield path and text of every page but the runs' own, the claims' and comparisons.
 
-    `verdicts` are the lines of the table of claims.
+    `verdicts` are the lines of the table of claims; `compared` are pages by what they compare.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -62,7 +65,13 @@ def pages(
     yield "style.css", stylesheet()
     yield (
         "index.html",
-        render("site_index.html", **shared, gpus=_gpus(cards, every), claims=verdicts),
+        render(
+            "site_index.html",
+            **shared,
+            gpus=_gpus(cards, every),
+            claims=verdicts,
+            compared=compared or {},
+        ),
     )
     for what, names, docs in (
         ("format", kinds, {**NO_FORMAT, **site.formats}),
@@ -78,7 +87,7 @@ def pages(
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
         paths = ["", *(f"claims/{asked.name}.html" for asked in site.claims)]
-        paths += [*(f"runs/{card.slug}/" for card in cards)]
+        paths += [*(compared or {}).values(), *(f"runs/{card.slug}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
@@ -103,8 +112,12 @@ def cited(card: Card) -> str:
 
 def page_of(what: str, name: str) -> str:
     """Return the path of a format's or a kernel's page; a name may hold any character."""
-    safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "unnamed"
-    return f"{what}s/{safe}.html"
+    return f"{what}s/{safe(name)}.html"
+
+
+def safe(name: str) -> str:
+    """Return a name as a file's."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "unnamed"
 
 
 def stylesheet() -> str:

@@ -6,6 +6,7 @@
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
     DIR/claims/        a page a claim, judged by all runs of the site (reports/claims)
+    DIR/compare/       a page a suite that several devices ran (_compared.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
 A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when the
@@ -28,6 +29,7 @@ from pathlib import Path
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build
 from sparsebench.reports.claims import pages as claims
+from sparsebench.reports.publish import _compared
 from sparsebench.reports.publish._card import SCHEMA, Card, card, cells
 from sparsebench.reports.publish._pages import Site, around, pages
 from sparsebench.results import bundle, redaction, store
@@ -37,7 +39,7 @@ from sparsebench.results.frame import to_csv, to_parquet
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
-PAGES = ("formats", "kernels", "badges", "claims")  # folders that hold pages of cards alone
+PAGES = ("formats", "kernels", "badges", "claims", "compare")  # made of cards
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     cards = [_card(to / "runs" / slug) for slug in _slugs(to)]
     judged = claims.entries(site.claims, cells(cards))
     own = dict(claims.pages(judged, site)) if judged else {}
-    _write_pages(to, {**own, **dict(pages(cards, site, claims.lines(judged)))})
+    devices = _compared.compared(cards)
+    own |= _compared.pages(to, devices, redone)
+    held = {each.title: f"{each.name}.html" for each in devices}
+    _write_pages(to, {**own, **dict(pages(cards, site, claims.lines(judged), held))})
     (to / STATE).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
     return Published([each.slug for each in cards], redone, _notes(to, written, site))
 

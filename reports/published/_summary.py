@@ -31,7 +31,7 @@ from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle, pruning
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
-from sparsebench.results.words import rounded, significant
+from sparsebench.results.words import part, rounded, significant
 
 LEVEL = 0.9  # that the caption names
 BLOCK, COLUMNS = "64", 72  # of the example of a terminal
@@ -67,13 +67,13 @@ def _of_run(run: Published) -> list[str]:
     cases, state = run.cases[~run.cases.twin.astype(bool)], run.run.state
     minutes, seconds = divmod(round(state["seconds"]), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-    part = state["flags"]["only"].replace("|", "\\|")
+    chosen = part(state["flags"]["only"]).replace("|", "\\|")
     counted = [cases.problem_id.nunique(), len(cases), run.processes]
     commit = run.facts["commit"][:7] + (" +" if run.facts.get("dirty") == "True" else "")
     return [
         f"[{run.name}](/{run.home})",
         state["suite"],
-        f"`{part}`" if part else "",
+        f"`{chosen}`" if chosen else "",
         run.gpu,
         *map(str, counted),
         took,

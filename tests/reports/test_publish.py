@@ -76,6 +76,32 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
     assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
 
 
+def test_a_suite_of_several_devices_has_a_page_that_holds_them_against_each_other(
+    tmp_path: Path,
+) -> None:
+    to = tmp_path / "site"
+    publish([STEP], to, Site(), unchecked)
+    assert not (to / "compare").exists()
+    gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
+    other = copied(tmp_path / "other", gpu={**gpu, "name": "another GPU", "uuid": "GPU-2"})
+    publish([other], to, Site(), unchecked)
+    page = to / "compare" / "ffn-step.html"
+    text = page.read_text()
+    assert str(tmp_path) not in text
+    assert '<a href="../index.html">All runs</a>' in text
+    assert "B / A is between devices" in text
+    for slug in (to / "runs").iterdir():
+        assert f'href="../runs/{slug.name}/index.html"' in text
+    assert "compare/ffn-step.html" in (to / "index.html").read_text()
+    written = page.stat().st_mtime_ns
+    publish([STEP], to, Site(), unchecked)
+    assert page.stat().st_mtime_ns == written
+    shutil.rmtree(next(path for path in (to / "runs").iterdir() if "another" in path.name))
+    publish([STEP], to, Site(), unchecked)
+    assert not page.exists()
+    assert "compare/" not in (to / "index.html").read_text()
+
+
 def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
     path = "/home/lovelace/my models/gate.safetensors"
     run = copied(

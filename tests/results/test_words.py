@@ -8,6 +8,7 @@ from sparsebench.results.words import (
     between,
     duration,
     estimate,
+    part,
     plus_minus,
     rounded,
     significant,
@@ -86,3 +87,10 @@ def test_numbers_have_no_exponent() -> None:
 
 def test_no_value_is_a_dash() -> None:
     assert rounded(math.nan, 0.1) == plus_minus(math.nan, math.nan) == "–"
+
+
+def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
+    assert part("m=16|64 block=64") == "m=16|64 block=64"
+    assert part("case=a|b") == "case=a|b"
+    assert part("m=16 case=a|b|c|d") == "m=16 4 cases"
+    assert part("") == ""
