@@ -12,7 +12,8 @@
     ops/       patterns/        what is computed  |  which weights are kept: one file each
     inputs/    machine/         bits, grids of blocks, files  |  the device, NVML, telemetry
     ────────────────────────────────────────────────────────────────────────────────────────
-    pruning/   train_lm/        apart from contests: pruned models  |  recorded activations
+    pruning/   train_lm/        apart from contests: pruned models  |  small models, trained
+    whole/                      apart from contests: a whole model around kernels of its MLP
 
 A folder imports from those below it, never from those above (tests/test_architecture.py).
 """

@@ -36,7 +36,10 @@ Names = Annotated[
     list[str] | None, typer.Argument(help="Claims by name or file.yaml; default: all shipped.")
 ]
 Runs = Annotated[
-    list[Path] | None, typer.Option("--from", help="Runs, or folders of runs, to take rows from.")
+    list[Path] | None,
+    typer.Option(
+        "--from", help="Runs, or folders of runs, to take rows from; what train-lm and whole wrote."
+    ),
 ]
 Pages = Annotated[Path | None, typer.Option("--to", help="Folder for the pages.")]
 Losses = Annotated[
@@ -75,7 +78,7 @@ def lint(names: Names = None, data: Data = None) -> None:
             out.print(str(error), soft_wrap=True, highlight=False, markup=False)
             continue
         cells = sum(len(part.contests) for part in planned)
-        said = f"{name}: ok, {len(planned)} tests of {cells} cells"
+        said = f"{name}: ok, {len(written.claim.tests)} tests of {cells} cells"
         out.print(said, soft_wrap=True, highlight=False, markup=False)
     if wrong:
         raise typer.Exit(BAD_INPUT)
@@ -204,7 +207,8 @@ def _runs(given: list[Path] | None) -> list[Path]:
     """Return the runs among some paths; a folder stands for the runs in it."""
     found = []
     for path in given or []:
-        inside = [path] if (path / "run.json").exists() else sorted(
+        single = path.suffix == ".json" or (path / "run.json").exists()
+        inside = [path] if single else sorted(
             file.parent for file in path.glob("*/run.json")
         )  # fmt: skip
         if not inside:

@@ -15,9 +15,15 @@ To = Annotated[Path, typer.Option("--to", help="Folder of the site; it is made, 
 BaseUrl = Annotated[
     str, typer.Option(help="Address of the site, for sitemap, feed and previews of links.")
 ]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(help="What train-lm --pattern and whole wrote, for claims that are judged by it."),
+]
 
 
-def publish(runs: Runs, to: To, base_url: BaseUrl = "", data: Data = None) -> None:
+def publish(
+    runs: Runs, to: To, base_url: BaseUrl = "", files: Files = None, data: Data = None
+) -> None:
     """Add runs to a static site: an index, a page a run, a format and a kernel, downloads, a feed.
 
     Claims are judged by the runs of the site, a page each. A run that does not validate is refused.
@@ -35,7 +41,7 @@ def publish(runs: Runs, to: To, base_url: BaseUrl = "", data: Data = None) -> No
             pass
 
     known = listing()
-    asked = evidence(chosen([])).asked()
+    asked = evidence(chosen([]), files or ()).asked()
     named = known["formats"], known["kernels"]
     site = Site(address(base_url), *named, version("sparsebench"), asked)
     done = published(runs, to, site, check)

@@ -1,6 +1,5 @@
 """The commands for a device that nobody has measured: doctor and new-gpu."""
 
-import re
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +23,6 @@ from sparsebench.harness._cli_cluster import Devices, Ways
 RESUME = "new-gpu --resume"
 PUBLISHED = Path("results/published")
 BUDGET_S = 600.0
-UNITS = {"s": 1, "m": 60, "h": 3600}
 LEAST_S = 60.0  # of a budget: the doctor, a process and the page take half of it
 
 Budget = Annotated[str | None, typer.Option(help="Time to take: 90s, 10m (the default), 2h.")]
@@ -98,9 +96,6 @@ def _new_path(device: str) -> Path:
 
 def budget_s(text: str) -> float:
     """Return the seconds of a budget: 90s, 10m, 1.5h. Raises SuiteError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
-    seconds = float(found[1]) * UNITS[found[2]] if found else 0.0
-    if seconds < LEAST_S:
-        expected = f"expected {LEAST_S:g}s or more, as 90s, 10m or 2h"
-        raise SuiteError(f"--budget: {expected}; found {text!r}")
-    return seconds
+    from sparsebench.harness.plan.duration import seconds
+
+    return seconds("--budget", text, LEAST_S)

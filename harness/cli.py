@@ -47,6 +47,7 @@ from sparsebench.harness._cli import (
     wide,
 )
 from sparsebench.harness._cli_bundle import confirm, reproduce, validate
+from sparsebench.harness._cli_campaign import campaign
 from sparsebench.harness._cli_claims import claims
 from sparsebench.harness._cli_cluster import (
     Devices,
@@ -62,11 +63,14 @@ from sparsebench.harness._cli_cluster import (
     status,
 )
 from sparsebench.harness._cli_compare import compare
-from sparsebench.harness._cli_make import prune, train_lm
+from sparsebench.harness._cli_make import prune, train_lm, whole
 from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import doctor, new_gpu
 from sparsebench.harness._cli_try import profiled, try_
 from sparsebench.harness.run import ahead
+
+# What a report needs, 3 s together on a cold disk.
+REPORTING = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"
 
 
 def main() -> int:
@@ -179,7 +183,7 @@ def check(
     out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates")
     if gpu:
         gib = [planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes")]
-        out.print(f"the largest problem has {gib[0]:.1f} GiB of operands; the GPU {gib[1]:.0f} GiB")
+        out.print(f"a dense kernel holds up to {gib[0]:.1f} GiB of operands; the GPU {gib[1]:.0f}")
         if planned["unknown"]:
             names = ", ".join(planned["unknown"])
             out.print(f"never measured there, and taken as typical: {names}", soft_wrap=True)
@@ -221,10 +225,7 @@ def run(
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.own_suite import own_suite
     from sparsebench.harness.run.state import Flags
-    from sparsebench.reports.build import build
-    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
-    from sparsebench.results.analysis import analyse
 
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
@@ -246,8 +247,13 @@ def run(
         asked = own_suite(stopped, data) if resume else read(str(suite), data)
         flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
         engine = ways.measure if ways else measure
+        ahead.meanwhile(*REPORTING)
         with measuring() as show:
             path = engine(asked, flags, to, resume, show, told=telling(debug))
+    from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+    from sparsebench.results.analysis import analyse
+
     measured = store.read(path)
     page = path / "report.html"
     found = analyse(measured)
@@ -347,4 +353,6 @@ app.command()(doctor)
 app.command("new-gpu")(new_gpu)
 app.command()(prune)
 app.command("train-lm")(train_lm)
+app.command()(whole)
 app.add_typer(claims, name="claims")
+app.add_typer(campaign, name="campaign")

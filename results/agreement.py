@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from sparsebench.errors import ResultError
 from sparsebench.results.choices import Choices, choices
@@ -68,7 +68,7 @@ class Agreement:
     def reproduced(self) -> bool:
         """Say whether at least 95 % of the cells agree, or as many as chance alone allows."""
         missed = self.cells - self.agreed
-        unlikely = stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
+        unlikely = scipy.stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
         return self.agreed >= ENOUGH * self.cells or not unlikely
 
     @property

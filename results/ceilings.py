@@ -62,10 +62,20 @@ class Ceilings:
         return max(self.read_gb_per_s, self.copy_gb_per_s, self.write_gb_per_s or 0.0)
 
     def bound(
-        self, dtype: str, flops: float, fewest_bytes: int, output_bytes: int, cache: str
+        self,
+        dtype: str,
+        flops: float,
+        fewest_bytes: int,
+        output_bytes: int,
+        cache: str,
+        layers: int = 1,
     ) -> Bound | None:
-        """Return the bound of an op; None where it needs a ceiling that is unknown."""
-        cached = self.l2_bytes if cache == "hot" else min(output_bytes, self.l2_bytes)
+        """Return the bound of an op; None where it needs a ceiling that is unknown.
+
+        Of several `layers`, each with bytes of its own, it is one's: they share the L2 cache.
+        """
+        own = self.l2_bytes / layers
+        cached = own if cache == "hot" else min(output_bytes, own)
         moved, rate = max(0, fewest_bytes - cached), self.matrix_tflops.get(self._rate(dtype), 0.0)
         if (moved and not self.bandwidth) or (flops and not rate):
             return None

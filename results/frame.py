@@ -22,7 +22,7 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results.pairing import blocks_us, logs_over, opponents
-from sparsebench.results.record import Contender, Row, Status, Value
+from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -48,7 +48,6 @@ AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copi
 
 UNUSUAL = 1.5  # times the usual error
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell of a spreadsheet begins with
-POWER_LIMITED = 0.2  # mark from this share of the contest's time on; less is a short peak
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:

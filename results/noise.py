@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy
 
 from sparsebench.results.frame import fields
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
@@ -95,7 +95,7 @@ class Noise:
             return Reliability.UNKNOWN, f"Whether this run is reliable is unknown: {why}"
         differ = f"{found} of {count} A/A pairs (the same kernel twice) came out different"
         differ += f", where chance alone gives {100 * CHANCE:g} %"
-        if found > TOO_MANY * count and stats.binom.sf(found - 1, count, CHANCE) < CHANCE:
+        if found > TOO_MANY * count and scipy.stats.binom.sf(found - 1, count, CHANCE) < CHANCE:
             why = f"This run is unreliable: {differ}. Small differences say nothing."
             return Reliability.UNRELIABLE, why
         return Reliability.RELIABLE, f"This run is reliable: {differ}."

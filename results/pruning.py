@@ -34,6 +34,7 @@ class Pruned:
     sparsity  fraction of all weights that were pruned, 0 to 1
     errors    by part, means over layers: ||XW^T - XW'^T|| / ||XW^T||; OUTPUT is always one of them
     loss      of the pruned model, in nats per token; None for a layer
+    pattern   of what is not dense: 2:4, or unstructured
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
@@ -44,6 +45,7 @@ class Pruned:
     sparsity: Fraction
     errors: Mapping[str, Cost]
     loss: FiniteFloat | None
+    pattern: str = "2:4"
 
 
 @dataclass(frozen=True)

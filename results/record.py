@@ -32,6 +32,9 @@ DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
 }
 
 
+POWER_LIMITED = 0.2  # of a contest's time: a larger share is told and marked; less is a short peak
+
+
 class Status(StrEnum):
     """How a case ended. Only `ok` rows have samples; every other row has the reason in `detail`."""
 
@@ -168,7 +171,9 @@ class Row:
     attempt: int = 0  # of the contest; a later one follows a crash or a hang
     reference: bool = False  # of a noise-floor contest, which every run has
     device: str = "cpu"  # GPU UUID, or the name of the CPU
-    scope: str = "kernel"  # kernel: device time; op: as called from Python, host cost included
+    # kernel: device time; op: as called from Python, host cost included; chain: device time of a
+    # layer among others of its shape in one graph
+    scope: str = "kernel"
     cache: str = "cold"  # the L2 cache before each sample: cold (flushed) or hot
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""

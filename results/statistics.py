@@ -25,8 +25,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # processes that more_processes looks ahead to
@@ -137,17 +137,17 @@ def ratio(logs: Sequence[Floats]) -> Ratio:
 def student(logs: ArrayLike) -> Interval:
     """Return the mean and Student's 95 % interval, which is exact if d_p is normal: a check."""
     values = _enough(logs)
-    mean, error = values.mean(axis=-1), stats.sem(values, axis=-1)
-    half = stats.t.ppf(1 - TAIL, values.shape[-1] - 1) * error
+    mean, error = values.mean(axis=-1), scipy.stats.sem(values, axis=-1)
+    half = scipy.stats.t.ppf(1 - TAIL, values.shape[-1] - 1) * error
     return Interval(mean, mean - half, mean + half)
 
 
 def p_value(logs: ArrayLike) -> Floats:
     """Return p for 'the ratio is 1', by the two-sided t-test."""
     values = _enough(logs)
-    error = np.maximum(stats.sem(values, axis=-1), 1e-12)  # no clock resolves less
+    error = np.maximum(scipy.stats.sem(values, axis=-1), 1e-12)  # no clock resolves less
     away = np.abs(values.mean(axis=-1)) / error
-    p: Floats = np.minimum(1, 2 * stats.t.sf(away, values.shape[-1] - 1))
+    p: Floats = np.minimum(1, 2 * scipy.stats.t.sf(away, values.shape[-1] - 1))
     return p
 
 
@@ -156,7 +156,7 @@ def q_values(p: ArrayLike) -> Floats:
 
     Benjamini & Hochberg 1995: of the lines with q <= 0.05, at most 5 % are expected to be wrong.
     """
-    q: Floats = stats.false_discovery_control(p) if np.size(p) else np.asarray(p, dtype=float)
+    q: Floats = scipy.stats.false_discovery_control(p) if np.size(p) else np.asarray(p, dtype=float)
     return q
 
 
@@ -179,7 +179,7 @@ def more_processes(logs: ArrayLike, margin: float = MARGIN) -> int | None:
     mean = abs(values.mean())
     distance = max(mean, np.log1p(margin) - mean)
     counts = np.arange(values.size + 1, MOST + 1)
-    halves = stats.t.ppf(1 - TAIL, counts - 1) * values.std(ddof=1) / np.sqrt(counts)
+    halves = scipy.stats.t.ppf(1 - TAIL, counts - 1) * values.std(ddof=1) / np.sqrt(counts)
     deciding = counts[halves < distance]
     return int(deciding[0]) - values.size if deciding.size else None
 

@@ -33,6 +33,16 @@ static u32 __byte_perm(u32 a, u32 b, u32 how) {
   for (int i = 0; i < 4; i++) out |= (u32)(both >> 8 * (how >> 4 * i & 7) & 0xff) << 8 * i;
   return out;
 }
+static float __uint_as_float(u32 bits) {
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+static u32 __float_as_uint(float f) {
+  u32 bits;
+  std::memcpy(&bits, &f, 4);
+  return bits;
+}
 static int atomicAdd(int* p, int v) { return (*p += v) - v; }
 static void atomicOr(u32* p, u32 v) { *p |= v; }
 

@@ -31,6 +31,11 @@ class Here(child.Worker):
         self.about = {"environment": environment | same, "identity": self.spec.identity}
         self.about["slug"] = "sim"
 
+    @property
+    def pid(self) -> int:
+        """There is no process."""
+        return 0
+
     def imported(self) -> None:
         """Do nothing."""
 

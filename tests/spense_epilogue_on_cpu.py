@@ -19,7 +19,7 @@ KERNEL = "// the kernel's own text\n"  # stands for it in what a test adds
 IN_CPP = """
 using std::max;
 struct TensorMap { char* to; long bytes, rows; };  // of a row, and rows
-static Meeting groups[64][3];
+static Meeting groups[64][6];
 static void warpgroup_sync(int barrier) { meet(groups[now->cta][barrier], 128); }
 #define __expf expf
 static float __fdividef(float a, float b) { return a / b; }
@@ -60,7 +60,7 @@ static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
 static u32 cvt_e4m3x2(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
 
 struct Store { const TensorMap* map; u32 from; int column, row; };
-static std::vector<std::vector<Store>> pending[64][2];  // groups of stores, the last one open
+static std::vector<std::vector<Store>> pending[64][4];  // groups of stores, the last one open
 static auto& mine_pending() { return pending[now->cta][now->thread / 128]; }
 static void tma_store(const TensorMap* map, u32 from, int column, int row) {
   mine_pending().back().push_back({map, from, column, row});

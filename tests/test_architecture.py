@@ -34,7 +34,9 @@ def imported(path: Path) -> set[str]:
 FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _kernel.py
     "_common": set(),
     "dense": set(),
+    "bitmap": set(),
     "bsr": {"dense"},
+    "csr": set(),
     "spense": {"dense"},
     "peers": {"dense"},
     "sparse_activations": {"dense", "spense"},
@@ -64,9 +66,11 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
     "cluster": {"machine", "plan", "run"},
     "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
+    "campaign": {"machine", "plan", "run", "claims", "cluster"},
     "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
     "pruning": {"inputs"},
-    "train_lm": set(),
+    "train_lm": {"patterns"},
+    "whole": {"catalog", "bench", "train_lm"},
 }
 WAYS_IN = {
     "cli",
@@ -74,6 +78,7 @@ WAYS_IN = {
     "_cli_cluster",
     "_cli_make",
     "_cli_bundle",
+    "_cli_campaign",
     "_cli_claims",
     "_cli_compare",
     "_cli_survey",

@@ -8,6 +8,7 @@ import yaml
 from places import ROOT
 
 from sparsebench._discovery import modules
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
@@ -163,6 +164,7 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
         packed = {
             "dense": Dense.from_dense(some),
             "bsr": Bsr.from_dense(whole.contiguous(), block=32),
+            "bitmap": Bitmap.from_dense(some),
             "csr": Csr.from_dense(some),
             "spense": Spense.from_dense(torch.where(two_four, dense, 0).contiguous()),
             "twell": Twell.from_dense(some),

@@ -42,7 +42,7 @@ CONSTANTS = {
 }
 """What a file of each folder must name to be found."""
 
-DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml"}
+DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}
 """What a file of data ends in, by folder: a new kind of entry points is a line here or above."""
 
 WHOLE = {"reports.figures"}

@@ -3,6 +3,7 @@
     operands from the seed, on the device
     each contender: convert ─> prepare ─> activations redrawn in place ─> run on poisoned output
                     ─> held against the definition in fp64 ─> many calls looked at (spots.py)
+    in scope chain, 8 layers: the same for the launches of all of them, called in turn
     the correct ones timed together, once for each scope and cache state (timing.py), with calls
     among the samples looked at, held against the device's ceilings (results/ceilings.py), then
     redrawn, run on what the last draw left in the output, and held again
@@ -15,15 +16,16 @@ A case is a row for each scope and cache state. What cannot run is a row with it
 CUDA error nothing more can be trusted: Fatal.
 """
 
+import gc
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,15 +46,16 @@ from sparsebench.harness.bench.entry import (
     unexplained,
 )
 from sparsebench.harness.bench.guard import Guard, Meddled
-from sparsebench.harness.bench.prepare import prepare, unsupported
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.operands import Layer
+from sparsebench.harness.bench.prepare import follow, prepare, unsupported
+from sparsebench.harness.bench.samples import CHAIN, LAYERS, chained, layers_of, possible
 from sparsebench.harness.bench.seal import Seal
-from sparsebench.harness.bench.spots import A, B, Spots, print_of, values_of
-from sparsebench.harness.bench.timing import Samples, Timed, ready, time_together
+from sparsebench.harness.bench.spots import A, B, Outputs, Spots, each, print_of, values_of
+from sparsebench.harness.bench.timing import Samples, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.ops._op import Op
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Output
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Output
 from sparsebench.results.ceilings import judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
@@ -113,8 +116,10 @@ def start(
     for entry in entries:
         entry.row = replace(entry.row, **facts)
     guard, spots = Guard(device), Spots(dense.activations)
+    layers = [Layer(problem, dense), *_further(problem, op, device, data, entries, options)]
     contest = RunningContest(
-        problem, op, device, options, dense, entries, announce, guard, seal, spots, explain
+        *(problem, op, device, options, dense, entries, announce, guard, seal, spots),
+        *(layers, Spots(_activations(layers)), explain),
     )
     _watch(contest, data)
     synchronize(device)
@@ -123,51 +128,101 @@ def start(
     shuffled = random.Random(seed).sample(entries, len(entries))
     for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
         prepare(contest, entry)
+        follow(contest, entry)
     contest.packed.clear()
     _check_all(contest, "before timing")
     _redraw(contest)
-    spots.keep(A)
+    contest.keep(A)
     for number, entry in enumerate(entries):
         if entry.running:
             with contest.at(entry, "capture"):
-                assert entry.launch is not None
-                entry.timed = ready(entry.launch, device)
+                _capture(entry, device)
         if entry.timed:
             with contest.at(entry, "check"):
-                for call in _calls(contest, entry, entry.timed):
+                for call, spots in _calls(contest, entry):
                     spots.burst(number, call, partial(synchronize, device))
-                contest.inspect()
-                _end_if_wrong(entry, spots.judged(number), "before timing")
+                    contest.inspect()
+                    _end_if_wrong(entry, spots.judged(number), "before timing")
     return contest
+
+
+def _further(
+    problem: Problem,
+    op: Op,
+    device: torch.device,
+    data: Path | None,
+    entries: Sequence[Entry],
+    options: ContestOptions,
+) -> list[Layer]:
+    """Build the further layers of a chain, where one is to be timed and the op has chains."""
+    if not chained(options.measures):
+        return []
+    if op.pattern:
+        reason = f"chain: expected an op with a dense output, found {problem.op}"
+        for entry in entries:
+            entry.leave_chain(Status.UNSUPPORTED, reason)
+        return []
+    return operands.further(problem, op, device, data, LAYERS - 1)
+
+
+def _activations(layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Name the activations of all layers."""
+    return {
+        f"{name}{_where(number)}": x
+        for number, layer in enumerate(layers)
+        for name, x in layer.dense.activations.items()
+    }
+
+
+def _capture(entry: Entry, device: torch.device) -> None:
+    """Make the launch ready to be timed, and its chain: as one graph, or not at all."""
+    assert entry.launch is not None
+    entry.timed = ready(entry.launch, device)
+    if entry.chain:
+        entry.chained = ready(entry.chain, device)
+        if entry.chained.clock == "events":
+            entry.leave_chain(Status.UNSUPPORTED, f"chain: {entry.chained.why}")
 
 
 def _watch(contest: RunningContest, data: Path | None) -> None:
     """Watch the operands that the definition takes, and what they are drawn from."""
-    dense, about = contest.dense, (contest.problem, contest.op, contest.device, data)
-    named = {
-        f"the operand {name}": tensor
-        for name, tensor in {**dense.weights, **dense.activations}.items()
-    }
-    named |= {f"the recording {name}": tensor for name, tensor in dense.recorded.items()}
-    contest.guard.watch(named, lambda: operands.rewrite(*about, dense, contest.draw))
+    for number, layer in enumerate(contest.layers):
+        dense, where = layer.dense, _where(number)
+        named = {
+            f"the operand {name}{where}": tensor
+            for name, tensor in {**dense.weights, **dense.activations}.items()
+        }
+        named |= {f"the recording {name}{where}": tensor for name, tensor in dense.recorded.items()}
+        contest.guard.watch(named, partial(_rewrite, contest, layer, data))
+
+
+def _rewrite(contest: RunningContest, layer: Layer, data: Path | None) -> None:
+    about = layer.problem, contest.op, contest.device, data
+    operands.rewrite(*about, layer.dense, contest.draw)
+
+
+def _where(layer: int) -> str:
+    """Name a further layer of a chain; the first is the problem itself."""
+    return f" of layer {layer}" if layer else ""
 
 
 def _redraw(contest: RunningContest) -> None:
     """Draw the activations anew, by a number that nobody has seen, and tell it to the rows."""
     contest.draw = int.from_bytes(os.urandom(4), "little") >> 1
-    dense = contest.dense
-    operands.redraw(contest.problem, contest.op, dense.activations, contest.draw, dense.recorded)
-    contest.guard.renew({f"the operand {name}" for name in dense.activations})
+    for number, layer in enumerate(contest.layers):
+        own = layer.dense
+        operands.redraw(layer.problem, contest.op, own.activations, contest.draw, own.recorded)
+        contest.guard.renew({f"the operand {name}{_where(number)}" for name in own.activations})
     for entry in contest.entries:
         if entry.running:
             entry.row = replace(entry.row, draws=(*entry.row.draws, contest.draw))
 
 
-def _calls(contest: RunningContest, entry: Entry, timed: Timed) -> list[Callable[[], Output]]:
-    """Return what is called in the scopes that are timed: a captured graph, or the launch."""
-    scopes = {scope for scope, _ in contest.options.measures}
-    clocks = [_as_called(entry, timed) if scope == "op" else timed for scope in sorted(scopes)]
-    return list({id(clock.call): clock.call for clock in clocks}.values())
+def _calls(contest: RunningContest, entry: Entry) -> list[tuple[Callable[[], Outputs], Spots]]:
+    """Return what is called in the scopes that are timed, with the spots that look at it."""
+    scopes = sorted({scope for scope, _ in contest.options.measures})
+    clocks = [(clock, contest.spots_of(scope)) for scope in scopes if (clock := entry.clock(scope))]
+    return list({id(clock.call): (clock.call, spots) for clock, spots in clocks}.values())
 
 
 def _end_if_wrong(entry: Entry, wrong: str | None, when: str) -> None:
@@ -207,54 +262,106 @@ def _check_all(contest: RunningContest, when: str) -> None:
     with contest.stage("check"):
         _redraw(contest)
         if first:
-            contest.spots.keep(B)
-        expected = _expected(contest)
+            contest.keep(B)
+        expected = _with_room(contest, when)
+        if expected is None:
+            return
         pattern = contest.op.pattern
-        size = contest.dense.nnz[pattern] if pattern else expected.reference.numel()
-        contest.output_bytes = size * expected.dtype.itemsize
-    for number, entry in running:
+        size = contest.dense.nnz[pattern] if pattern else expected[0].reference.numel()
+        contest.output_bytes = size * expected[0].dtype.itemsize
+    for number, entry in [(number, entry) for number, entry in running if entry.running]:
         with contest.at(entry, "check"):
+            assert entry.launch is not None
             call = entry.timed.call if entry.timed else entry.launch
-            assert call is not None
-            if first:
-                _poison(call(), contest.guard)
-            out = call()
-            contest.inspect()
-            _own(out, contest.guard)
-            allowed = (entry.row.case.contender.error or {}).get("at_most")
-            verdict = check(out, replace(expected, allowed=allowed), entry.pattern)
-            found = {name: value for name, value in vars(verdict).items() if name != "reason"}
+            found = _check(contest, number, call, [entry.launch], expected[:1], contest.spots, when)
             entry.row = replace(entry.row, **found)
-            for measure, row in entry.measured.items():
-                entry.measured[measure] = replace(row, **found, draws=entry.row.draws)
-            reason = _lost(entry) or verdict.reason
-            if reason:
-                entry.end(Status.WRONG, f"{when}: {reason}")
-            elif first:
-                reference = where_stored(expected, entry.pattern).reference
-                if seen := print_of(reference, out):
-                    contest.spots.prints[B][number] = seen
+            _tell(entry, found)
+            if entry.chain and entry.running:
+                call = entry.chained.call if entry.chained else entry.chain.run
+                launches = entry.chain.launches
+                spots = contest.chain_spots
+                found = _check(contest, number, call, launches, expected, spots, when)
+                _tell(entry, found, CHAIN)
 
 
-def _lost(entry: Entry) -> str | None:
+def _check(
+    contest: RunningContest,
+    number: int,
+    call: Callable[[], Outputs],
+    launches: Sequence[Launch],
+    expected: Sequence[Expected],
+    spots: Spots,
+    when: str,
+) -> dict[str, Any]:
+    """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
+    entry, first = contest.entries[number], when == "before timing"
+    if first:
+        for out in each(call()):
+            _poison(out, contest.guard)
+    outputs = call()
+    contest.inspect()
+    allowed = (entry.row.case.contender.error or {}).get("at_most")
+    verdicts = []
+    for layer, (out, right) in enumerate(zip(each(outputs), expected, strict=True)):
+        _own(out, contest.guard)
+        verdict = check(out, replace(right, allowed=allowed), entry.pattern)
+        reason = _lost(launches[layer]) or verdict.reason
+        if reason and entry.running:
+            entry.end(Status.WRONG, f"{when}{_where(layer)}: {reason}")
+        verdicts.append(verdict)
+    if first and entry.running:
+        references = [where_stored(right, entry.pattern).reference for right in expected]
+        if seen := print_of(references, outputs):
+            spots.prints[B][number] = seen
+    worst = max(verdicts, key=lambda verdict: verdict.error or 0.0)
+    return {name: value for name, value in vars(worst).items() if name != "reason"}
+
+
+def _tell(entry: Entry, found: Mapping[str, Any], scope: str = "") -> None:
+    """Put errors into the rows that were measured: all, or those of a scope."""
+    for measure, row in entry.measured.items():
+        if scope in ("", measure[0]):
+            entry.measured[measure] = replace(row, **found, draws=entry.row.draws)
+
+
+def _lost(launch: Launch) -> str | None:
     """Say how many values the last call left out, or None."""
-    assert entry.launch is not None
-    count = entry.launch.lost() if entry.launch.lost else 0
+    count = launch.lost() if launch.lost else 0
     return f"{count} values lost: the format had no room for them" if count else None
 
 
-def _expected(contest: RunningContest) -> Expected:
-    dense = {**contest.dense.weights, **contest.dense.activations}
-    arguments = {name: dense[name].double() for name in contest.op.arguments}
-    depth = contest.op.depth(**arguments)
-    reference = bound(contest.op.definition, contest.problem)(**arguments)
-    spread = bound(contest.op.spread, contest.problem)(**arguments)
-    dtype = contest.problem["dtype"]
-    allowed = roundings(dtype, contest.op.rounds(dtype))
-    parts = contest.op.parts(contest.problem)
-    plain = bound(contest.op.definition, contest.problem)(
-        **{name: dense[name] for name in contest.op.arguments}
-    )
+def _with_room(contest: RunningContest, when: str) -> list[Expected] | None:
+    """Compute what each layer is expected to give.
+
+    Where memory ends, the twins end, and then everybody: None. Of Qwen3-32B in fp8 the weights of
+    all layers, dense and 2:4, are 57 GB, twins 57 more.
+    """
+    for ends in (lambda entry: entry.row.case.contender.twin, lambda entry: True):
+        try:
+            return [_expected(contest.op, layer) for layer in contest.layers]
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            reason = f"reference, {when}: {one_line(error)}"
+        for entry in contest.entries:
+            if entry.running and ends(entry):
+                entry.end(Status.OUT_OF_MEMORY, reason)
+        gc.collect()
+        if contest.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def _expected(op: Op, layer: Layer) -> Expected:
+    """Compute the right answer; torch's own comes first, when no fp64 is in memory yet."""
+    problem, known = layer.problem, {**layer.dense.weights, **layer.dense.activations}
+    dense = {name: known[name] for name in op.arguments}
+    plain = bound(op.definition, problem)(**dense)
+    arguments = {name: operand.double() for name, operand in dense.items()}
+    depth = op.depth(**arguments)
+    reference = bound(op.definition, problem)(**arguments)
+    spread = bound(op.spread, problem)(**arguments)
+    dtype = problem["dtype"]
+    allowed = roundings(dtype, op.rounds(dtype))
+    parts = op.parts(problem)
     return Expected(reference, spread, OUTPUTS[dtype], depth, *allowed, parts, plain)
 
 
@@ -280,14 +387,14 @@ def _own(out: Output, guard: Guard) -> Tensor | None:
 
 def _time(contest: RunningContest, scope: str, cache: str) -> None:
     """Time the correct contenders together; each gets a row for this scope and cache state."""
-    running = [number for number, entry in enumerate(contest.entries) if entry.timed]
-    if not running:
+    clocked = [(n, entry, entry.clock(scope)) for n, entry in enumerate(contest.entries)]
+    timed = [(n, entry, clock) for n, entry, clock in clocked if clock]
+    if not timed:
         return
-    timed = [(contest.entries[n], cast(Timed, contest.entries[n].timed)) for n in running]
-    clocks = [_as_called(entry, ready) if scope == "op" else ready for entry, ready in timed]
+    running, clocks = [n for n, _, _ in timed], [clock for _, _, clock in timed]
     contest.announce("", "timing")
     announce = _announcer(contest, running) if contest.options.careful else None
-    spots = contest.spots.of(running)
+    spots = contest.spots_of(scope).of(running)
     seed = f"{contest.problem.id} {contest.options.replicate} {contest.options.attempt}"
     with contest.stage("timing"):
         try:
@@ -299,10 +406,10 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
             raise
         except Exception as error:
             raise Fatal("", f"timing: {one_line(error)}") from error
-    for (entry, _), clock, taken in zip(timed, clocks, samples, strict=True):
+    for (_, entry, clock), taken in zip(timed, samples, strict=True):
         row = replace(entry.row, scope=scope, cache=cache, clock=clock.clock, detail=clock.why)
         entry.measured[scope, cache] = _held_to_light(contest, row, taken)
-    for i, (entry, _) in enumerate(timed):
+    for i, (_, entry, _) in enumerate(timed):
         _end_if_wrong(entry, spots.judged(i), "among the timed calls")
 
 
@@ -327,23 +434,21 @@ def _inspect(contest: RunningContest) -> None:
         raise Fatal(contest.timed_last, f"timing: {found}") from found
 
 
-def _as_called(entry: Entry, timed: Timed) -> Timed:
-    """Return the launch itself, as Python calls it, where a captured graph was to be timed."""
-    assert entry.launch is not None
-    return timed if timed.clock == "host" else Timed(entry.launch.run, "events")
-
-
 def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
     """Put the samples into the row, unless they are faster than the device's ceilings allow.
+
+    Of a chain they become those of a layer, whose operands and outputs are cold like all others.
 
     On a CPU the ceilings are told but no judge: its cores are shared with everything else. Only a
     reference raises them there as well.
     """
-    ceilings = contest.options.ceilings
+    ceilings, layers = contest.options.ceilings, layers_of(row.scope)
+    taken = taken.of_a_layer(layers)
     if ceilings is not None:
         dtype, size = contest.problem["dtype"], contest.output_bytes
         flops, fewest_bytes = row.flops or 0.0, row.fewest_bytes or 0
-        bound_us, by = ceilings.bound(dtype, flops, fewest_bytes, size, row.cache) or (None, None)
+        least = ceilings.bound(dtype, flops, fewest_bytes, size, row.cache, layers)
+        bound_us, by = least or (None, None)
         row = replace(row, bound_us=bound_us, bound_by=by)
         if row.reference or contest.device.type == "cuda":
             row = judged(row, median(taken.times_us))
@@ -360,5 +465,6 @@ def _energy(contest: RunningContest) -> None:
                 used = energy(entry.timed.call, contest.device)
                 joule, window_s = used.j_per_call, used.window_s
                 for measure, row in entry.measured.items():
-                    known = replace(row, energy_j=joule, energy_window_s=window_s)
-                    entry.measured[measure] = known
+                    if row.scope != CHAIN:  # it is the energy of a call alone
+                        known = replace(row, energy_j=joule, energy_window_s=window_s)
+                        entry.measured[measure] = known

@@ -21,11 +21,11 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.explain import explained
 from sparsebench.harness.bench.guard import Guard, Meddled
-from sparsebench.harness.bench.operands import DenseOperands
-from sparsebench.harness.bench.samples import Measure
+from sparsebench.harness.bench.operands import DenseOperands, Layer
+from sparsebench.harness.bench.samples import CHAIN, Measure
 from sparsebench.harness.bench.seal import Seal
 from sparsebench.harness.bench.spots import Spots
-from sparsebench.harness.bench.timing import Timed
+from sparsebench.harness.bench.timing import Chain, Timed
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
@@ -89,12 +89,19 @@ class ContestOptions:
 
 @dataclass
 class Entry:
-    """A contender on its way through the contest; `row` ends up on disk, once a measure."""
+    """A contender on its way through the contest; `row` ends up on disk, once a measure.
+
+    chain    its launches on all layers, where layers that follow each other are timed
+    alone    why it has no chain, though that is asked for; its other measures do not mind
+    """
 
     row: Row
     pattern: Format | None = None  # what the output is to be packed like, where it is not dense
     launch: Launch | None = None
     timed: Timed | None = None
+    chain: Chain | None = None
+    chained: Timed | None = None
+    alone: tuple[Status, str] | None = None
     measured: dict[Measure, Row] = field(default_factory=dict)
 
     @property
@@ -105,18 +112,38 @@ class Entry:
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and let go of what it holds."""
         self.row = replace(self.row, status=status, detail=detail)
-        self.launch = self.timed = None
+        self.launch = self.timed = self.chain = self.chained = None
         self.measured.clear()
+
+    def clock(self, scope: str) -> Timed | None:
+        """Return what is called in a scope: a captured graph, or the launch; None if it ended."""
+        if scope == "op" and self.timed and self.timed.clock != "host":
+            assert self.launch is not None
+            return Timed(self.launch.run, "events")
+        return self.chained if scope == CHAIN else self.timed
+
+    def leave_chain(self, status: Status, reason: str) -> None:
+        """Record why there is no chain of it, and let go of its layers."""
+        self.chain, self.alone = None, (status, reason)
 
     def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
         """Return a row for each measure; what was not measured says so by its status."""
         blank = {(s, c): replace(self.row, scope=s, cache=c) for s, c in measures}
+        if self.alone and self.running:
+            status, reason = self.alone
+            for measure in blank:
+                if measure[0] == CHAIN:
+                    blank[measure] = replace(blank[measure], status=status, detail=reason)
         return [self.measured.get(measure, row) for measure, row in blank.items()]
 
 
 @dataclass
 class RunningContest:
-    """A problem being measured. `spent_s` is where the time went, by stage."""
+    """A problem being measured. `spent_s` is where the time went, by stage.
+
+    layers    the problem and its operands; behind them the further layers of a chain, if one is
+              timed. `chain_spots` are of all their activations
+    """
 
     problem: Problem
     op: Op
@@ -128,6 +155,8 @@ class RunningContest:
     guard: Guard
     seal: Seal
     spots: Spots
+    layers: list[Layer]
+    chain_spots: Spots
     explain: Explain = unexplained
     draw: int = 0  # of the activations, now
     timed_last: str = ""  # the case of the last sample, where each is announced
@@ -139,6 +168,16 @@ class RunningContest:
         """Raise Meddled where an operand or the harness itself is not what it was."""
         self.seal.check()
         self.guard.check()
+
+    def spots_of(self, scope: str) -> Spots:
+        """Return what looks at the calls of a scope."""
+        return self.chain_spots if scope == CHAIN else self.spots
+
+    def keep(self, which: str) -> None:
+        """Copy the activations of all layers as they are now (spots.py)."""
+        self.spots.keep(which)
+        if len(self.layers) > 1:
+            self.chain_spots.keep(which)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def checksum(array: Tensor, seed: int) -> Tensor:
     return total + (rest * of_columns[: len(rest)]).sum() * (2 * full + 1)
 
 
-@cache
+@lru_cache(64)  # each contest has a seed: an unbounded cache grew by 33 KB a contest and more
 def _odd(seed: int, count: int, device: torch.device) -> Tensor:
     """Return so many odd random numbers."""
     draw = torch.Generator().manual_seed(seed)

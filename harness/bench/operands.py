@@ -16,7 +16,7 @@ k = 25600 a ninth of the weights would become zero.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # of the tokens between two draws: apart from all before (Knuth, 6.4)
+SEEDS_APART = 2**31  # of layers: above all that a suite may name (plan/_limits.py)
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -57,6 +58,14 @@ class DenseOperands:
     digest: str
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a chain: a problem and its operands."""
+
+    problem: Problem
+    dense: DenseOperands
+
+
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
     """Build the operands on the device; sources lie below `data`. Raises SuiteError."""
     weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
@@ -76,6 +85,15 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     return DenseOperands(
         weights, activations, recorded, nnz, sparsity, digest({**weights, **activations})
     )
+
+
+def further(
+    problem: Problem, op: Op, device: torch.device, data: Path | None, count: int
+) -> list[Layer]:
+    """Build layers like a problem's but for their seed: nothing in them is another's memory."""
+    seeds = (problem.seed + SEEDS_APART * number for number in range(1, count + 1))
+    problems = [replace(problem, seed=seed) for seed in seeds]
+    return [Layer(own, operands(own, op, device, data)) for own in problems]
 
 
 def redraw(

@@ -1,6 +1,7 @@
 """A contender made ready: its weights converted, its kernel packed, compiled and tuned.
 
     dense weights ─ convert ─> format ─ prepare (kernel) ─> launch, run once
+    further layers of a chain: likewise, each with the choice of the first
 
 Contenders of a contest with equal formats share one conversion; each row has its time. Memory is
 counted by torch's allocator.
@@ -18,13 +19,15 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import Unsupported
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.entry import Entry, RunningContest, bound, synchronize
+from sparsebench.harness.bench.entry import Entry, RunningContest, bound, one_line, synchronize
 from sparsebench.harness.bench.guard import arrays_of
+from sparsebench.harness.bench.operands import DenseOperands, Layer
+from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_format, load_kernel
-from sparsebench.kernels._kernel import Operands, Portfolio
-from sparsebench.results.record import Case, Contender, Problem
+from sparsebench.kernels._kernel import Launch, Operands, Portfolio
+from sparsebench.results.record import Case, Contender, Problem, Status
 
 
 def prepare(contest: RunningContest, entry: Entry) -> None:
@@ -63,6 +66,36 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
     if entry.running:
         with contest.at(entry, "prepare"):  # apart: checksums are no memory of the kernel's
             contest.inspect()
+
+
+def follow(contest: RunningContest, entry: Entry) -> None:
+    """Make the further layers of a chain ready, or record why there is none of this contender."""
+    if len(contest.layers) == 1 or not entry.running:
+        return
+    with contest.at(entry, "chain"):
+        assert entry.launch is not None
+        try:
+            further = [_layer(contest, entry, layer) for layer in contest.layers[1:]]
+            entry.chain = Chain((entry.launch, *further))
+        except (FormatError, Unsupported) as refusal:
+            entry.leave_chain(Status.UNSUPPORTED, f"chain: {refusal}")
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            entry.leave_chain(Status.OUT_OF_MEMORY, f"chain: {one_line(error)}")
+        synchronize(contest.device)
+        contest.inspect()
+
+
+def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
+    """Return the launch of a further layer, after its first run."""
+    contender = entry.row.case.contender
+    definition = bound(contest.op.definition, layer.problem)
+    activations = {name: x.detach() for name, x in layer.dense.activations.items()}
+    weights = dict(_stored(contender, layer.dense))
+    choice = entry.row.choice or None
+    given = Operands(layer.problem, weights, activations, definition, choice)
+    launch = load_kernel(contender.kernel).prepare(given, **contender.options)
+    launch()
+    return launch
 
 
 def plain(choice: object) -> dict[str, Any]:
@@ -144,7 +177,7 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
             weights.clear()
             synchronize(contest.device)
             start = time.perf_counter()
-            weights.update(_stored(contest, contender))
+            weights.update(_stored(contender, contest.dense))
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
         contest.inspect()
@@ -153,11 +186,11 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
     return contest.packed[key]
 
 
-def _stored(contest: RunningContest, contender: Contender) -> Iterator[tuple[str, Format]]:
+def _stored(contender: Contender, dense: DenseOperands) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format."""
     store = load_format(contender.format).from_dense
-    for name, dense in contest.dense.weights.items():
-        yield name, store(dense.detach(), **contender.params_of(name))
+    for name, weight in dense.weights.items():
+        yield name, store(weight.detach(), **contender.params_of(name))
 
 
 def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, Format]) -> None:
@@ -166,7 +199,7 @@ def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, 
     own = {name: weakref.ref(array) for name, array in arrays.items()}
 
     def rewrite() -> None:
-        again = arrays_of(dict(_stored(contest, contender)), contender.format)
+        again = arrays_of(dict(_stored(contender, contest.dense)), contender.format)
         for name, find in own.items():
             array = find()
             if array is not None and array.shape == again[name].shape:

@@ -13,13 +13,15 @@ torch. A spot is called on the same line of code as a sample, and is given nothi
 
     seen    the sums of the output's rows and columns, read on the stream behind the call, without
             waiting. They may be 4 times as far from the answer's as those of the call that was
-            held against it in full, and one eps of the dtype
+            held against it in full, and one eps of the dtype. Of a chain, every layer's output is
+            looked at, and the furthest counts
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,21 +38,25 @@ FURTHER = 4.0  # times as far as the call that was checked
 A, B = "a", "b"
 
 
+Outputs = Output | tuple[Output, ...]
+"""What a call returns: an output, or those of all layers of a chain."""
+
+
 @dataclass(frozen=True)
 class Print:
-    """The sums of an output's rows and of its columns, and how far from them is right."""
+    """The sums of each output's rows and of its columns, and how far from them is right."""
 
-    sums: Tensor  # fp32: rows, then columns
-    size: float
+    sums: Tensor  # fp32 [outputs, rows and columns]
+    sizes: Tensor  # [outputs]
     limit: float
 
     def distance(self, out: object) -> Tensor | float:
-        """Return how far an output is, on its device; infinite where it is none."""
+        """Return how far the furthest output is, on its device; infinite where it is none."""
         sums = sums_of(out)
         if sums is None or sums.shape != self.sums.shape or sums.device != self.sums.device:
             return float("inf")
-        distance: Tensor = (sums - self.sums).norm() / self.size
-        return distance
+        furthest: Tensor = ((sums - self.sums).norm(dim=1) / self.sizes).max()
+        return furthest
 
 
 def values_of(out: object) -> object:
@@ -58,34 +64,43 @@ def values_of(out: object) -> object:
     return out.arrays().get("values") if isinstance(out, Format) else out
 
 
+def each(outputs: Any) -> tuple[Any, ...]:
+    """Return what a call returned, one by one."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def sums_of(out: object) -> Tensor | None:
-    """Return the sums of the rows and of the columns of an output; None where it is no tensor."""
-    values = values_of(out)
-    if type(values) is not Tensor or not values.numel():
-        return None
-    table = values.detach().reshape(len(values), -1)
-    wide = torch.promote_types(table.dtype, torch.float32)
-    return torch.cat([table.sum(dim, dtype=wide) for dim in (1, 0)])
+    """Return the sums of the rows and of the columns of each output; None where one is no tensor.
+
+    Outputs of a call are of one size.
+    """
+    sums = []
+    for values in map(values_of, each(out)):
+        if type(values) is not Tensor or not values.numel():
+            return None
+        table = values.detach().reshape(len(values), -1)
+        wide = torch.promote_types(table.dtype, torch.float32)
+        sums.append(torch.cat([table.sum(dim, dtype=wide) for dim in (1, 0)]))
+    return torch.stack(sums) if len({s.shape for s in sums}) == 1 else None
 
 
-def print_of(reference: Tensor, out: Output) -> Print | None:
-    """Return the print of the right answer [fp64]; `out` was held against it in full."""
-    sums, found = sums_of(reference), sums_of(out)
-    size = float(reference.norm())
-    if sums is None or found is None or not size:
+def print_of(references: Sequence[Tensor], out: Outputs) -> Print | None:
+    """Return the print of the right answers [fp64]; `out` was held against them in full."""
+    sums, found = sums_of(tuple(references)), sums_of(out)
+    sizes = [float(reference.norm()) for reference in references]
+    if sums is None or found is None or not all(sizes):
         return None
-    sums = sums.to(found.dtype)
-    own = float((found - sums).norm()) / size
-    values = values_of(out)
+    seen = Print(sums.to(found.dtype), found.new_tensor(sizes), 0.0)
+    values = values_of(each(out)[0])
     assert isinstance(values, Tensor)
-    return Print(sums, size, FURTHER * own + torch.finfo(values.dtype).eps)
+    return replace(seen, limit=FURTHER * float(seen.distance(out)) + torch.finfo(values.dtype).eps)
 
 
 def turn_round(out: object) -> None:
-    """Put the elements of an output into the opposite order: they look right, and are not."""
-    values = values_of(out)
-    if type(values) is Tensor:
-        values.copy_(values.detach().reshape(-1).flip(0).view_as(values))
+    """Put the elements of each output into the opposite order: they look right, and are not."""
+    for values in map(values_of, each(out)):
+        if type(values) is Tensor:
+            values.copy_(values.detach().reshape(-1).flip(0).view_as(values))
 
 
 @dataclass
@@ -129,7 +144,7 @@ class Spots:
         self.seen.setdefault(number, []).append(self.prints[which][number].distance(out))
         self.write(A)
 
-    def burst(self, number: int, call: Callable[[], Output], wait: Callable[[], None]) -> None:
+    def burst(self, number: int, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
         """Look at many calls in turn on A and B: B's output is known, A's is like its first."""
         known = self.prints[B].get(number)
         if known is None:
@@ -138,7 +153,7 @@ class Spots:
         self.write(A)
         out = call()
         sums, away = sums_of(out), known.distance(out)
-        if sums is None or (len(sums) >= FEWEST and float(away) <= known.limit):
+        if sums is None or (sums.shape[1] >= FEWEST and float(away) <= known.limit):
             seen.append(float("inf"))  # nothing, or B's
             return
         self.prints[A][number] = first = replace(known, sums=sums)

@@ -9,9 +9,15 @@
                      that no launch gap is inside
              op      as called from Python: events around the call on an idle stream; what the host
                      needs to launch is inside
+             chain   device time of a layer among others: LAYERS layers of one shape, one after the
+                     other in one CUDA graph, and its time divided by LAYERS
     cache    cold    the L2 cache is flushed before each sample (kernels/_common/l2_flush.py)
              hot     the call itself runs before each sample; each block is queued up behind
                      flushes, since a short call is over before the host has launched the next
+
+The layers of a chain differ in their seed alone. Each has weights, activations and an output of its
+own, so no layer finds in the L2 cache what another one read. None reads what another wrote: Y is
+not as wide as X. A launch that cannot be captured has no chain.
 
 CPU: the host clock around one call, for which scope and cache make no difference.
 
@@ -29,7 +35,7 @@ from time import perf_counter
 import torch
 
 from sparsebench.harness.bench.samples import BLOCKS, budgeted
-from sparsebench.harness.bench.spots import Spots
+from sparsebench.harness.bench.spots import Outputs, Spots
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
@@ -41,9 +47,20 @@ SPOT_FLUSHES = 12  # 27 µs each on an H200: time to enqueue a spot, where a blo
 class Timed:
     """A launch made ready: `call` does the work once; `why` it is not captured on a GPU."""
 
-    call: Callable[[], Output]
+    call: Callable[[], Outputs]
     clock: str  # host, events or graph
     why: str = ""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The launches of layers that follow each other."""
+
+    launches: tuple[Launch, ...]
+
+    def run(self) -> tuple[Output, ...]:
+        """Enqueue them in turn, and return all outputs."""
+        return tuple(launch.run() for launch in self.launches)
 
 
 @dataclass(frozen=True)
@@ -53,8 +70,12 @@ class Samples:
     times_us: tuple[float, ...]
     per_block: int
 
+    def of_a_layer(self, layers: int) -> "Samples":
+        """Return the times of one of so many layers."""
+        return Samples(tuple(round(us / layers, 3) for us in self.times_us), self.per_block)
 
-def ready(launch: Launch, device: torch.device) -> Timed:
+
+def ready(launch: Launch | Chain, device: torch.device) -> Timed:
     """Capture the launch as a CUDA graph where that is possible; the clock's name says which.
 
     What is called is `launch.run`, without the look for a capture, which takes 0.2 µs.
@@ -70,7 +91,7 @@ def ready(launch: Launch, device: torch.device) -> Timed:
         why = str(error).strip().partition("\n")[0]
         return Timed(launch.run, "events", f"no CUDA graph: {why}")
 
-    def replay(_owner: Launch = launch) -> Output:  # the graph reads memory that the launch owns
+    def replay(_owner: Launch | Chain = launch) -> Outputs:  # it owns what the graph reads
         graph.replay()
         return output
 
@@ -122,7 +143,7 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
         for i, contender, spot in order:
             if announce:
                 announce(i)
-            found: list[Output] = []
+            found: list[Outputs] = []
             if spot and spots:
                 spots.write(spot)
             keep = found.append if spot else id  # a call into C either way
@@ -162,7 +183,7 @@ def _gpu_clock(
         for i, contender, spot in order:
             if announce:
                 announce(i)
-            found: list[Output] = []
+            found: list[Outputs] = []
             keep = found.append if spot else id
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if not cold:

@@ -21,13 +21,14 @@ from sparsebench.harness.claims.plan import Part, asked, parts, refused
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.own_suite import own_suite
-from sparsebench.harness.run.reproduce import again, whole
+from sparsebench.harness.run.reproduce import Engine, again, whole
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.of_file import of_file, read_file
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Judged, Verdict, judge
 from sparsebench.results.statistics import FEWEST
@@ -41,6 +42,7 @@ class Evidence:
 
     parts    of each claim, by its name
     cells    likewise, over all runs that were read
+    files    likewise, over all files of commands
     refused  by claim and test, why it was not run
     runs     paths of the runs, by the name that cells have
     """
@@ -48,12 +50,16 @@ class Evidence:
     written: Sequence[Written]
     parts: dict[str, list[Part]] = field(default_factory=dict)
     cells: dict[str, list[Cell]] = field(default_factory=dict)
+    files: dict[str, list[Cell]] = field(default_factory=dict)
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
 
     def read(self, paths: Iterable[Path]) -> None:
-        """Add the cells of some runs; ResultError where one cannot be read."""
+        """Add the cells of runs and of files of commands; ResultError if one cannot be read."""
         for path in paths:
+            if path.suffix == ".json":
+                self._read_file(path)
+                continue
             run = store.read(path)
             name = path.name if path.name not in self.runs else f"{path.parent.name}/{path.name}"
             if name in self.runs:
@@ -68,6 +74,13 @@ class Evidence:
                 own = cells(part.test, part.problems, run, found)
                 self.cells[part.written.name] += [replace(cell, run=name) for cell in own]
 
+    def _read_file(self, path: Path) -> None:
+        """Add the cells of a file that train-lm or whole wrote."""
+        found = read_file(path)
+        for each in self.written:
+            own = [cell for test in each.claim.tests for cell in of_file(test, found, path.stem)]
+            self.files.setdefault(each.name, []).extend(own)
+
     @property
     def all_parts(self) -> list[Part]:
         """Return the parts of every claim."""
@@ -76,7 +89,13 @@ class Evidence:
     def asked(self, ceilings: Ceilings | None = None) -> list[Asked]:
         """Return the claims as reports read them; with ceilings, bounded for that device."""
         return [
-            asked(written, self.parts[written.name], ceilings, self._refused(written.name))
+            asked(
+                written,
+                self.parts[written.name],
+                ceilings,
+                self._refused(written.name),
+                self.files.get(written.name, ()),
+            )
             for written in self.written
         ]
 
@@ -86,7 +105,7 @@ class Evidence:
             each.name: judge(
                 each.name,
                 each.claim,
-                self.cells[each.name],
+                [*self.cells[each.name], *self.files.get(each.name, ())],
                 {part.test.name: part.problems for part in self.parts[each.name]},
                 self._refused(each.name),
             )
@@ -115,10 +134,12 @@ def check(
     runs: Iterable[Path],
     to: Path,
     progress: Progress,
+    engine: Engine = measure,
 ) -> Evidence:
     """Measure what no run has, confirm what is promising, and write it all below `to`.
 
-    A check that was stopped is gone on with: runs that are below `to` already count.
+    A check that was stopped is gone on with: runs that are below `to` already count. `engine` may
+    measure a run in pieces.
     """
     found = evidence(written, [*runs, *_begun(to, flags, progress)], flags.data)
     for part in found.all_parts:
@@ -126,13 +147,13 @@ def check(
             found.refused[part.written.name, part.test.name] = reason
     for missing in _missing(found, flags.device):
         try:
-            found.read([_measured(missing, flags, to, progress)])
+            found.read([_measured(missing, flags, to, progress, engine)])
         except NoMeter as error:
             why = {(part.written.name, part.test.name): str(error) for part, _ in missing}
             found.refused |= why
     if flags.replicates >= FEWEST:
         for screening, chosen in _promising(found).items():
-            found.read([_confirmed(found, screening, chosen, flags, to, progress)])
+            found.read([_confirmed(found, screening, chosen, flags, to, progress, engine)])
     to.mkdir(parents=True, exist_ok=True)
     store.write_json(to / "verdicts.json", to_json(found))
     return found
@@ -190,7 +211,7 @@ def _missing(found: Evidence, device: str) -> list[list[tuple[Part, set[str]]]]:
 
 
 def _measured(
-    missing: list[tuple[Part, set[str]]], flags: Flags, to: Path, progress: Progress
+    missing: list[tuple[Part, set[str]]], flags: Flags, to: Path, progress: Progress, engine: Engine
 ) -> Path:
     """Run what is missing of one suite."""
     suite = missing[0][0].suite
@@ -198,7 +219,7 @@ def _measured(
     given = replace(flags, only=f"case={'|'.join(ids)}", energy=_energy(missing[0][0]))
     names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
     path = next(to / name for name in names if not (to / name).exists())
-    return measure(suite, given, path, None, progress)
+    return engine(suite, given, path, None, progress)
 
 
 def _energy(part: Part) -> bool:
@@ -241,6 +262,7 @@ def _confirmed(
     flags: Flags,
     to: Path,
     progress: Progress,
+    engine: Engine,
 ) -> Path:
     """Measure chosen cells of a run again, alone, in fresh processes."""
     path = found.runs[screening]
@@ -262,6 +284,7 @@ def _confirmed(
         to / f"{screening}-confirmed",
         progress,
         origin,
+        engine,
         only=f"case={'|'.join(ids)}",
         replicates=flags.replicates,
     )

@@ -7,7 +7,7 @@ run, or has no memory for, is a reason, before anything is drawn.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,7 +27,7 @@ from sparsebench.harness.plan.suite import Contest, Suite, expand, read
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.asked import Asked
-from sparsebench.results.claims.cells import matches
+from sparsebench.results.claims.cells import Cell, matches
 from sparsebench.results.claims.schema import Chosen, Measure, Test, Written
 from sparsebench.results.record import Case, Contender, Problem
 
@@ -62,6 +62,8 @@ def parts(written: Written, data: Path | None = None) -> list[Part]:
     """Plan every test of a claim; SuiteError names the line of what its suite does not have."""
     found = []
     for number, test in enumerate(written.claim.tests):
+        if test.of_file:  # nothing is to be run
+            continue
         own = ("tests", number, "measure") if test.measure else ("measure",)
         measure = test.measure or written.claim.measure
         assert measure
@@ -80,13 +82,14 @@ def asked(
     planned: Iterable[Part],
     ceilings: Ceilings | None = None,
     refused: Mapping[str, str] | None = None,
+    files: Sequence[Cell] = (),
 ) -> Asked:
     """Return a planned claim as reports and sites read it, with its bounds."""
     own = list(planned)
     found = {part.test.name: bounds(part, ceilings) for part in own}
     beyond = [part.test.name for part in own if out_of_reach(part, found[part.test.name])]
     wanted = {part.test.name: part.problems for part in own}
-    return Asked(written, wanted, found, beyond, refused or {})
+    return Asked(written, wanted, found, beyond, refused or {}, files)
 
 
 def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
@@ -158,13 +161,9 @@ def refused(part: Part, device: str) -> str:
 
 
 def too_large(part: Part, memory: int) -> str:
-    """Say whether what a dense kernel reads in the smallest problem is larger than a memory."""
-    sizes = []
-    for contest in part.contests:
-        op = load_op(contest.problem.op)
-        problem = op.dense(contest.problem)
-        itemsize = DTYPES[problem["dtype"]].itemsize
-        sizes.append(op.fewest_bytes(problem, elements(problem), itemsize))
+    """Say whether what a dense kernel holds in the smallest problem is larger than a memory."""
+    problems = [contest.problem for contest in part.contests]
+    sizes = [load_op(problem.op).held_bytes(problem) for problem in problems]
     if min(sizes) <= memory:
         return ""
     needs = f"its smallest problem has {min(sizes) / GIB:.3g} GiB"

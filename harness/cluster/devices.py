@@ -102,11 +102,11 @@ def go_on(
         try:
             ended, _ = wait(running, return_when=FIRST_EXCEPTION)
         except KeyboardInterrupt as stop:
-            _stop(parts, running)
+            end(parts, running)
             raise Stopped(folders.merged_at(folder)) from stop
         failed = [error for future in ended if (error := future.exception())]
         if failed:
-            _stop(parts, running)
+            end(parts, running)
             raise failed[0]
     return merge(
         settle(folder, plan, suite),
@@ -117,7 +117,7 @@ def go_on(
     )
 
 
-def _stop(parts: Sequence[Part], running: Sequence[Future[None]]) -> None:
+def end(parts: Sequence[Part], running: Sequence[Future[None]]) -> None:
     """End all threads, whatever they are doing, and wait for them."""
     left: set[Future[None]] = set(running)
     while left:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sparsebench.results.frame import POWER_LIMITED
+from sparsebench.results.record import POWER_LIMITED
 
 FAILED = "a case failed"
 BUSY_PERCENT = 5.0  # of the second before anything ran here

@@ -6,6 +6,7 @@ An op file names one OP. Its definition in torch is the oracle (run in fp64), th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Annotated, Any, Literal
 
 import torch
@@ -76,6 +77,8 @@ class Op:
                   contract (harness/testing); default: any numbers suit
     prunes        (a problem's fields, weight's name) to whether the pattern holds for that weight;
                   default: it holds for all
+    copies        (a problem's fields, operand's name) to how many of it a kernel holds; default:
+                  one
     """
 
     fields: type[Fields]
@@ -93,6 +96,7 @@ class Op:
     sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
     example: Mapping[str, int] = field(default_factory=dict)
     prunes: Callable[[Mapping[str, Any], str], bool] = lambda *_: True
+    copies: Callable[[Mapping[str, Any], str], int] = lambda *_: 1
 
     @property
     def defaults(self) -> dict[str, Value]:
@@ -114,6 +118,16 @@ class Op:
     def pattern(self) -> str | None:
         """Name the operand whose pattern the output has; None where the output is dense."""
         return next((name for name, o in self.operands.items() if o.role == "pattern"), None)
+
+    def held_bytes(self, problem: Problem) -> int:
+        """Return the bytes of all that a dense kernel of a problem holds, but for the output."""
+        fields, sizes = problem.fields, self.sizes(problem.fields)
+        return sum(
+            self.copies(fields, name)
+            * prod(int(sizes[size]) for size in operand.shape)
+            * operand.dtypes[problem["dtype"]].itemsize
+            for name, operand in self.operands.items()
+        )
 
     def rounds(self, dtype: str) -> bool:
         """Say whether a kernel may round activations to the dtype: they arrive in a wider one."""

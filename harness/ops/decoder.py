@@ -51,6 +51,7 @@ EXAMPLE = {
     **{"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5},
     **{"m": 3, "layers": 1, "context": 5, "caches": 1},
 }
+ROWS = 4096  # of a weight that are squared at a time
 FINE_FP8 = 2.0**-4  # variance of a rounding to bf16, where eps is that of one to e4m3 (check.py)
 
 
@@ -168,7 +169,7 @@ def spread(
 
     def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = linear(z, w)
-        return y, linear(var + z.square(), w.square()) + fine * y.square()
+        return y, _by_squares(var + z.square(), w) + fine * y.square()
 
     def added(y: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         return s + y, var_s + var + fine * (s + y).square()
@@ -203,7 +204,7 @@ def spread(
         var = (slope * u).square() * var_g + act.square() * var_u
         s, var_s = added(*product(act * u, var, wd))
     z, var = _norm(s, gains[-1]), _norm_of(var_s, s, gains[-1])
-    return linear(var + fine * z.square(), wh.square()).sqrt()
+    return _by_squares(var + fine * z.square(), wh).sqrt()
 
 
 def depth(
@@ -247,6 +248,11 @@ def prunes(fields: Mapping[str, Any], weight: str) -> bool:
     return weight in (MLP if fields["pruned"] == "mlp" else LAYER)
 
 
+def copies(fields: Mapping[str, Any], operand: str) -> int:
+    """Return how many of an operand a kernel holds: each layer has weights of its own."""
+    return int(fields["layers"]) if operand in LAYER else 1
+
+
 def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
     """Scale what is drawn by powers of two, so that each part of the model counts."""
     power = 0
@@ -260,6 +266,11 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
         power = round(log2(unit_scale(problem["hidden"])))
     if power:
         operand.copy_(operand.float() * 2.0**power)
+
+
+def _by_squares(x: Tensor, w: Tensor) -> Tensor:
+    """Return x times the squares of w, some rows at a time: those of a head in fp64 are 6.2 GB."""
+    return torch.cat([linear(x, rows.square()) for rows in w.split(ROWS)], 1)
 
 
 def _norm(x: Tensor, gain: Tensor) -> Tensor:
@@ -346,4 +357,5 @@ OP = Op(
     sizes=sizes,
     example=EXAMPLE,
     prunes=prunes,
+    copies=copies,
 )

@@ -3,6 +3,10 @@
     time = R x (start + contests x per contest + rows x per row)
          + first process, and R - 1 later ones:  cases x typical, and each kernel once
 
+A verdict's later processes search anew; those of a look take what was chosen (run/runner.py).
+So they are read from runs of FEWEST processes. A kernel without one takes AGAIN of its first time:
+what it compiled is kept on disk.
+
 `start` is what a process takes beside its contests. `per contest` is operands, conversion and
 checks; `per row` is timing: of the NEAR runs with problems of the nearest size. `typical` is the
 median `prepare_s` of the NEAR problems of the nearest size, and `once` what the first case of a
@@ -22,14 +26,15 @@ from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results import store
 from sparsebench.results.environment import device_name
 from sparsebench.results.record import Contender, Problem, Status
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 RUNS_AT_MOST = 64  # of a folder that are read
 NEAR = 5
+AGAIN = 0.45  # of what kernels took in first processes of verdicts, what they took in later ones
 STAGES = "operands", "convert", "prepare", "check", "capture", "timing"  # of a contest
 
 
@@ -51,7 +56,8 @@ class Costs:
     """What things took on one GPU, in seconds.
 
     runs   (mean log size of problems, s a contest, s a row) of each run
-    first  kernels in the first process of a run; later: in the others
+    first  kernels in the first process of a run
+    later  in the others of a look; searching: in those of a verdict
     """
 
     gpu: str
@@ -60,15 +66,15 @@ class Costs:
     runs: Sequence[tuple[float, float, float]]
     first: Mapping[str, Kernel]
     later: Mapping[str, Kernel]
+    searching: Mapping[str, Kernel]
 
     def contest_and_row_s(self, size: float) -> tuple[float, float]:
         """Return what a contest of about this size takes, and a row of it."""
         near = sorted(self.runs, key=lambda run: abs(run[0] - size))[:NEAR]
         return median(run[1] for run in near), median(run[2] for run in near)
 
-    def kernels_s(self, cases: Sequence[tuple[str, float]], later: bool) -> float:
-        """Return what preparing cases, (kernel, log size), takes in one process."""
-        known = self.later if later else self.first
+    def kernels_s(self, cases: Sequence[tuple[str, float]], known: Mapping[str, Kernel]) -> float:
+        """Return what preparing cases, (kernel, log size), takes in one process of a kind."""
         usual = Kernel(
             median(k.once_s for k in known.values()), [c for k in known.values() for c in k.cases]
         )
@@ -95,13 +101,18 @@ def costs(path: Path) -> Costs:
     timed = [run for run in runs if any(row.status is Status.OK for row in run.rows)]
     if not timed:
         raise ResultError(f"--gpu {path}: expected rows with times, found none")
+    first = _prepare(runs, first=True)
+    again = {name: _again(kernel) for name, kernel in first.items()}
+    verdicts = [run for run in runs if run.state["flags"]["replicates"] >= FEWEST]
+    looks = [run for run in runs if run not in verdicts]
     return Costs(
         names.pop(),
         int(runs[0].environment["gpu"].get("memory_bytes", 0)),
         max(0.0, wall_s - spent_s) / processes,
         [_of_run(run) for run in timed],
-        _prepare(runs, first=True),
-        _prepare(runs, first=False) or _prepare(runs, first=True),
+        first,
+        _prepare(looks, first=False) or again,
+        again | _prepare(verdicts, first=False),
     )
 
 
@@ -119,7 +130,8 @@ def plan_there(
         contest_s, row_s = there.contest_and_row_s(size)
         process_s += bool(cases) * contest_s + len(cases) * measures * row_s
         prepared += [(name, size) for name in cases]
-    first_s, later_s = (there.kernels_s(prepared, later) for later in (False, True))
+    later = there.searching if replicates >= FEWEST else there.later
+    first_s, later_s = (there.kernels_s(prepared, known) for known in (there.first, later))
     own = Counter(k.kernel for c in asked for k in c.contenders if _runs(k, c))
     return {
         "suite": suite.name,
@@ -130,7 +142,9 @@ def plan_there(
         "supported": own.total(),
         "replicates": replicates,
         "estimate_s": round(replicates * process_s + first_s + (replicates - 1) * later_s),
-        "largest_bytes": max((_bytes(c.problem) for c in asked), default=0),
+        "largest_bytes": max(
+            (load_op(c.problem.op).held_bytes(c.problem) for c in asked), default=0
+        ),
         "memory_bytes": there.memory_bytes,
         "unknown": sorted(own.keys() - there.first.keys()),
         "unsupported": [],
@@ -166,6 +180,10 @@ def _prepare(runs: Iterable[Run], *, first: bool) -> dict[str, Kernel]:
     return {name: Kernel(median(once[name]), cases) for name, cases in took.items()}
 
 
+def _again(kernel: Kernel) -> Kernel:
+    return Kernel(0.0, [(size, AGAIN * took_s) for size, took_s in kernel.cases])
+
+
 def _names(contender: Contender) -> tuple[str, str]:
     """Return the label, options included, and the kernel: rows are known by both."""
     return replace(contender, twin=False).label, contender.kernel
@@ -180,13 +198,6 @@ def _runs(contender: Contender, contest: Contest) -> bool:
 def _log_size(problem: Problem) -> float:
     """Return the logarithm of the multiplications of a problem's first weight, if it is dense."""
     op = load_op(problem.op)
-    sizes, shape = op.sizes(problem.fields), op.operands[op.weights[0]].shape
-    return log(max(1, problem["m"] * prod(sizes[name] for name in shape)))
-
-
-def _bytes(problem: Problem) -> int:
-    """Return the bytes of a problem's operands."""
-    op = load_op(problem.op)
-    known = op.sizes(problem.fields)
-    sizes = (prod(known[name] for name in operand.shape) for operand in op.operands.values())
-    return int(sum(sizes)) * DTYPES[problem["dtype"]].itemsize
+    sizes, first = op.sizes(problem.fields), op.weights[0]
+    each = prod(sizes[name] for name in op.operands[first].shape)
+    return log(max(1, problem["m"] * each * op.copies(problem.fields, first)))

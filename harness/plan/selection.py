@@ -1,6 +1,7 @@
 """Which contests a run measures: what is asked for, and the A/A pairs that every run has.
 
 --only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
+--only "kernel!=cusparse_csr|cusparse_bsr"     or none of them
 --shard 2/4                                    the second of four parts, by a draw
 """
 
@@ -38,12 +39,12 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     wanted = _wanted(condition)
     known = {"case", "format", "kernel", *(name for c in contests for name in c.problem.fields)}
     for name, values in wanted.items():
-        if name not in known or not all(values):
+        if name.removesuffix("!") not in known or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(known))}"
             found = f"{name}={'|'.join(values)}"
             raise SuiteError(f"--only: expected {expected}; found {found!r}")
     for name, value in [(name, value) for name, values in wanted.items() for value in values]:
-        one = {name: [value]}
+        one = {name.removesuffix("!"): [value]}
         if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
@@ -75,9 +76,13 @@ def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence
         "kernel": contender.kernel,
         "case": Case(problem, contender).id,
     }
-    return all(
-        name in facts and text(facts[name]) in map(text, values) for name, values in wanted.items()
-    )
+
+    def meets(name: str, values: Sequence[str]) -> bool:
+        told = name.removesuffix("!")
+        among = told in facts and text(facts[told]) in map(text, values)
+        return among is (told == name)
+
+    return all(meets(name, values) for name, values in wanted.items())
 
 
 def text(value: Any) -> str:

@@ -19,7 +19,8 @@
       - {format: dense, kernel: acme.int8, error: {at_most: 0.01, why: its weights have 8 bits}}
     baselines:                       # the first that is supported here is the one
       - {format: dense, kernel: cublas}
-    scopes: [kernel, op]             # device time; as called from Python. Default: [kernel]
+    scopes: [kernel, op, chain]      # device time; as called from Python; of a layer among others
+                                     # in one graph (bench/timing.py). Default: [kernel]
     caches: [cold, hot]              # default: [cold]
 
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
@@ -95,7 +96,7 @@ class SuiteFile(_Model):
     problems: list[dict[str, Any]] = Field(min_length=1)
     contenders: list[ContenderEntry] = Field(min_length=1)
     baselines: list[ContenderEntry] = []
-    scopes: list[Literal["kernel", "op"]] = Field(default=["kernel"], min_length=1)
+    scopes: list[Literal["kernel", "op", "chain"]] = Field(default=["kernel"], min_length=1)
     caches: list[Literal["cold", "hot"]] = Field(default=["cold"], min_length=1)
 
 

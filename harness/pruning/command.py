@@ -50,14 +50,16 @@ class _Made:
     loss: float | None = None
 
 
-def parse_recipes(methods: str, fractions: str, regions: str) -> list[Recipe]:
+def parse_recipes(
+    methods: str, fractions: str, regions: str, patterns: str = "2:4"
+) -> list[Recipe]:
     """Return every combination of lists with commas, such as `wanda,spensegpt`, `0,0.5`, `last`."""
     try:
         numbers = [float(fraction) for fraction in fractions.split(",")]
     except ValueError as error:
         raise SuiteError(f"dense: expected fractions such as 0,0.5; found {fractions!r}") from error
-    combined = product(methods.split(","), numbers, regions.split(","))
-    return [Recipe(method, dense, region) for method, dense, region in combined]
+    combined = product(methods.split(","), numbers, regions.split(","), patterns.split(","))
+    return [Recipe(*each) for each in combined]
 
 
 def prune_file(
@@ -114,17 +116,19 @@ def table(report: Pruning) -> Table:
     """Return the outcomes for a terminal, errors in per cent."""
     shown = Table(box=None, title_justify="left", title_style="bold")
     shown.title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
-    columns = ["method", "region", "dense", "sparsity", *report.outcomes[0].errors]
+    columns = ["method", "pattern", "region", "dense", "sparsity", *report.outcomes[0].errors]
     for name in columns + ["loss (nats)"] * (report.loss is not None):
-        shown.add_column(name, justify="left" if name in ("method", "region") else "right")
+        shown.add_column(
+            name, justify="left" if name in ("method", "pattern", "region") else "right"
+        )
     if report.loss is not None:
-        blank = [""] * (len(columns) - 4)
-        shown.add_row("none", "", "1", "0.0%", *blank, f"{report.loss:.3f}")
+        blank = [""] * (len(columns) - 5)
+        shown.add_row("none", "", "", "1", "0.0%", *blank, f"{report.loss:.3f}")
     for outcome in report.outcomes:
         errors = [f"{error:.2%}" for error in outcome.errors.values()]
         loss = [] if outcome.loss is None else [f"{outcome.loss:.3f}"]
         fractions = f"{outcome.dense:.3g}", f"{outcome.sparsity:.1%}"
-        shown.add_row(outcome.method, outcome.region, *fractions, *errors, *loss)
+        shown.add_row(outcome.method, outcome.pattern, outcome.region, *fractions, *errors, *loss)
     return shown
 
 
@@ -187,8 +191,10 @@ def _outcomes(
         made = make(recipe)
         dense = made.dense / made.features
         errors = {name: fmean(layer[name] for layer in made.errors) for name in made.errors[0]}
-        sparsity = (1 - dense) / 2
-        outcomes.append(Pruned(recipe.method, recipe.region, dense, sparsity, errors, made.loss))
+        where = recipe.where
+        shares = dense, (1 - dense) * where.sparsity
+        found = Pruned(recipe.method, recipe.region, *shares, errors, made.loss, where.name)
+        outcomes.append(found)
         if to:
             write(made, recipe, to)
     return outcomes
@@ -211,7 +217,8 @@ def _text(path: Path) -> str:
 
 def _write(made: _Made, recipe: Recipe, path: Path) -> None:
     tensors = {name: tensor.cpu() for name, tensor in made.tensors.items()}
-    notes = {"method": recipe.method, "region": recipe.region, "dense": str(made.dense)}
+    notes = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
+    notes |= {"dense": str(made.dense)}
     fresh = path.with_name(f"{path.name}.new")
     try:
         save_file(tensors, fresh, notes)

@@ -26,8 +26,9 @@ from sparsebench.harness.pruning.mlp import (
     require_one_of,
     require_weight,
 )
+from sparsebench.harness.pruning.pattern import Pattern
 
-Prune = Callable[[Tensor, Tensor, int], Tensor]
+Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
 METHODS: dict[str, Prune] = {
     "magnitude": magnitude.prune,
     "wanda": wanda.prune,
@@ -40,14 +41,16 @@ SPLITS = "rows", "columns"
 class Recipe:
     """How to prune.
 
-    method  one of METHODS
-    dense   fraction of the features that stays dense; 0 is plain 2:4
-    region  one of region.REGIONS: which features these are
+    method   one of METHODS
+    dense    fraction of the features that stays dense; 0 is the pattern alone
+    region   one of region.REGIONS: which features these are
+    pattern  of the others: 2:4, or a fraction that is pruned anywhere, as 0.5
     """
 
     method: str = "spensegpt"
     dense: float = 0.5
     region: str = "scored"
+    pattern: str = "2:4"
 
     def __post_init__(self) -> None:
         """Refuse what there is not."""
@@ -55,11 +58,16 @@ class Recipe:
         require_one_of("region", self.region, list(region.REGIONS))
         if not 0 <= self.dense <= 1:
             raise SuiteError(f"dense: expected a fraction of 0 to 1, found {self.dense:g}")
+        Pattern.of(self.pattern)
 
     @property
-    def prune(self) -> Prune:
-        """Return the method's function."""
-        return METHODS[self.method]
+    def where(self) -> Pattern:
+        """Return the pattern, read."""
+        return Pattern.of(self.pattern)
+
+    def prune(self, weight: Tensor, x: Tensor, columns: int) -> Tensor:
+        """Prune by the method the first columns of a weight [n, k], from inputs x [tokens, k]."""
+        return METHODS[self.method](weight, x, columns, self.where)
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""Magnitude pruning: of every 4 elements keep the 2 largest, |w_ij|. No calibration enters."""
+"""Magnitude pruning: keep the largest |w_ij| of a pattern's groups. No calibration enters."""
 
 from torch import Tensor
 
-from sparsebench.harness.pruning.two_four import keep_two
+from sparsebench.harness.pruning.pattern import TWO_FOUR, Pattern, keep
 
 
-def prune(weight: Tensor, x: Tensor, columns: int) -> Tensor:
-    """Return the weight [n, k] with its first `columns` columns 2:4; x [tokens, k] is not read."""
-    return keep_two(weight, weight.abs(), columns)
+def prune(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+    """Return the weight [n, k], its first `columns` columns pruned; x [tokens, k] is not read."""
+    return keep(weight, weight.abs(), columns, pattern)

@@ -132,14 +132,16 @@ def prune_model(
 
 
 def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
-    """Pack a model that was pruned by a recipe, in place, and write it and its tokenizer.
+    """Write a model that was pruned by a recipe, and its tokenizer; 2:4 is packed, in place.
 
-    Weights of 32 bits are rounded to bf16. Raises SuiteError, FormatError; writes all or nothing.
+    Unstructured weights are written as dense ones, and weights of 32 bits rounded to bf16. Raises
+    SuiteError, FormatError; writes all or nothing.
     """
     model = loaded.model
     if model.dtype not in (torch.float16, torch.bfloat16):
         model.to(torch.bfloat16)
-    sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
+    if recipe.where.group:
+        sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
     fresh = to.with_name(f"{to.name}.new")
     try:
         with quiet(_transformers(to)):

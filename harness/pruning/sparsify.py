@@ -29,8 +29,8 @@ from sparsebench.harness.pruning.gated import (
     require_plain,
     require_steps,
 )
+from sparsebench.harness.pruning.pattern import keep
 from sparsebench.harness.pruning.region import dense_count
-from sparsebench.harness.pruning.two_four import keep_two
 from sparsebench.kernels.nn import (
     BlockSparseLinear,
     SparseGatedMLP,
@@ -133,7 +133,7 @@ class TwoFour:
         gate, up, down = parts.weights
         dense = dense_count(len(gate), self.dense)
         sparse = len(gate) - dense
-        pruned = _above(gate, sparse), _above(up, sparse), keep_two(down, down.abs(), sparse)
+        pruned = _above(gate, sparse), _above(up, sparse), keep(down, down.abs(), sparse)
         return SpenseGatedMLP.from_dense(*pruned, dense=dense, activation=activation)
 
 
@@ -229,7 +229,7 @@ def _require_own(model: nn.Module, module: nn.Module) -> None:
 def _above(weight: Tensor, rows: int) -> Tensor:
     """Return a weight [n, k] with its first rows 2:4, the rest as it is."""
     top, rest = weight[:rows], weight[rows:]
-    return torch.cat((keep_two(top, top.abs(), weight.shape[1]), rest))
+    return torch.cat((keep(top, top.abs(), weight.shape[1]), rest))
 
 
 def _on_meta(layer: nn.Linear) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     command ─> early: workers import, without a device          ┐ at the same time
             ─> the command itself imports torch, reads, plans   ┘
-            ─> child.py makes them the first workers
+            ─> child.py makes them the first workers            ┐ at the same time
+            ─> meanwhile: the command imports what reports need ┘
 
 Those that nobody took end with the command. Nothing here imports torch.
 """
@@ -10,6 +11,9 @@ Those that nobody took end with the command. Nothing here imports torch.
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import import_module
+from threading import Thread
 
 from sparsebench.harness.machine.parent import WAIT
 
@@ -21,6 +25,7 @@ AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import beside 
 Process = subprocess.Popen[str]
 
 _early: list[Process] = []
+_importing: list[Thread] = []
 
 
 def spawn(*command: str) -> Process:
@@ -45,6 +50,27 @@ def taken() -> Process | None:
         return _early.pop()  # threads may ask at once
     except IndexError:
         return None
+
+
+def meanwhile(*modules: str) -> None:
+    """Import modules in a thread, while a worker takes its device; `settled` waits for them.
+
+    An error is raised where the module is imported again, for its use.
+    """
+
+    def imported() -> None:
+        for module in modules:
+            with suppress(Exception):
+                import_module(module)
+
+    _importing.append(Thread(target=imported, daemon=True))
+    _importing[-1].start()
+
+
+def settled() -> None:
+    """Wait for the threads that import."""
+    while _importing:
+        _importing.pop().join()
 
 
 def end() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.run.measure import Progress
-from sparsebench.harness.run.reproduce import again, whole
+from sparsebench.harness.plan.selection import meets
+from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.reproduce import Engine, again, whole
 from sparsebench.results import bundle
 from sparsebench.results.analysis import analyse
 from sparsebench.results.compare import KEYS
@@ -47,21 +48,28 @@ def confirm(
     *,
     cases: int,
     replicates: int,
+    condition: str = "",
+    engine: Engine = measure,
 ) -> Path:
-    """Measure the cases with the largest speed-ups in `path` again; return the new run."""
+    """Measure the cases with the largest speed-ups in `path` again; return the new run.
+
+    They are among those that meet a `condition`, written as for --only.
+    """
     identity = bundle.identity(path)
     run = whole(path)
     raced = analyse(run).cases
-    raced = raced[compared(raced) & (raced.status == Status.OK)]
+    asked = {
+        row.case.id for row in run.rows if meets(row.case.problem, row.case.contender, condition)
+    }
+    raced = raced[compared(raced) & (raced.status == Status.OK) & raced.case_id.isin(asked)]
     if raced.empty:
         raise ResultError(f"{path}: expected a case with a speed-up to confirm, found none")
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
     chosen = best[KEYS].to_dict("records")
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
     ids = f"case={'|'.join(best.case_id)}"
-    return again(
-        run, device, data, out, progress, {"confirms": about}, only=ids, replicates=replicates
-    )
+    origin = {"confirms": about}
+    return again(run, device, data, out, progress, origin, engine, only=ids, replicates=replicates)
 
 
 def headlines(run: Run) -> list[Headline]:

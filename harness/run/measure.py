@@ -29,6 +29,7 @@ from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.run import ahead
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.plugins import code_of
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
@@ -128,6 +129,7 @@ def measure(
             environment |= {"ceilings": ceilings}
             path = _created(out, suite, environment, record, runner.about["slug"])
             held.enter_context(store.locked(path))
+        ahead.settled()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.explained = lambda reason, text: told(failure(reason, text))
         measures = possible(suite.measures, flags.device)

@@ -18,7 +18,13 @@ from statistics import median
 
 from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.samples import BLOCKS, BUDGET_MS, MIN_SAMPLES, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.samples import (
+    BLOCKS,
+    BUDGET_MS,
+    MIN_SAMPLES,
+    SAMPLES_PER_BLOCK,
+    layers_of,
+)
 from sparsebench.results import bundle, peers, store
 from sparsebench.results.inspection import inspect
 from sparsebench.results.record import Row, Status
@@ -100,7 +106,8 @@ def _plausible(run: Run) -> int:
     replayed = [row for row in replayed if row.clock == "graph"]
     for row in replayed:
         blocks, rest = divmod(len(row.samples_us), max(1, row.samples_per_block))
-        spent = 1e-3 * len(row.samples_us) * median(row.samples_us) / BUDGET_MS
+        taken_ms = 1e-3 * len(row.samples_us) * median(row.samples_us) * layers_of(row.scope)
+        spent = taken_ms / BUDGET_MS
         fewer, more = len(row.samples_us) < BLOCKS * SAMPLES_PER_BLOCK, blocks > MIN_SAMPLES
         whole = not rest and MIN_SAMPLES <= blocks <= BLOCKS and row.samples_per_block >= 1
         if not whole or (fewer and spent < SPENT[0]) or (more and spent > SPENT[1]):

@@ -8,9 +8,10 @@
     < {"contest": problem id, "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
-Its first line describes the device. With --wait it says before that all is imported, and waits for
-the device in a line, [DEVICE, DATA]. Whatever a kernel prints goes to stderr: answers have a
-descriptor of their own. Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
+Its first line describes the device. With --wait it says before that all is imported, CUDA_PACKAGES
+among it, and waits for the device in a line, [DEVICE, DATA]. Whatever a kernel prints goes to
+stderr: answers have a descriptor of their own.
+Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
 """
 
 import faulthandler
@@ -19,7 +20,9 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +35,7 @@ from sparsebench.harness.machine.device import environment, identity, slug
 from sparsebench.harness.machine.parent import WAIT, end_with_parent
 from sparsebench.results.record import Contender, Problem
 
+CUDA_PACKAGES = "triton", "cupy", "nvmath.bindings.cublasLt"  # of kernel files, 1 s warm together
 DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 
 
@@ -44,6 +48,8 @@ def main() -> None:
     os.dup2(2, 1)
     given = sys.argv[1:]
     if given == [WAIT]:
+        if torch.version.cuda:
+            _import_early()
         _say(answers, {"imported": True})
         given = json.loads(sys.stdin.readline() or "[]")
         if not given:  # the parent has ended
@@ -65,6 +71,13 @@ def main() -> None:
             _say(answers, {"failed": [end.case, end.detail, explained(end)]})
             _say(answers, {"fatal": [end.case, end.detail]})
             os._exit(3)  # the context is gone: destructors would only crash
+
+
+def _import_early() -> None:
+    """Import what kernel files import when they are used; they say themselves what is missing."""
+    for package in CUDA_PACKAGES:
+        with suppress(ImportError):
+            import_module(package)
 
 
 def _measure(

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.samples import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.samples import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import parse
 from sparsebench.results import files
@@ -76,7 +76,8 @@ class Rates(_Model):
 class Spec(_Model):
     """A simulated GPU. Sizes of noise are relative: 0.01 is 1 %.
 
-    launch_us   least time of a call, of device time; host_us: the same, as called from Python
+    launch_us   least time of a call, of device time; host_us: the same, as called from Python;
+                next_us: of a layer that follows another in one graph (assumed)
     noise       µs of a call to the interquartile range of its samples; between, a line over log µs
     drift       standard deviation of the drift, which is forgotten over `drift_samples`
     step        size of a clock step; step_odds: the part of contests that have one
@@ -92,6 +93,7 @@ class Spec(_Model):
     matrix_tflops: Rates = Rates()
     launch_us: PositiveFloat = 4.5
     host_us: PositiveFloat = 12.0
+    next_us: PositiveFloat = 1.5
     l2_bytes: NonNegativeInt = 62914560
     noise: dict[PositiveFloat, Share] = Field(
         default={4.5: 0.063, 18.0: 0.025, 100.0: 0.005}, min_length=1
@@ -129,10 +131,10 @@ def faults(device: str) -> list[Fault]:
 
 
 def call_us(
-    spec: Spec, contender: Contender, dtype: str, flops: float, read_bytes: int, scope: str
+    spec: Spec, contender: Contender, dtype: str, flops: float, read_bytes: float, scope: str
 ) -> float:
     """Return what a call takes without noise: the formula's first line."""
-    least_us = spec.host_us if scope == "op" else spec.launch_us
+    least_us = {"op": spec.host_us, CHAIN: spec.next_us}.get(scope, spec.launch_us)
     memory_us = read_bytes / spec.bandwidth_gb_per_s / 1e3
     rate: float = getattr(spec.matrix_tflops, dtype)
     compute_us = flops / rate / 1e6

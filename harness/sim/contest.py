@@ -24,7 +24,7 @@ import numpy as np
 
 from sparsebench.harness.bench.entry import ContestOptions
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.bench.samples import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.samples import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.clock import Array, Spec, call_us, regrets, samples
@@ -191,7 +191,7 @@ def _call_us(spec: Spec, row: Row, work: Work) -> float:
     problem, contender = row.case.problem, row.case.contender
     sparse_bytes = DTYPES[problem["dtype"]].itemsize * work.nnz
     moved = work.fewest_bytes - sparse_bytes + _stored(row.case, work)
-    cached = spec.l2_bytes if row.cache == "hot" else 0
+    cached = spec.l2_bytes / layers_of(row.scope) if row.cache == "hot" else 0
     flops = work.dense_flops if contender.format == "dense" else work.flops
     return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)
 
@@ -200,13 +200,13 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
     """Put samples, bound and energy into a row; what is faster than the bound has no samples."""
     times_us = tuple(round(float(us), 3) for us in taken.flat)
     typical_us = median(times_us)
-    if options.energy:
+    if options.energy and row.scope != CHAIN:
         joule = COOL["power_w"] * typical_us / 1e6
         row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S)
     if options.ceilings:
         dtype = row.case.problem["dtype"]
         bound_us, by = options.ceilings.bound(
-            dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache
+            dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache, layers_of(row.scope)
         ) or (None, None)
         row = judged(replace(row, bound_us=bound_us, bound_by=by), typical_us)
         if row.status is not Status.OK:

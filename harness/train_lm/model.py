@@ -1,5 +1,7 @@
 """A decoder whose MLPs are gated by ReLU, in plain torch: no kernel of ours is part of evidence.
 
+blocks.py puts block-sparse layers in the place of its weights, where these are what is judged.
+
     x = E[byte]
     each layer:  x += attention(norm(x))        causal; queries and keys rotated by their place
                  x += h Wd.T                    h = relu(z Wg.T) * (z Wu.T),  z = norm(x)
@@ -60,7 +62,7 @@ class Layer(nn.Module):
     What adds to the residual stream starts smaller, by the root of how many do.
     """
 
-    def __init__(self, sizes: Sizes, draw: torch.Generator) -> None:
+    def __init__(self, sizes: Sizes, draw: torch.Generator | None) -> None:
         """Draw the weights."""
         super().__init__()
         k, n, added = sizes.width, sizes.hidden, DEVIATION / math.sqrt(2 * sizes.layers)
@@ -73,27 +75,24 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Return [contexts, tokens, k] after the attention."""
-        qkv = linear(_norm(x, self.attention_norm), self.qkv)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
-        return x + linear(mixed.transpose(1, 2).flatten(2), self.out)
+        return attention(x, self.attention_norm, self.qkv, self.out, self.heads)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return [contexts, tokens, k]; the layer's part of L1; the MLP's inputs and gates."""
         x = self.attend(x)
         z = _norm(x, self.mlp_norm)
-        g = relu(linear(z, self.wg))
-        h = g * linear(z, self.wu)
-        return x + linear(h, self.wd), h.abs().sum(-1, dtype=torch.float32).mean(), z, g
+        g = relu(_times(z, self.wg))
+        h = g * _times(z, self.wu)
+        return x + _times(h, self.wd), h.abs().sum(-1, dtype=torch.float32).mean(), z, g
 
 
 class Decoder(nn.Module):
     """The model; equal sizes and seeds start from equal bits, on every device."""
 
-    def __init__(self, sizes: Sizes, seed: int) -> None:
-        """Draw the weights, on the CPU."""
+    def __init__(self, sizes: Sizes, seed: int | None) -> None:
+        """Draw the weights, on the CPU; without a seed they are not written."""
         super().__init__()
-        draw = torch.Generator().manual_seed(seed)
+        draw = None if seed is None else torch.Generator().manual_seed(seed)
         self.embedding = _drawn(BYTES, sizes.width, draw)
         self.layers = nn.ModuleList(Layer(sizes, draw) for _ in range(sizes.layers))
         self.norm = nn.Parameter(torch.ones(sizes.width))
@@ -110,7 +109,28 @@ class Decoder(nn.Module):
         return linear(_norm(x, self.norm), self.output), torch.stack(norms).mean()
 
 
-def _drawn(rows: int, columns: int, draw: torch.Generator, by: float = DEVIATION) -> nn.Parameter:
+def attention(
+    x: Tensor, norm: Tensor, qkv: Tensor | nn.Module, out: Tensor | nn.Module, heads: int
+) -> Tensor:
+    """Return the stream [contexts, tokens, k] and what attention adds to it."""
+    q, k, v = _times(_norm(x, norm), qkv).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+    return x + _times(mixed.transpose(1, 2).flatten(2), out)
+
+
+def _times(x: Tensor, weight: Tensor | nn.Module) -> Tensor:
+    """Return X @ W.T; a weight in blocks is a layer of its own (blocks.py)."""
+    if isinstance(weight, nn.Module):
+        y: Tensor = weight(x)
+        return y
+    return linear(x, weight)
+
+
+def _drawn(
+    rows: int, columns: int, draw: torch.Generator | None, by: float = DEVIATION
+) -> nn.Parameter:
+    if draw is None:
+        return nn.Parameter(torch.empty(rows, columns))
     return nn.Parameter(torch.randn(rows, columns, generator=draw) * by)
 
 

@@ -56,14 +56,14 @@ def train(
     sizes, start = settings.sizes, time.perf_counter()
     model = Decoder(sizes, settings.seed).to(device)
     optimizer = _optimizer(model, settings)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, settings))
     seen = text.seen.to(device)
     draw = torch.Generator().manual_seed(settings.seed)
     last = len(seen) - sizes.context
     starts = torch.randint(last, (settings.steps, settings.batch), generator=draw).to(device)
     for step in range(settings.steps):
         tokens = contexts(seen, starts[step], sizes.context)
-        with _products(device):
+        with products(device):
             logits, term = model(tokens[:, :-1])
         loss = cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         (loss + l1 * term).backward()
@@ -98,7 +98,7 @@ def count(model: Decoder, tokens: Tensor, settings: Settings) -> tuple[float, li
 
     losses = torch.zeros((), dtype=torch.float64, device=device)
     for part in tokens.to(device).split(settings.batch):
-        with _products(device):
+        with products(device):
             logits, _ = model(part[:, :-1], watch)
         flat = logits.float().flatten(0, 1)
         losses += cross_entropy(flat, part[:, 1:].flatten(), reduction="sum")
@@ -127,12 +127,12 @@ def mlp_inputs(model: Decoder, tokens: Tensor, number: int) -> Tensor:
         if layer == number:
             given.append(z.flatten(0, 1).bfloat16())
 
-    with _products(device):
+    with products(device):
         model(tokens.to(device), watch)
     return given[0]
 
 
-def _products(device: torch.device) -> torch.autocast:
+def products(device: torch.device) -> torch.autocast:
     """Compute products in bf16 on a GPU, in fp32 on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
@@ -148,7 +148,7 @@ def _optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
 
-def _rate(step: int, settings: Settings) -> float:
+def rate(step: int, settings: Settings) -> float:
     """Return the part of the learning rate: up to 1 while it rises, then down to a tenth."""
     rising = settings.warmup * settings.steps
     if step < rising:

@@ -121,8 +121,8 @@ class Loaded:
         if self.together:  # arguments are copied by the call, or by the capture of a graph
             result = _driver().cuLaunchCooperativeKernel(*shape, stream, args[0])
         elif self.early:
-            config = LaunchConfig(*shape[1:], stream, ctypes.pointer(EARLY), 1)
-            result = _driver().cuLaunchKernelEx(ctypes.byref(config), shape[0], args[0], None)
+            config = _early(*shape[1:], stream)
+            result = _driver().cuLaunchKernelEx(config, shape[0], args[0], None)
         else:
             result = _driver().cuLaunchKernel(*shape, stream, args[0], None)
         if result:
@@ -294,7 +294,8 @@ def tensor_map(
 ) -> bytes:
     """Return the tensor map of a fp16 or bf16 matrix [height, width], for swizzled boxes.
 
-    box  rows x columns. A row has 32, 64 or 128 bytes, and the swizzle as many (hopper.cuh)
+    box  rows x columns. The swizzle is 32, 64 or 128 bytes, the least that a row fits into
+         (hopper.cuh). So far apart are rows in shared memory; a shorter row leaves a gap
 
     Outside of the matrix a box reads zeros and writes nothing. Raises Unsupported.
     """
@@ -314,11 +315,16 @@ def tensor_map(
     result = driver.cuTensorMapEncodeTiled(
         *(ctypes.c_void_p(place), MAP_TYPES[dtype], 2),
         *(ctypes.c_void_p(address), sizes, steps, tile, every),
-        *(0, SWIZZLES[columns * size], L2_PROMOTION_128B, 0),
+        *(0, SWIZZLES[pitch(columns * size)], L2_PROMOTION_128B, 0),
     )
     what = f"[{height}, {width}] with rows of {step} bytes, in boxes of {rows} x {columns}"
     require_success(result, f"cuTensorMapEncodeTiled, {what}")
     return ctypes.string_at(place, MAP_BYTES)
+
+
+def pitch(row_bytes: int) -> int:
+    """Return the bytes from row to row of a box in shared memory."""
+    return next(swizzle for swizzle in SWIZZLES if swizzle >= row_bytes)
 
 
 @cache
@@ -327,6 +333,12 @@ def _set_device() -> Callable[[int], None]:
 
     set_device: Callable[[int], None] = runtime.setDevice
     return set_device
+
+
+@lru_cache(4096)
+def _early(*shape_and_stream: int) -> Any:
+    """Return a pointer to a LaunchConfig with the attribute EARLY: making one takes 2 µs."""
+    return ctypes.byref(LaunchConfig(*shape_and_stream, ctypes.pointer(EARLY), 1))
 
 
 @cache

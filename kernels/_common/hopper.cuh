@@ -79,11 +79,35 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int colum
                "[%0], [%1, {%3, %4}], [%2];"
                :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }
+// With an L2 policy: what is to go first, what last.
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row,
+                                         u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
+               :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy) : "memory");
+}
 // Addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier,
+                                          u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], %4;"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+#define POLICY(name)                                                                      \
+  __device__ __forceinline__ u64 name() {                                                 \
+    u64 policy;                                                                           \
+    asm volatile("createpolicy.fractional.L2::" #name ".b64 %0;" : "=l"(policy));         \
+    return policy;                                                                        \
+  }
+POLICY(evict_first)
+POLICY(evict_last)
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
 }
 // Into every CTA of the mask `ctas`, at the same address, counted by each CTA's own barrier.
 __device__ __forceinline__ void tma_load_multicast(unsigned short ctas, u32 to,
@@ -195,20 +219,44 @@ __device__ __forceinline__ void quad_transpose(u32 (&words)[4]) {
 #define TENS_TO_59 TENS_TO_29 TEN(3) TEN(4) TEN(5)
 #define TENS_TO_119 TENS_TO_59 TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
 #define SUM_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUM_24 TEN() "%10, %11"
 #define SUM_32 TEN() "%10, %11, %12, %13, %14, %15"
+#define SUM_40 TEN() "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
+#define SUM_48 TEN() TEN(1) "%20, %21, %22, %23"
+#define SUM_56 TEN() TEN(1) "%20, %21, %22, %23, %24, %25, %26, %27"
 #define SUM_64 TENS_TO_29 "%30, %31"
+#define SUM_72 TENS_TO_29 "%30, %31, %32, %33, %34, %35"
+#define SUM_80 TENS_TO_29 "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
+#define SUM_88 TENS_TO_29 TEN(3) "%40, %41, %42, %43"
+#define SUM_96 TENS_TO_29 TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
 #define SUM_128 TENS_TO_59 "%60, %61, %62, %63"
 #define SUM_256 TENS_TO_119 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define A_AND_B_16 "%8, %9"
+#define A_AND_B_24 "%12, %13"
 #define A_AND_B_32 "%16, %17"
+#define A_AND_B_40 "%20, %21"
+#define A_AND_B_48 "%24, %25"
+#define A_AND_B_56 "%28, %29"
 #define A_AND_B_64 "%32, %33"
+#define A_AND_B_72 "%36, %37"
+#define A_AND_B_80 "%40, %41"
+#define A_AND_B_88 "%44, %45"
+#define A_AND_B_96 "%48, %49"
 #define A_AND_B_128 "%64, %65"
 #define A_AND_B_256 "%128, %129"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D_16 D4(0), D4(4)
+#define D_24 D_16, D4(8)
 #define D_32 D16(0)
+#define D_40 D16(0), D4(16)
+#define D_48 D_40, D4(20)
+#define D_56 D_48, D4(24)
 #define D_64 D16(0), D16(16)
+#define D_72 D_64, D4(32)
+#define D_80 D_72, D4(36)
+#define D_88 D_80, D4(40)
+#define D_96 D_64, D16(32)
 #define D_128 D_64, D16(32), D16(48)
 #define D_256 D_128, D16(64), D16(80), D16(96), D16(112)
 #define WGMMA_(N, a, b, a_trans, b_trans)                                               \

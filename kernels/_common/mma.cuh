@@ -1,6 +1,6 @@
 // Device functions of the kernels that use mma (compute capability 8.0 and newer): one PTX
 // instruction each, under its name. Define TYPE, "f16" or "bf16", first. Macro: FP16=0|1.
-// Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix, movmatrix, cp.async.
+// Source: PTX ISA 9.0, mma.m16n8k16, mma.m16n8k8, ldmatrix, movmatrix, cp.async.
 
 #pragma once
 
@@ -32,6 +32,12 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 "
+               "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
 }
 __device__ __forceinline__ float to_float(unsigned short value) {
   float f;

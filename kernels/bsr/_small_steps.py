@@ -13,13 +13,13 @@
         row 0      #.  ..  ..  .#  ..         row 0: places 0 and 5
         row 1      ..  .#  ..  ##  ..         row 1: places 3, 4 and 5
 
-A strip costs 64 bytes a token, however many rows use it, and these loads are the limit. So units
-are paired, then pairs of units, and so on; pairs that share the most strips come first. For uniform
+A strip costs 64 bytes a token, however many rows use it, and these loads are the limit. So a
+group begins with the unit of most strips, and the unit that adds the fewest joins it. For uniform
 random blocks, n = k = 4096, groups of 256 features touch this part of the strips (in brackets:
 groups in the order of W):
 
-    blocks of 32    80 %: 0.73 (0.82)    90 %: 0.47 (0.57)    95 %: 0.26 (0.34)
-    blocks of 16    90 %: 0.91 (0.96)    95 %: 0.70 (0.79)    98 %: 0.37 (0.49)
+    blocks of 32    80 %: 0.72 (0.83)    90 %: 0.46 (0.57)    95 %: 0.24 (0.31)
+    blocks of 16    90 %: 0.89 (0.96)    95 %: 0.70 (0.81)    98 %: 0.37 (0.48)
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from torch import Tensor
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.work_list import Ints, assigned
-from sparsebench.kernels.bsr._wgmma_pairs import checked, matched
+from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 STRIP, STRIPS = 32, 4  # columns of X in a strip; strips in a step
 UNIT = 32  # features
@@ -66,11 +66,36 @@ class Lists:
     blocks: Ints
     room: int
 
-    def costs(self, tokens: int, block: int) -> Ints:
-        """Return what each group costs a CTA for a tile of tokens, in bytes of loads."""
-        loads = self.strips * (tokens * STRIP * 2) + self.blocks * (2 * block * block)
+    def costs(self, rows: int, block: int) -> Ints:
+        """Return what each group costs a CTA for a tile of `rows` of X, in bytes of loads."""
+        loads = self.strips * (rows * STRIP * 2) + self.blocks * (2 * block * block)
         costs: Ints = loads + HAND_OVER * np.diff(self.first) + STORING
         return costs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a kernel holds the blocks of a step.
+
+    rows        block rows of a group;  warpgroups: they share them evenly
+    unit        block rows that stay together, neighbours in W
+    across      blocks side by side in a strip
+    strips      in a step, at most
+    block_bytes of a block of W
+    rooms       KB of blocks that a step may hold
+    parity      a place is twice the strip's, and 1 in an odd column
+    groups      at least; with as few as hold all rows, the last round of items may be short
+    """
+
+    rows: int
+    warpgroups: int
+    unit: int
+    across: int
+    strips: int
+    block_bytes: int
+    rooms: tuple[int, ...]
+    parity: bool = False
+    groups: int = 0
 
 
 def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -> Lists:
@@ -82,20 +107,31 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
     b, (n, k) = w.block[0], w.shape
     owner, depth = (block_columns, block_rows) if transposed else (block_rows, block_columns)
     width, deep = (k, n) if transposed else (n, k)
-    height, strips = features // b // warpgroups, -(-deep // STRIP)
-    strip, half = depth * b // STRIP, depth * b % STRIP // b
+    layout = Layout(features // b, warpgroups, UNIT // b, STRIP // b, STRIPS, 2 * b * b, ROOMS)
+    return listed(owner, depth, -(-width // UNIT), -(-deep // STRIP), layout)
 
-    unit, within = np.divmod(owner, UNIT // b)
-    units = _united(unit, strip, -(-width // UNIT), strips, features // UNIT)
-    group, seat = np.empty((2, units.max() + 1), np.int64)
-    group[units[units >= 0]], seat[units[units >= 0]] = np.nonzero(units >= 0)
-    g, (share, row) = group[unit], np.divmod(seat[unit] * (UNIT // b) + within, height)
 
-    there = np.zeros((len(units), strips, warpgroups), np.int64)
+def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: Layout) -> Lists:
+    """Return the lists of blocks in row `owner` and column `depth`, of so many units and strips."""
+    warpgroups, across, unit_rows = layout.warpgroups, layout.across, layout.unit
+    height = layout.rows // warpgroups
+    strip, half = np.divmod(depth, across)
+    unit, within = np.divmod(owner, unit_rows)
+    united = _united(unit, strip, units, strips, layout.rows // unit_rows, layout.groups)
+    # Neighbours in a group share strips: one goes to each warpgroup, so that none waits.
+    united = united.reshape(len(united), -1, warpgroups).swapaxes(1, 2).reshape(len(united), -1)
+    group, seat = np.empty((2, united.max() + 1), np.int64)
+    group[united[united >= 0]], seat[united[united >= 0]] = np.nonzero(united >= 0)
+    g, (share, row) = group[unit], np.divmod(seat[unit] * unit_rows + within, height)
+
+    there = np.zeros((len(united), strips, warpgroups), np.int64)
     np.add.at(there, (g, strip, share), 1)
-    room = _room(there.sum(2), 2 * b * b)
-    number, slot, first = _steps(there, room * 1024 // (2 * b * b))
-    step, place = number[g, strip], slot[g, strip] * (STRIP // b) + half
+    room = _room(there.sum(2), layout)
+    most = room * 1024 // layout.block_bytes
+    number, slot, first = _steps(there, most, layout.strips)
+    step, place = number[g, strip], slot[g, strip] * across + half
+    if layout.parity:
+        place = 2 * place + depth % 2
 
     order = np.lexsort((place, row, share, step))
     list_ = (step * warpgroups + share)[order]
@@ -111,12 +147,12 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
     chunk = start[::warpgroups]
     steps = np.zeros((first[-1], 2 + warpgroups, 4), np.int32)
     steps[:, 0, 0], steps[:, 0, 3] = np.diff(chunk), chunk[:-1]
-    steps[:, 0, 2] = np.repeat(np.arange(len(units)), np.diff(first))
+    steps[:, 0, 2] = np.repeat(np.arange(len(united)), np.diff(first))
     steps[:, 1, :2] = loaded.view(np.int32)
     steps[:, 2:, 0] = counts.astype(np.uint32).view(np.int32).reshape(-1, warpgroups)
     steps[:, 2:, 1] = (start[:-1] - chunk[:-1].repeat(warpgroups)).reshape(-1, warpgroups)
     steps[:, 2:, 2:] = places.view(np.int32).reshape(-1, warpgroups, 2)
-    return Lists(units.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room)
+    return Lists(united.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room)
 
 
 def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
@@ -125,7 +161,12 @@ def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[I
     int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]. The steps cover every group
     and every tile of tokens.
     """
-    group, token, starts = assigned(lists.costs(tokens, block), m, tokens, workers)
+    return worked(lists, lists.costs(min(m, tokens), block), m, tokens, workers)
+
+
+def worked(lists: Lists, costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints]:
+    """Return the steps and bounds of `work` for groups of other costs."""
+    group, token, starts = assigned(costs, m, tokens, workers)
     lengths = np.diff(lists.first)[group]
     ends = lengths.cumsum()
     index = np.arange(ends[-1]) + np.repeat(lists.first[group] - (ends - lengths), lengths)
@@ -138,18 +179,18 @@ def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[I
     return steps, bounds
 
 
-def cut(w: Bsr, side: int) -> Bsr:
-    """Return the matrix in square blocks of `side`, a divisor of r and c.
+def cut(w: Bsr, side: int, depth: int | None = None) -> Bsr:
+    """Return the matrix in blocks of `side` rows, a divisor of r, and `depth` columns, one of c.
 
-    The part of an edge block outside of W is dropped.
+    Square blocks unless `depth` is given. The part of an edge block outside of W is dropped.
     """
-    (r, c), (n, k) = w.block, w.shape
-    down, across = r // side, c // side
+    (r, c), (n, k), depth = w.block, w.shape, depth or side
+    down, across = r // side, c // depth
     row, column = rows_of(w.offsets)[:, None, None] * down, w.columns[:, None, None] * across
     row = (row + torch.arange(down, device=row.device)[:, None]).expand(-1, -1, across)
     column = (column + torch.arange(across, device=row.device)).expand(-1, down, -1)
-    values = w.values.view(-1, down, side, across, side).transpose(2, 3)
-    rows, columns = -(-n // side), -(-k // side)
+    values = w.values.view(-1, down, side, across, depth).transpose(2, 3)
+    rows, columns = -(-n // side), -(-k // depth)
     inside = (row < rows) & (column < columns)
     place, order = (row * columns + column)[inside].sort()
     return Bsr(
@@ -177,40 +218,47 @@ def sources(order: Tensor, pieces: Tensor) -> Tensor:
 
 def gathered(values: Tensor, source: Tensor) -> Tensor:
     """Return the blocks packed by `sources`; one block of zeros where W stores none."""
-    blocks, b, _ = values.shape
+    blocks, r, c = values.shape
     if not blocks:
-        return values.new_zeros(1, b, b)
+        return values.new_zeros(1, r, c)
     # As complex128, one element of 16 bytes is copied instead of eight.
     pieces = values.view(-1, 8).view(torch.complex128)
-    return pieces.index_select(0, source).view(values.dtype).view(-1, b, b)
+    return pieces.index_select(0, source).view(values.dtype).view(-1, r, c)
 
 
-def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int) -> Ints:
-    """Group the units by the strips that they share, `size` (a power of two) to a group."""
-    whole = -(-units // size) * size
-    touched = np.zeros((whole, strips), np.float32)
-    touched[unit, strip] = 1
-    members = np.arange(whole)[:, None]
-    members[units:] = -1
-    while members.shape[1] < size:
-        pairs = matched(touched)
-        touched = np.maximum(touched[pairs[:, 0]], touched[pairs[:, 1]])
-        members = np.concatenate([members[pairs[:, 0]], members[pairs[:, 1]]], 1)
+def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int, groups: int) -> Ints:
+    """Group the units by the strips that they share: [groups, size], -1 where there is none.
+
+    A group has at most `size`, and all have as many, give or take one. It begins with the unit of
+    most strips. The unit that adds the fewest joins it, again and again.
+    """
+    groups = max(groups, -(-units // size))
+    touched = np.zeros((units, strips), np.bool_)
+    touched[unit, strip] = True
+    left, members = np.arange(units), np.full((groups, size), -1)
+    for g in range(groups):
+        held, best = np.zeros(strips, np.bool_), int(touched[left].sum(1).argmax())
+        for seat in range(units * (g + 1) // groups - units * g // groups):
+            members[g, seat] = left[best]
+            held |= touched[left[best]]
+            left = np.delete(left, best)
+            if len(left):
+                best = int((touched[left] & ~held).sum(1).argmin())
     return members
 
 
-def _room(there: Ints, block_bytes: int) -> int:
+def _room(there: Ints, layout: Layout) -> int:
     """Return the least room that holds the blocks of any strip, and of 1.25 mean steps.
 
     `there` counts blocks by group and strip.
     """
-    mean = there.sum() / max(np.count_nonzero(there), 1) * STRIPS
-    wanted = max(int(there.max()), 1.25 * mean) * block_bytes / 1024
-    return next((room for room in ROOMS if room >= wanted), ROOMS[-1])
+    mean = there.sum() / max(np.count_nonzero(there), 1) * layout.strips
+    wanted = max(int(there.max()), 1.25 * mean) * layout.block_bytes / 1024
+    return next((room for room in layout.rooms if room >= wanted), layout.rooms[-1])
 
 
-def _steps(there: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Put strips into steps, in ascending order, with at most `most` blocks in each.
+def _steps(there: Ints, most: int, strips: int) -> tuple[Ints, Ints, Ints]:
+    """Put strips into steps, in ascending order: at most `strips` and `most` blocks in each.
 
     `there` counts blocks by group, strip and warpgroup. Returns [groups, strips] the step of each
     strip, [groups, strips] its position in the step, and [groups + 1] the first step of each group.
@@ -218,10 +266,10 @@ def _steps(there: Ints, most: int) -> tuple[Ints, Ints, Ints]:
     number, slot = np.zeros((2, *there.shape[:2]), np.int64)
     first, total = [0], 0
     for g, counts in enumerate(there):
-        used, held = STRIPS, np.zeros_like(counts[0])
+        used, held = strips, np.zeros_like(counts[0])
         for strip in np.flatnonzero(counts.any(1)).tolist():
             more = held + counts[strip]
-            if used == STRIPS or more.sum() > most or more.max() > SHARE:
+            if used == strips or more.sum() > most or more.max() > SHARE:
                 used, more, total = 0, counts[strip], total + 1
             number[g, strip], slot[g, strip] = total - 1, used
             used, held = used + 1, more

@@ -1,6 +1,7 @@
 """Decides for bsr_wgrad.cu which tiles of dW are summed together, and which worker sums what.
 
-    tile    64 x 64 of a stored block; its slice is 64 rows of W, its place 64 columns
+    tile    64 x 64 of a stored block; its slice is 64 rows of W, its place 64 columns. Of blocks
+            whose sides are no multiples of 64, a tile is smaller: 40, 48 or 56 (SIDES)
     half    up to four (or two) tiles of a slice: the sums of a warpgroup
     item    two halves; a step loads a tile of dY for each slice, a tile of X for each place
     piece   an item, or every second, third, ... of its steps
@@ -38,6 +39,8 @@ from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked, matched
 Floats = NDArray[np.float64]
 
 TILES = 6, 9  # of a stage; 9 are one slice and eight places, or two and seven
+SIDES = 64, 56, 48, 40  # of a tile: the first that divides a block's side
+ALIGNED = 16  # columns: TMA loads boxes that start elsewhere half as fast
 SHORTEST = 256  # tokens of a piece: fewer are not worth a partial sum
 # Costs are in loads of a tile of 64 tokens: each takes TMA 122 ns on one SM.
 PRODUCTS = 0.75  # products of a tile in a step, empty or not: 90 ns
@@ -122,6 +125,7 @@ def work_of(pattern: Bsr, m: int, depth: int, wide: int, workers: int) -> Work:
     `wide` tiles to a half: 4 or 2.
     """
     where, steps = tiles_of(pattern), -(-m // depth)
+    down, across = sides_of(pattern)
     items = items_of(where >= 0, wide)
     costs = np.array([item.cost(wide) for item in items]) * (depth / SIDE)
     partials = np.array([item.tiles for item in items]) * PARTIAL
@@ -137,8 +141,9 @@ def work_of(pattern: Bsr, m: int, depth: int, wide: int, workers: int) -> Work:
     sums = np.zeros((len(pieces) + 1, 2, 12), np.int32)
     for at, (index, share, of) in enumerate(pieces.tolist()):
         item, slices, count = items[index], items[index].slices, -(-(steps - share) // of)
-        loads[at, : len(item.places)] = np.array(item.places) * SIDE
-        loads[at, tiles - len(slices) : tiles] = np.array(slices) * SIDE + 1
+        loads[at, : len(item.places)] = np.array(item.places) * across // ALIGNED * ALIGNED
+        starts_of = np.array(slices) * down // ALIGNED * ALIGNED
+        loads[at, tiles - len(slices) : tiles] = starts_of + 1
         loads[at, 9:] = share, count, of
         # What all pieces of an item add is 2^31 together.
         adds = 1 if share or of == 1 else 2**31 - (of - 1)
@@ -154,18 +159,29 @@ def fits(item: Item, tiles: int, wide: int) -> bool:
     return item.loads <= tiles and max(item.starts) + wide <= tiles
 
 
+def sides_of(w: Bsr) -> tuple[int, int]:
+    """Return height and width of a tile; 0 where no side fits a block's."""
+    down, across = (next((s for s in SIDES if side and not side % s), 0) for side in w.block)
+    return down, across
+
+
 def tiles_of(w: Bsr) -> Ints:
-    """Return [slices, places] the offset of each tile in the values, in 64 elements; -1: no tile.
+    """Return [slices, places] where each tile is; -1: no tile.
+
+    That is four times its offset in the values, in 8 elements; plus 2 if it starts eight rows later
+    than its box of dY, plus 1 if eight columns later than that of X.
 
     The part of an edge block outside of W is stored, so its tiles count too.
     """
     block_rows, block_columns = checked(w)
     (n, k), (r, c) = w.shape, w.block
-    high, wide = r // SIDE, c // SIDE
+    down, across = sides_of(w)
+    high, wide = r // down, c // across
     block, i, j = np.ix_(range(len(block_rows)), range(high), range(wide))
     slices, places = block_rows[block] * high + i, block_columns[block] * wide + j
     where = np.full((-(-n // r) * high, -(-k // c) * wide), -1)
-    where[slices, places] = (block * r + i * SIDE) * wide + j
+    late = slices * down % ALIGNED // 8 * 2 + places * across % ALIGNED // 8
+    where[slices, places] = ((block * r + i * down) * c + j * across) // 8 * 4 + late
     return where
 
 

@@ -32,13 +32,32 @@
 //   of the next step are issued. After an item's last step they store the sums from registers: four
 //   lanes transpose theirs, and write 64 bytes of a token together (a unit of 32 features).
 //
+// It is launched before the kernel before it in the stream has ended, and lets the next one start
+// as early (griddepcontrol). A CTA that finds its SM free makes the barriers ready, reads its list
+// and asks for blocks of W. The warps that load X first wait until the kernel before has ended and
+// its writes are seen. So
+//    X          may be what that kernel writes
+//    Y          may be what it reads: no CTA stores before a stage is full, for which X is needed
+//    W, lists   are this launch's own memory, which kernels and copies of torch write
+//               (bsr_small.plan, bind). They do not call launch_dependents; then no kernel starts
+//               before they have ended and their writes are seen, and none need wait for them. A
+//               kernel of ours that does call it writes to no other kernel's W
+//    freed      memory, which the next kernel writes: an ordinary one starts when this one has
+//               ended, one like this writes after its wait
+// Every CTA waits. So when a kernel has ended, all kernels before it have.
+//
+// With one tile of tokens (ONCE) every CTA reads X, and only one a block of W: in the L2 cache W
+// goes first, X last. A box of X then has as many rows as there are tokens. What was in the rows
+// below is multiplied too, for tokens that nobody stores.
+//
 // A strip is 32 wide, so a row of it has 64 bytes. TMA takes 0.95 ns a row on one SM, for 32 bytes
 // as for 64; 64 bytes a row are 8.8 TB/s over all SMs, which is L2's rate. Loads and stores take
 // 90 % of the time or more from 80 % sparsity in blocks of 32, and 90 % in blocks of 16, on
 // (NOTES.md).
 //
+// Source: PTX ISA 9.0, griddepcontrol, createpolicy.
 // Macros: BLOCK=16|32 TOKENS=64|128 FEATURES=256|128|64|32 WARPGROUPS=1|2|4 ROOM=24|12|5 (KB of
-// blocks in a step) TRANSPOSED=0|1, the rest of bsr_small.constants_of, and hopper.cuh's.
+// blocks in a step) TRANSPOSED=0|1 ONCE=0|1, the rest of bsr_small.constants_of, and hopper.cuh's.
 
 #include "hopper.cuh"
 
@@ -62,6 +81,9 @@ struct alignas(16) Step {
   Share shares[WARPGROUPS];
 };
 struct Starts { int at[WORKERS]; };  // of each worker's steps
+// What is copied first, in an argument: read from memory, it comes 0.6 to 1 us later.
+struct First { u64 strips; u32 tile_and_blocks; int first; };  // tile of tokens: upper 24 bits
+struct Firsts { First of[WORKERS]; };
 
 __device__ __forceinline__ void st_shared(u32 to, const void* sixteen_bytes) {
   const uint4 v = *(const uint4*)sixteen_bytes;
@@ -119,32 +141,54 @@ __device__ __forceinline__ void write_note(const Pipeline& pipe, const Step& ste
 __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, const Step& step) {
   const int bytes = step.blocks * BLOCK_BYTES;
   mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
-  if (bytes) bulk_load(pipe.w(), w + (u64)step.first * BLOCK_BYTES, bytes, pipe.full_barrier());
+  const char* from = w + (u64)step.first * BLOCK_BYTES;
+  if (!bytes) return;
+  if constexpr (ONCE) bulk_load(pipe.w(), from, bytes, pipe.full_barrier(), evict_first());
+  else bulk_load(pipe.w(), from, bytes, pipe.full_barrier());
 }
 
 __device__ __forceinline__ void load_x(const TensorMap& x, const Pipeline& pipe, const Step& step,
-                                       int first) {
+                                       int first, int rows) {
   const u32 both = step.strips >> 16 * first;
   const int one = both & 0xffff, other = both >> 16;
   const u32 to = pipe.x() + first * STRIP_BYTES, bar = pipe.full_barrier();
-  mbarrier_arrive_expect_tx(bar, STRIP_BYTES * ((one != NO_STRIP) + (other != NO_STRIP)));
-  if (one != NO_STRIP) tma_load(to, &x, one * 32, step.token, bar);
-  if (other != NO_STRIP) tma_load(to + STRIP_BYTES, &x, other * 32, step.token, bar);
+  mbarrier_arrive_expect_tx(bar, rows * 64 * ((one != NO_STRIP) + (other != NO_STRIP)));
+  if constexpr (ONCE) {
+    if (one != NO_STRIP) tma_load(to, &x, one * 32, step.token, bar, evict_last());
+    if (other != NO_STRIP)
+      tma_load(to + STRIP_BYTES, &x, other * 32, step.token, bar, evict_last());
+  } else {
+    if (one != NO_STRIP) tma_load(to, &x, one * 32, step.token, bar);
+    if (other != NO_STRIP) tma_load(to + STRIP_BYTES, &x, other * 32, step.token, bar);
+  }
 }
 
 // Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list while step j is
 // under way.
 __device__ __forceinline__ void producer(const TensorMap& x, const char* w, const Step* steps,
-                                         int at, int end, Pipeline pipe, int warp) {
-  const int lane = threadIdx.x % 32;
-  Step mine = steps[at + lane];
-  for (; at < end; at += 32) {
+                                         const First& first, Step mine, int at, int end,
+                                         Pipeline pipe, int warp, int m) {
+  const int lane = threadIdx.x % 32, rows = ONCE ? m : TOKENS;
+  if (warp < 2) wait_on_dependent_grids();
+  if (lane == 0) {  // the first step: copies need not wait until `mine` has come
+    Step step;
+    step.blocks = first.tile_and_blocks & 0xff;
+    step.token = (first.tile_and_blocks >> 8) * TOKENS;
+    step.first = first.first;
+    step.strips = first.strips;
+    if (warp < 2) load_x(x, pipe, step, 2 * warp, rows);
+    else if (warp == 2) load_w(w, pipe, step);
+    else write_note(pipe, mine);
+  }
+  __syncwarp();
+  pipe.advance();
+  for (int i = 1; at < end; at += 32, i = 0) {
     const Step ahead = steps[at + 32 + lane];
     const int count = min(32, end - at);
-    for (int i = 0; i < count; i++) {
+    for (; i < count; i++) {
       if (lane == i) {
         pipe.producer_acquire();
-        if (warp < 2) load_x(x, pipe, mine, 2 * warp);
+        if (warp < 2) load_x(x, pipe, mine, 2 * warp, rows);
         else if (warp == 2) load_w(w, pipe, mine);
         else write_note(pipe, mine);
       }
@@ -258,10 +302,19 @@ __device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgro
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Starts starts,
-                const char* w, const Step* steps, const int* units, char* y, int m, int width) {
+                const __grid_constant__ Firsts firsts, const char* w, const Step* steps,
+                const int* units, char* y, int m, int width) {
   extern __shared__ char shared[];
   __shared__ uint4 notes[STAGES * (1 + WARPGROUPS)];
   __shared__ u64 full[STAGES], empty[STAGES];
+  launch_dependent_grids();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
+  const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
+  Step mine;  // asked for while the barriers are made ready
+  if (warpgroup == WARPGROUPS) {
+    mine = steps[at + threadIdx.x % 32];
+    if (warp < 2) prefetch_map(&x);
+  }
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
   Pipeline pipe{opaque(tiles), opaque(smem_address(notes)), opaque(smem_address(full)),
                 opaque(smem_address(empty)), 0, 0};
@@ -273,11 +326,9 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (warpgroup == WARPGROUPS) {
     pipe.phase = 1;  // all stages are free at first
-    const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
-    producer(x, w, steps, at, end, pipe, warp);
+    producer(x, w, steps, firsts.of[blockIdx.x], mine, at, end, pipe, warp, m);
   } else {
     Sums sums;
     for (;;) {

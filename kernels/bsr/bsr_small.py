@@ -40,7 +40,7 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
-from sparsebench.kernels._common.work_list import WORKERS
+from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._small_steps import (
     END,
@@ -62,8 +62,8 @@ BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
 RING_BYTES = 224 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 2048  # aligning to 1024 may take 1023
-# The map of x, starts; w, steps, units, y; m and width.
-ARGUMENTS = Layout("128s", f"{4 * WORKERS}s", *"PPPPii")
+# The map of x, starts, firsts; w, steps, units, y; m and width.
+ARGUMENTS = Layout("128s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
 CUT_TOKENS = 256  # up to so many, blocks above 32 are cut; with more, bsr_wgmma wins
 TRIED = 4  # configurations that a short search times, the best by the byte model
 LARGEST = 2**31 - 1  # int32 of the kernel
@@ -92,7 +92,7 @@ def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> li
     costs: dict[Config, float] = {}
     for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
         if config.tokens < 2 * max(m, 64):
-            own = _lists(w, config, transposed).costs(config.tokens, w.block[0])
+            own = _lists(w, config, transposed).costs(min(m, config.tokens), w.block[0])
             costs[config] = max(own.sum() * -(-m // config.tokens) / workers, own.max())
     return sorted(costs, key=lambda config: costs[config])
 
@@ -142,12 +142,13 @@ def plan(
     """
     (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
     lists = _lists(w, config, transposed)
-    constants = constants_of(config, lists.room, b, dtype, transposed)
+    constants = constants_of(config, lists.room, b, dtype, transposed, m <= config.tokens)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
+    firsts = first_of(steps[bounds[:-1]], config.tokens).tobytes()
     order, pieces, *rest = (
         torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
     )
@@ -155,13 +156,22 @@ def plan(
 
     @lru_cache(ADDRESSES)
     def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
-        x_map = tensor_map(x, activations, strides, dtype, (config.tokens, STRIP))
+        x_map = tensor_map(x, activations, strides, dtype, (min(m, config.tokens), STRIP))
         each, units = (a.data_ptr() for a in rest)
-        return ARGUMENTS(x_map, starts.tobytes(), packed, each, units, y, *out)
+        return ARGUMENTS(x_map, starts.tobytes(), firsts, packed, each, units, y, *out)
 
-    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
+    grid = len(bounds) - 1
+    loaded = Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
     source = sources(order, pieces)
     return Plan(loaded, source, tuple(rest), arguments, activations, (blocks, b, b), out, dtype)
+
+
+def first_of(steps: Ints, tokens: int) -> Ints:
+    """Return struct First of each worker, int32 [WORKERS, 4], from the step that it starts with."""
+    (blocks, token, _, first), strips = steps[:, 0].T, steps[:, 1, :2]
+    firsts = np.zeros((WORKERS, 4), np.int32)
+    firsts[: len(steps)] = np.c_[strips, token // tokens << 8 | blocks, first]
+    return firsts
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
@@ -176,9 +186,9 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
 
 
 def constants_of(
-    config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool
+    config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool, once: bool
 ) -> Constants:
-    """Return the macros of bsr_small.cu; `room` is that of the lists."""
+    """Return the macros of bsr_small.cu: `room` of the lists, `once` for one tile of tokens."""
     return (
         ("BLOCK", block),
         ("TOKENS", config.tokens),
@@ -186,6 +196,7 @@ def constants_of(
         ("WARPGROUPS", config.warpgroups),
         ("ROOM", room),
         ("TRANSPOSED", int(transposed)),
+        ("ONCE", int(once)),
         ("FP16", int(dtype == torch.float16)),
         *(("THREADS", config.threads), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         *(("STRIPS", STRIPS), ("NO_STRIP", NO_STRIP), ("LAST", LAST), ("END", END)),

@@ -156,7 +156,7 @@ def plan(
         y_map = tensor_map(y, out, (out[1], 1), dtype, (SIDE, SIDE))
         return ARGUMENTS(x_map + w_map + y_map, first, *(a.data_ptr() for a in lists))
 
-    loaded = Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES)
+    loaded = Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
     return Plan(loaded, lists, arguments, activations, (blocks, r, c), out, dtype)
 
 

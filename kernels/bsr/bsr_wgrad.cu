@@ -25,6 +25,10 @@
 // 1024 bytes, LBO is a tile. TMA reads zeros beyond m, n and k. They add nothing, and a block
 // stores zeros outside of W.
 //
+// A tile of HEIGHT x WIDTH, less than 64 x 64 where a block's sides are no multiples of 64, takes the
+// place of one of 64 x 64; the rest of the product is not stored. A box starts at a multiple of 16
+// columns, so a tile of 40 or 56 may start eight columns later.
+//
 // The pipeline: 12 warps; one CTA an SM, for the whole launch.
 //
 //    warp 8     tiles 0, 4, 8 ---+    +---------+---------+-- --+     +--> warpgroup 0: half 0
@@ -39,31 +43,20 @@
 // same pace, and find in L2 what one of them loaded from memory. With ranges of tokens instead, dY
 // and X were loaded from memory several times, and 90 % took 53 us (NOTES.md). A worker
 // sums its pieces one after the other. A whole item goes from registers to the blocks: four lanes
-// of a row transpose four 8 x 8 matrices, and each stores 16 bytes. The sums of a piece go to
-// `partials` in fp32, in register order:
-//
-//       worker 0    [ item 0, steps 0, 2, 4, ... ]   then  adds up units 0 to 3 of item 0
-//       worker 1    [ item 0, steps 1, 3, 5, ... ]   then  adds up units 4 to 7 of item 0
-//
-// After its last piece a worker adds up its share of each item of which it has a piece. It takes a
-// unit, 64 rows x 32 columns, at a time, and always adds in the order of the pieces: every launch
-// gives equal bits. The wait for other workers ends: all run at the same time, one an SM, and none
-// waits before its own partials are written. Each half of an item has a counter. Its first piece
-// adds 2^31 less the number of the other pieces, and each of these adds 1. So the highest bit flips
-// when all have arrived, and the rest is zero again: the next launch needs no reset.
+// of a row transpose four 8 x 8 matrices, and each stores 16 bytes. split_k.cuh adds up pieces.
 //
 // Cost of a step of 64 tokens:
 //    products  eight tiles of dW, 4.2 MFLOP: 700 ns of an SM at the 790 TFLOP/s that cuBLAS
 //              reaches on an H200
 //    loads     six tiles (two slices, four columns, as in blocks of 128), 48 KB: 735 ns at
 //              8.8 TB/s, the rate of TMA from L2; nine tiles (nothing shared), 72 KB: 1100 ns
-// A partial sum is 128 KB written and 128 KB read, about 6 us of an SM.
 //
-// Macros: DEPTH=64|32 (tokens in a step) TILES=6|9 (in a stage) WIDE=4|2 (columns in a half), the
-// other constants of bsr_wgrad.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix
-// descriptor, strides), mbarrier, cp.async.bulk.tensor, memory consistency model.
+// Macros: HEIGHT, WIDTH=64|56|48|40 (of a tile) DEPTH=64|32 (tokens in a step) TILES=6|9 (in a
+// stage) WIDE=4|2 (columns in a half), the other constants of bsr_wgrad.constants_of, and
+// hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor, strides), mbarrier,
+// cp.async.bulk.tensor, memory consistency model.
 
-#include "hopper.cuh"
+#include "split_k.cuh"
 
 #if WIDE == 4
 #define COLUMNS 256
@@ -75,10 +68,10 @@ constexpr int ROW_BYTES = 128;
 constexpr int TILE_BYTES = DEPTH * ROW_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr int STAGES = RING_BYTES / STAGE_BYTES;  // 4, 9 of six tiles; 3, 6 of nine
 constexpr int PRODUCERS = 4, BOXES_EACH = (TILES + PRODUCERS - 1) / PRODUCERS;
-constexpr int GROUP = 128;                           // threads of a warpgroup
-constexpr int SUMS = SIDE * SIDE * WIDE / GROUP;     // of a thread
-constexpr int UNIT = 16, UNITS = SUMS / UNIT;        // sums of a thread in a unit, 32 columns
-constexpr u32 DONE = 1u << 31;
+constexpr int SUMS = SIDE * SIDE * WIDE / GROUP;  // of a thread
+constexpr int UNITS = SUMS / UNIT;
+
+__device__ __forceinline__ constexpr int box_of(int side) { return side + side % 16; }
 
 struct Maps { TensorMap dy, x; };
 
@@ -91,9 +84,8 @@ struct alignas(16) Loads {
 struct alignas(16) Sums {
   int dy, x, count;      // the half's first tiles in a stage; number of steps
   int tiles;             // of dW: up to four; an empty half has none
-  int first, share, of;  // the item's first partial sum; this is piece `share` of `of`
-  u32 adds;              // what the piece adds to the item's counter
-  int out[4];            // offset of each tile in the values, in 64 elements
+  Part part;
+  int out[4];            // where each tile is in the values and in its boxes (tiles_of)
 };
 
 // ---- the ring of stages, and a thread's position in it (stage, phase) ----
@@ -128,7 +120,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
     for (int i = 0; i < BOXES_EACH; i++) {
       const int tile = rank + PRODUCERS * i;
       boxes[i] = tile < TILES ? loads[at].boxes[tile] : -1;
-      bytes += boxes[i] >= 0 ? TILE_BYTES : 0;
+      bytes += boxes[i] >= 0 ? DEPTH * 2 * box_of(boxes[i] & 1 ? HEIGHT : WIDTH) : 0;
     }
     int token = loads[at].step * DEPTH;
     const int stride = loads[at].stride * DEPTH;
@@ -192,9 +184,10 @@ __device__ __forceinline__ void skip_piece(Pipeline& pipe, int count, int half) 
 // next, in row thread / 4 of its warp's 16 and in the row eight below.
 __device__ __forceinline__ void store_unit(const float* s, char* values, int out, int unit,
                                            int width) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  const int column = unit % 2 * 32 + lane % 4 * 8;
-  char* to = values + 2 * ((long long)out * SIDE + (long long)row * width + column);
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 - (out >> 1 & 1) * 8;
+  const int column = unit % 2 * 32 + lane % 4 * 8 - (out & 1) * 8;
+  char* to = values + 2 * ((out >> 2) * 8LL + (long long)row * width + column);
   #pragma unroll
   for (int below = 0; below < 2; below++, to += 16LL * width) {
     u32 words[4];
@@ -202,71 +195,10 @@ __device__ __forceinline__ void store_unit(const float* s, char* values, int out
     for (int i = 0; i < 4; i++)
       words[i] = pack_pair(s[4 * i + 2 * below], s[4 * i + 2 * below + 1]);
     quad_transpose(words);
+    if ((u32)(row + 8 * below) >= HEIGHT || (u32)column >= WIDTH) continue;  // no part of the tile
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
-  }
-}
-
-// Return where partial sum p of a thread is: SUMS / 4 times 16 bytes, coalesced over the threads.
-__device__ __forceinline__ float* partial_address(float* partials, int p, int half) {
-  return partials + (2LL * p + half) * SUMS * GROUP + threadIdx.x % GROUP * 4;
-}
-
-// Write a partial sum and count it. Thread 0 returns the counter's former value.
-__device__ __forceinline__ u32 store_partial(const float (&d)[SUMS], float* partials, u32* counters,
-                                             const Sums& sums, int half) {
-  float* to = partial_address(partials, sums.first + sums.share, half);
-  #pragma unroll
-  for (int i = 0; i < SUMS; i += 4)
-    if (i / (SUMS / WIDE) < sums.tiles)
-      asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                   :: "l"(to + i * GROUP), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]),
-                      "f"(d[i + 3]) : "memory");
-  warpgroup_sync(half + 1);
-  u32 before = 0;
-  if (threadIdx.x % GROUP == 0)
-    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counters + 2 * sums.first + half), "r"(sums.adds)
-                 : "memory");
-  return before;
-}
-
-__device__ __forceinline__ void wait_for_partials(const u32* counter, u32 before) {
-  for (u32 tries = 0, now = before; !((now ^ before) & DONE); tries++) {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-#ifdef WATCHDOG
-    if (tries == 1 << 20)
-      __assertfail("all partial sums", __FILE__, __LINE__, "wait_for_partials", 1);
-#endif
-  }
-}
-
-// Add up this piece's share of its item's units. `before` is the former value of any counter of
-// this launch: the highest bits of all counters are equal between launches.
-__device__ __forceinline__ void reduce_partials(float* partials, const u32* counters, u32 before,
-                                                const Sums& sums, int half, char* values,
-                                                int width) {
-  const int units = UNITS / WIDE * sums.tiles, first = sums.first, share = sums.share, of = sums.of;
-  if (threadIdx.x % GROUP == 0) wait_for_partials(counters + 2 * first + half, before);
-  warpgroup_sync(half + 1);
-  for (int unit = units * share / of; unit < units * (share + 1) / of; unit++) {
-    float total[UNIT] = {};
-    #pragma unroll 4
-    for (int p = 0; p < of; p++) {
-      const float* from = partial_address(partials, first + p, half) + unit * UNIT * GROUP;
-      #pragma unroll
-      for (int i = 0; i < UNIT; i += 4) {
-        float s[4];
-        asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(s[0]), "=f"(s[1]), "=f"(s[2]), "=f"(s[3]) : "l"(from + i * GROUP)
-                     : "memory");
-        #pragma unroll
-        for (int j = 0; j < 4; j++) total[i + j] += s[j];
-      }
-    }
-    store_unit(total, values, sums.out[unit / (UNITS / WIDE)], unit, width);
   }
 }
 
@@ -284,8 +216,9 @@ __device__ __forceinline__ void consumer(const Sums* list, int begin, int end, P
       skip_piece(pipe, count, half);
     } else {
       mainloop(d, pipe, sums.dy, sums.x, count);
-      if (__shfl_sync(~0u, sums.of, 0) > 1) {
-        before = store_partial(d, partials, counters, sums, half);
+      if (__shfl_sync(~0u, sums.part.of, 0) > 1) {
+        const int units = UNITS / WIDE * sums.tiles;
+        before = store_partial(d, units, partials, counters, sums.part, half);
       } else {
         #pragma unroll
         for (int unit = 0; unit < UNITS; unit++) {
@@ -298,8 +231,12 @@ __device__ __forceinline__ void consumer(const Sums* list, int begin, int end, P
   }
   for (int at = begin; at < end; at++) {
     const Sums& mine = list[2 * at + half];
-    if (__shfl_sync(~0u, mine.tiles, 0) && __shfl_sync(~0u, mine.of, 0) > 1)
-      reduce_partials(partials, counters, before, mine, half, values, width);
+    const auto store = [&](const float* total, int unit) {
+      store_unit(total, values, mine.out[unit / (UNITS / WIDE)], unit, width);
+    };
+    const int units = UNITS / WIDE * __shfl_sync(~0u, mine.tiles, 0);
+    if (units && __shfl_sync(~0u, mine.part.of, 0) > 1)
+      reduce_partials<SUMS>(partials, counters, before, mine.part, units, half, store);
   }
 }
 

@@ -5,8 +5,8 @@ consumer warpgroups sum four 64 x 64 tiles of dW each. _wgrad_schedule.py decide
 summed together, and which CTA sums what. This file chooses a configuration and launches.
 Supported are
 
-    blocks    multiples of 64 rows and 64 columns, fp16 or bf16; edge blocks may leave W, and get
-              zeros there
+    blocks    multiples of 64, 56, 48 or 40 rows and columns, fp16 or bf16; edge blocks may leave W,
+              and get zeros there
     sizes     any m, n and k
     dY, X     rows of any stride that is a multiple of 16 bytes
 
@@ -38,7 +38,7 @@ from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, mult
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._gradient import Gradient
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
-from sparsebench.kernels.bsr._wgrad_schedule import TILES, work_of
+from sparsebench.kernels.bsr._wgrad_schedule import ALIGNED, TILES, sides_of, work_of
 
 THREADS = 384
 RING_BYTES = 216 * 1024  # of stages
@@ -121,7 +121,8 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     lists = tuple(torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.starts))
     counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
     (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
-    constants = constants_of(config, work.tiles, dtype)
+    sides = sides_of(pattern)
+    constants = constants_of(config, work.tiles, sides, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("bsr_wgrad", "sum_blocks", constants, SHARED_BYTES, device)
 
@@ -129,8 +130,9 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     def arguments(
         dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
     ) -> Arguments:
-        box = config.depth, SIDE
-        maps = tensor_map(dy, (m, n), of_dy, dtype, box) + tensor_map(x, (m, k), of_x, dtype, box)
+        down, across = (side + side % ALIGNED for side in sides)
+        maps = tensor_map(dy, (m, n), of_dy, dtype, (config.depth, down))
+        maps += tensor_map(x, (m, k), of_x, dtype, (config.depth, across))
         given = (a.data_ptr() for a in lists)
         return ARGUMENTS(maps, *given, values, blocks[2], partials, counters.data_ptr())
 
@@ -154,9 +156,12 @@ def bind(plan: Plan, dy: Tensor, x: Tensor) -> BoundKernel:
     return BoundKernel(plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values)
 
 
-def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
-    """Return the macros of bsr_wgrad.cu."""
+def constants_of(
+    config: Config, tiles: int, sides: tuple[int, int], dtype: torch.dtype
+) -> Constants:
+    """Return the macros of bsr_wgrad.cu; `sides` are those of a tile."""
     return (
+        *(("HEIGHT", sides[0]), ("WIDTH", sides[1])),
         ("DEPTH", config.depth),
         ("TILES", tiles),
         ("WIDE", config.wide),
@@ -167,21 +172,28 @@ def constants_of(config: Config, tiles: int, dtype: torch.dtype) -> Constants:
 
 def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
     """Say why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
-    (n, k), (r, c), dtype = pattern.shape, pattern.block, pattern.values.dtype
+    if reason := unsupported_pair(dy, x, pattern):
+        return reason
+    (n, k), (r, c) = pattern.shape, pattern.block
+    down, across = sides_of(pattern)
+    if not down or not across:
+        return f"expected blocks of multiples of 40, 48, 56 or 64 rows and columns, found {r}x{c}"
+    places = len(pattern.columns) * r * c // 2  # tiles_of
+    if max(places, len(x) + SIDE, n + r, k + c) > LARGEST:
+        found = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        return f"expected less than 2^31 rows, columns, tokens and pairs of values, found {found}"
+    return None
+
+
+def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
+    """Say why no kernel of dW takes operands of these dtypes and shapes, or None."""
+    (n, k), dtype = pattern.shape, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
         return f"expected fp16 or bf16 operands of one dtype, found {found}"
     if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x) or (dy.shape[1], x.shape[1]) != (n, k):
         found = f"shapes {list(dy.shape)} and {list(x.shape)}"
         return f"expected dY [m, {n}] and X [m, {k}], found {found}"
-    if r % SIDE or c % SIDE or not r or not c:
-        return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
-    tiles = len(pattern.columns) * r * (c // SIDE)
-    if max(tiles, len(x) + SIDE, n + r, k + c) > LARGEST:
-        found = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
-        return (
-            f"expected less than 2^31 rows, columns, tokens and pieces of 64 values, found {found}"
-        )
     return None
 
 

@@ -2,7 +2,8 @@
 
     CUDA, compute capability 9.0, fp16 or bf16,
       blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
-      blocks of 16x16 and 32x32, n and k of 8     bsr_small, and bsr_triton_wgrad for dW
+      blocks of 16x16 and 32x32, n and k of 8     bsr_small
+      blocks of other multiples of 8, likewise    bsr_wgrad for dW from 40 on, or bsr_wgrad_small
     other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU                                           torch, dense products: a reference, not a kernel
 
@@ -22,7 +23,7 @@ write. Tensors made in inference mode have no count: each call compares them. A 
 attribute of the tensor `columns`, and is freed with it.
 
 Calls of one pattern must run one after the other on the device, as they do on one stream, because
-bsr_wgrad counts in memory of its plan.
+bsr_wgrad and bsr_wgrad_small count in memory of their plans.
 """
 
 from collections import OrderedDict
@@ -53,8 +54,11 @@ from sparsebench.kernels.bsr import (
     bsr_triton_wgrad,
     bsr_wgmma,
     bsr_wgrad,
+    bsr_wgrad_small,
 )
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
+from sparsebench.kernels.bsr._wgrad_schedule import sides_of
+from sparsebench.kernels.bsr._wgrad_small_schedule import PIECE
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
@@ -203,10 +207,14 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
     problem = Problem(call.op, {"dtype": NAMES[call.dtype]})
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
     hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
-    small = call.block in {(b, b) for b in bsr_small.BLOCKS} and call.op != "wgrad"
-    large = not any(side % SIDE for side in call.block) and (call.op == "wgrad" or call.m > FEW)
-    if hopper and (small or large):
-        reason, kernels = unsupported_on_hopper(problem, device), _small if small else _on_hopper
+    if call.op == "wgrad":
+        ours = None if any(side % PIECE for side in call.block) else _wgrad_on_hopper
+    elif call.block in {(b, b) for b in bsr_small.BLOCKS}:
+        ours = _small
+    else:
+        ours = _large if call.m > FEW and not any(side % SIDE for side in call.block) else None
+    if hopper and ours:
+        reason, kernels = unsupported_on_hopper(problem, device), ours
     else:
         reason, kernels = unsupported(problem, device), _in_triton
     if reason:
@@ -214,14 +222,19 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
     return kernels
 
 
-def _on_hopper(call: Call, w: Bsr) -> Multiply:
+def _wgrad_on_hopper(call: Call, w: Bsr) -> Multiply:
+    (x, dy), workers = _activations(call), multiprocessors(w.columns.device)
+    small = not all(sides_of(w))
+    kernel, name = (bsr_wgrad_small, "bsr_wgrad_small") if small else (bsr_wgrad, "bsr_wgrad")
+    if reason := kernel.unsupported_operands(dy, x, w):
+        raise Unsupported(reason)
+    config = _tuned(name, call, w, kernel.configurations(w, call.m, workers)[0])
+    plan = kernel.plan(w, call.m, config)
+    return lambda dy, x: bsr_wgrad.bind(plan, dy, x)()
+
+
+def _large(call: Call, w: Bsr) -> Multiply:
     x, dy = _activations(call)
-    if call.op == "wgrad":
-        if reason := bsr_wgrad.unsupported_operands(dy, x, w):
-            raise Unsupported(reason)
-        default = bsr_wgrad.configurations(w, call.m, multiprocessors(w.columns.device))[0]
-        wgrad = bsr_wgrad.plan(w, call.m, _tuned("bsr_wgrad", call, w, default))
-        return lambda dy, x: bsr_wgrad.bind(wgrad, dy, x)()
     transposed = call.op == "dgrad"
     if reason := bsr_wgmma.unsupported_operands(dy if transposed else x, w, transposed):
         raise Unsupported(reason)

@@ -217,7 +217,9 @@ def _configured(call: Call) -> spense_wgmma.Config:
     density = 1 - rows * columns / (2 * n * k)
     sizes = Sizes(call.m, n, k, NAMES[call.dtype], None, density)
     found = lookup("spense_wgmma", sizes, call.device)
-    return spense_wgmma.Config(**found) if found else spense_wgmma.configurations(call.m)[0]
+    if found:
+        return spense_wgmma.Config(**found)
+    return spense_wgmma.searched(call.m, call.shape, call.dtype.itemsize, call.device)[0]
 
 
 _PLANS: dict[tuple[Call, spense_wgmma.Config], spense_wgmma.Plan] = {}

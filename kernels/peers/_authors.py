@@ -7,13 +7,21 @@ runs with the user's rights, as any installed package does: name a folder that y
 are never copied, and a row has their digest.
 """
 
+import ctypes
 import hashlib
 import os
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
+from sparsebench.errors import Unsupported
+
+NVCC = "nvcc", "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"
 VARIABLE = "SPARSEBENCH_PEERS"
 
 
@@ -59,3 +67,54 @@ def digest(folder: Path) -> str:
     for file in sorted(file for file in folder.iterdir() if file.suffix in kinds):
         known.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
     return known.hexdigest()[:16]
+
+
+def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
+    """Build kernels/peers/NAME.cu with headers of a checkout, and load it; Unsupported if it fails.
+
+    It is kept beside torch's extensions, under the digest of all that it is made from.
+    """
+    from torch.utils.cpp_extension import get_default_build_root  # takes a second, and setuptools
+
+    source = Path(__file__).with_name(f"{name}.cu")
+    made_from = source.read_bytes() + f"{digest(folder)} {target}".encode()
+    known = hashlib.sha256(made_from).hexdigest()[:16]
+    file = Path(get_default_build_root()) / "sparsebench" / f"{name}-{known}.so"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=file.parent) as fresh:
+            made = Path(fresh) / file.name
+            given = f"-arch={target}", "-I", folder, source, "-o", made
+            try:
+                built = subprocess.run([*NVCC, *given], capture_output=True, text=True, check=False)
+            except OSError as error:
+                raise Unsupported(f"needs nvcc to build {name}; found {error.strerror}") from error
+            if built.returncode:
+                said = " ".join((built.stderr or built.stdout).split())[-200:]
+                raise Unsupported(f"expected nvcc to build {name}; found {said}")
+            made.replace(file)
+    return ctypes.CDLL(str(file))
+
+
+def taken(memory: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of an array that C code has allocated."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    data = bytearray(ctypes.string_at(memory, count * dtype.itemsize))
+    return torch.frombuffer(data, dtype=dtype)
+
+
+def pointer(array: torch.Tensor) -> ctypes.c_void_p:
+    """Return where an array is, as C code takes it."""
+    return ctypes.c_void_p(array.data_ptr())
+
+
+def stream_of(device: torch.device) -> ctypes.c_void_p:
+    """Return the current stream, as C code takes it."""
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+
+
+def require_success(error: int) -> None:
+    """Raise RuntimeError for an error of CUDA that the authors' code returns."""
+    if error:
+        raise RuntimeError(f"the authors' kernel ended with CUDA error {error}")

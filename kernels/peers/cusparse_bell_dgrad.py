@@ -1,8 +1,8 @@
 """Input gradient from Blocked-ELL by cuSPARSE: cusparse_bell on W.T, packed in `prepare`."""
 
+from sparsebench.kernels._common.transposed import as_linear
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import cusparse_bell
-from sparsebench.kernels.peers._transposed import as_linear
 
 
 def prepare(operands: Operands) -> Launch:

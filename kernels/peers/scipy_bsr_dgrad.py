@@ -1,8 +1,8 @@
 """Input gradient from BSR on the CPU by scipy.sparse: scipy_bsr on W.T, packed in `prepare`."""
 
+from sparsebench.kernels._common.transposed import as_linear
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _scipy, scipy_bsr
-from sparsebench.kernels.peers._transposed import as_linear
 
 
 def prepare(operands: Operands) -> Launch:

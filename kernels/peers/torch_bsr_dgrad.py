@@ -3,9 +3,9 @@
 torch has no backward for BSR on a GPU. A user must pack W.T, as `prepare` does here.
 """
 
+from sparsebench.kernels._common.transposed import as_linear
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import torch_bsr
-from sparsebench.kernels.peers._transposed import as_linear
 
 
 def prepare(operands: Operands, *, tuned: bool = False) -> Launch:

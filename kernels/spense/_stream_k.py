@@ -1,6 +1,6 @@
 """Work lists of spense_wgmma.cu and spense_mma.cu: which worker multiplies what (stream-K).
 
-    group      two rows of W's tiles for each CTA of a worker
+    group      two rows of W's tiles for each CTA of a worker (spense_wgmma: one to four)
     k tile     a column of tiles of a group: 256 bytes of k
     work item  k tiles of a group and a tile of tokens: all of them, or one part
 
@@ -72,7 +72,14 @@ class Schedule:
 
 
 def schedule(
-    w: Spense, m: int, tokens: int, cluster: int, workers: int, *, interleaved: bool = True
+    w: Spense,
+    m: int,
+    tokens: int,
+    cluster: int,
+    workers: int,
+    *,
+    rows_of_cta: int = 2,
+    interleaved: bool = True,
 ) -> Schedule:
     """Assign every k tile of every group and tile of `tokens` of m tokens.
 
@@ -80,11 +87,11 @@ def schedule(
     """
     rows = -(-w.shape[0] // ROWS)
     order = interleaved_rows(rows, w.sparse.shape[0]) if interleaved else np.arange(rows)
-    of_groups = _costs(w, tokens, cluster, order)
+    of_groups = _costs(w, tokens, (cluster, rows_of_cta), order)
     group, token = _order(len(of_groups), -(-m // tokens))
     costs, memory = of_groups[group], _memory_time(w)
     ways = _stream_k(costs, workers), _split_k(costs, workers)
-    partial_bytes = 2 * cluster * ROWS * tokens * 4
+    partial_bytes = rows_of_cta * cluster * ROWS * tokens * 4
     times = [way.time(costs, workers, partial_bytes, memory) for way in ways]
     pieces = ways[int(np.argmin(times))]
     item, first, count = pieces.item, pieces.first, pieces.count
@@ -179,14 +186,17 @@ def tiles_of(w: Spense) -> tuple[int, ...]:
     return rows, sparse[0], sparse[1], rows - dense[0], columns - dense[1], dense[1]
 
 
-def _costs(w: Spense, tokens: int, cluster: int, order: Ints) -> Floats:
-    """Return the ns of each k tile of each group, [groups, k tiles], on the slowest CTA."""
-    (n, k), height = w.shape, 2 * cluster
+def _costs(w: Spense, tokens: int, group: tuple[int, int], order: Ints) -> Floats:
+    """Return the ns of each k tile of each group, [groups, k tiles], on the slowest CTA.
+
+    group  CTAs of a worker, and rows of tiles of each
+    """
+    (n, k), height = w.shape, group[0] * group[1]
     rows, k_tiles = -(-n // ROWS), -(-k // w.span)
     groups = -(-rows // height)
     sparse_rows, sparse_k_tiles, sparse_bytes = w.sparse.shape
     places = np.minimum(np.arange(groups * height), rows - 1)
-    row = order[places].reshape(groups, cluster, 2, 1)
+    row = order[places].reshape(groups, *group, 1)
     sparse = (row < sparse_rows) & (np.arange(k_tiles) < sparse_k_tiles)
     dense_ns = 2 * ROWS * tokens * (SPAN_BYTES // 2) / SM_MACS  # 8 bits: twice the k and the rate
     mma_ns = np.where(sparse, SPARSE_TIME * dense_ns, dense_ns).mean(2)

@@ -62,7 +62,9 @@ def _product(
         "pinned": (operands.pinned or {}).get(name),
     }
     first = spense_wgmma.prepare(replace(operands, **own), activation, Scales(of_y), tuned=tuned)
-    config = Config(**{field.name: first.choice[field.name] for field in fields(Config)})
+    config = Config(
+        **{f.name: first.choice[f.name] for f in fields(Config) if f.name in first.choice}
+    )
     plan = spense_wgmma.plan(w, len(x), config, activation=activation)
     rest = [spense_wgmma.bind(plan, x, copied(w), Scales(of_y)) for x in inputs[1:]]
     y = first()

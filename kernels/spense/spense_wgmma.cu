@@ -1,7 +1,8 @@
 // Y[m, n] = X[m, k] @ W[n, k].T, a part of W 2:4 sparse and the rest dense (formats/spense.py).
 // One launch on Hopper's tensor cores (wgmma and wgmma.sp). Compute capability 9.0 only.
 //
-//   A work item is 128 features x TOKENS tokens of Y. A k tile is a tile of W: 256 bytes of k.
+//   A work item is 64 WARPGROUPS features x TOKENS tokens of Y, here with two warpgroups. A k tile
+//   is a tile of W: 256 bytes of k.
 //
 //      W, two rows of tiles               X.T                         Y.T
 //      +--------+--------+--------+     +---------+                 +---------+
@@ -16,13 +17,16 @@
 // width N. Sparse and dense tiles add to the same accumulators, in fp32. A sparse tile has 9 KiB
 // (16 bits) or 10 KiB (8 bits), a dense one 16 KiB. A row of tiles begins sparse and ends dense
 // (split by columns), or is of one kind (split by rows). Each warpgroup has its own row of tiles.
-// Both read the same X, because X is the same for both kinds.
+// All read the same X, because X is the same for both kinds. The more of them share it, the fewer
+// bytes an SM copies: for a row of tiles, a k tile and 112 tokens, 9 KiB of W and 14 of X with two
+// warpgroups, 9 and 9 with three.
 //
-// The pipeline: 12 warps, one CTA an SM for the whole launch. Three pipelines of stages.
+// The pipeline, for two warpgroups: 12 warps, one CTA an SM. Three pipelines of stages.
 //
 //    warp 8     X boxes, TOKENS x 128 bytes, by TMA -----> X pipeline -----+--> warpgroups 0 and 1
 //    warp 9     W tiles of warpgroup 0, by bulk copies --> W pipeline 0 ---|--> warpgroup 0
 //    warp 10    W tiles of warpgroup 1 ------------------> W pipeline 1 ---+--> warpgroup 1
+//    warp 11    those of warpgroup 2, if there is one
 //
 //   A stage of a W pipeline holds a whole sparse tile (values and metadata) or half of a dense one.
 //   A box of X is multiplied by half of a sparse tile (2 wgmma.sp) or by half of a dense one
@@ -35,6 +39,13 @@
 // parts of its items (the fixup). Each part then reduces all partial sums of some of the tokens, so
 // the parts share this work too. The order of the reduction is fixed: equal inputs give equal bits.
 // CTAs wait for one another, so all must run at the same time: the launch is cooperative.
+//
+// With SPLIT there is no list, and no partial sum in memory. The SPLIT CTAs of a cluster share the
+// k tiles of one item. At the end each sends its sums, in registers, to the shared memory of the
+// CTA that adds up and writes these tokens:
+//
+//    part 0   k tiles 0 to 3    ==> sums --+--> part 0 adds up and writes tokens 0 to 63
+//    part 1   k tiles 4 to 7    ==> sums --+--> part 1 adds up and writes tokens 64 to 111
 //
 // Sizes are in bytes, so the same code multiplies 16 and 8 bits. One instruction takes 32 bytes of
 // each row of W, stored or dense, and 64 or 32 bytes of each token. The tensor cores accumulate fp8
@@ -68,7 +79,8 @@
 // would wait for memory at a time, and some SMs would get their tiles much later than others. With
 // 4 to 5 tiles the kernel is 6 % faster.
 //
-// Macros from spense_wgmma.py: TOKENS=256|128|64|32|16, CLUSTER=1|2, AHEAD=2..., FP8=0|1, FP16=0|1
+// Macros from spense_wgmma.py: TOKENS=16..128 by 16|256, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
+// SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), FP8=0|1, FP16=0|1
 // (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, PACKED=0|1 (16 bits, without
 // an activation), and the constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES,
 // VALUE_BYTES, STORE_TOKENS, WORKERS. With WATCHDOG=1 a kernel that hangs ends and says where.
@@ -79,26 +91,45 @@
 constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
 constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
 constexpr int BOX_COLUMNS = ROW_BYTES / 2;  // the tensor map counts in 16 bits
-constexpr int TILE_ROWS = 2 * CLUSTER;      // of W in a work item: one for each consumer warpgroup
+constexpr int TILE_ROWS = WARPGROUPS * CLUSTER;  // of W in a work item: one for each warpgroup
 constexpr bool GATED = ACTIVATION != 0;
 
 // The epilogue writes EPI_TOKENS tokens at a time to shared memory, and TMA STORE_TOKENS of them.
 constexpr int EPI_ROW_BYTES = !GATED ? ROW_BYTES : FP8 ? 32 : 64;  // of a token, by a warpgroup
-constexpr int EPI_TOKENS = TOKENS < 64 ? TOKENS : 64, EPI_TILES = TOKENS / EPI_TOKENS;
+constexpr int EPI_TOKENS = TOKENS < 64 ? TOKENS : 64;
+constexpr int EPI_TILES = (TOKENS + EPI_TOKENS - 1) / EPI_TOKENS;
 constexpr int EPI_BYTES = EPI_TOKENS * EPI_ROW_BYTES, EPI_STAGES = EPI_TILES > 1 ? 2 : 1;
 constexpr int STORES = TOKENS / STORE_TOKENS, STORE_BYTES = STORE_TOKENS * EPI_ROW_BYTES;
 
-// Of SHARED_BYTES, 3 KiB are for mbarriers and 1 KiB for alignment.
+// With SPLIT each CTA adds up and writes SHARE stores of an item. It keeps its own sums of them in
+// registers. Those of the other parts come into its shared memory.
+constexpr int SHARE = SPLIT ? (STORES + SPLIT - 1) / SPLIT : 0;
+constexpr int SUMS_BYTES = SPLIT ? (SPLIT - 1) * SHARE * STORE_TOKENS * ROWS * 4 : 0;
+
+// Of SHARED_BYTES, 1 KiB for each pipeline is for mbarriers, 1 for those of sums, 1 for alignment.
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
-constexpr int STAGES_BYTES = SHARED_BYTES - 4 * 1024 - 2 * EPI_STAGES * EPI_BYTES;
+constexpr int STAGES_BYTES = SHARED_BYTES - (WARPGROUPS + 2 + !!SPLIT) * 1024 -
+                             WARPGROUPS * (SPLIT ? SUMS_BYTES : EPI_STAGES * EPI_BYTES);
 __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
-constexpr int X_STAGES = at_most(2 * AHEAD, STAGES_BYTES / (2 * W_BYTES + 2 * X_BYTES) * 2);
-constexpr int W_STAGES = at_most(AHEAD, (STAGES_BYTES - X_STAGES * X_BYTES) / (2 * W_BYTES));
+constexpr int TILES = at_most(AHEAD, STAGES_BYTES / (WARPGROUPS * W_BYTES + 2 * X_BYTES));
+constexpr int W_STAGES =
+    at_most(AHEAD, (STAGES_BYTES - 2 * TILES * X_BYTES) / (WARPGROUPS * W_BYTES));
+constexpr int X_STAGES =
+    at_most(2 * AHEAD, (STAGES_BYTES - W_STAGES * WARPGROUPS * W_BYTES) / X_BYTES);
+
+// A thread's registers. All have LAUNCHED at first; then producers give some to consumers.
+constexpr int LAUNCHED = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = at_most(
+    240, (LAUNCHED * THREADS - 128 * PRODUCER_REGISTERS) / (128 * WARPGROUPS) / 8 * 8);
 
 static_assert(X_STAGES >= 4 && W_STAGES >= 2, "fewer would not overlap loads and wgmma");
 
+static_assert(WARPGROUPS <= 3, "each has a warp that brings its tiles");
+static_assert(!SPLIT || W_STAGES * W_BYTES >= SHARE * STORE_BYTES, "stores lie in its stages");
+static_assert(!SPLIT || CLUSTER == 1, "a cluster shares X, or the k tiles of an item");
+
 #if PACKED
-static_assert(!FP8 && !GATED, "gates of 16 bits, without an activation");
+static_assert(!SPLIT && !FP8 && !GATED, "gates of 16 bits, without an activation");
 // values [m, n] and bits [ceil(m / 8), n]; as large as a tensor map.
 struct alignas(128) Out { unsigned short* values; unsigned char* bits; int m, n; };
 #else
@@ -128,6 +159,8 @@ struct WorkItem { WorkTile tile; Fixup fixup; };
 // The first work tile of each worker is a kernel argument. Read from memory, after its worker's
 // start, it would delay the first copy by 1.3 us.
 struct First { WorkTile items[WORKERS]; int starts[WORKERS]; };
+// With SPLIT, items of one group follow each other, one for each tile of tokens.
+struct Items { int token_tiles, k_tiles; };
 
 // The row of W's tiles of one consumer warpgroup of a worker. A row beyond the last one is the last
 // one again: two warpgroups then compute and write the same.
@@ -171,22 +204,18 @@ using WPipeline = Pipeline<W_BYTES, W_STAGES>;
 
 // ---- producers: one lane each ----
 
-__device__ __forceinline__ void produce_x(const TensorMap& x, WorkTile next, const WorkItem* items,
-                                          int index, int end, XPipeline pipeline, int rank) {
+__device__ __forceinline__ void produce_x(const TensorMap& x, const WorkTile& tile,
+                                          XPipeline& pipeline, int rank) {
   constexpr int LOADED = TOKENS / CLUSTER;  // tokens that this CTA loads
   constexpr unsigned short MULTICAST = (1 << CLUSTER) - 1;
-  for (; index < end; index++) {
-    const WorkTile tile = next;
-    next = items[index + 1].tile;  // READ_AHEAD
-    const int token = tile.token + rank * LOADED;
-    for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
-      const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
-      pipeline.producer_acquire();
-      mbarrier_arrive_expect_tx(pipeline.full_barrier(), X_BYTES);
-      if (CLUSTER == 1) tma_load(to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
-      else tma_load_multicast(MULTICAST, to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
-      pipeline.advance();
-    }
+  const int token = tile.token + rank * LOADED;
+  for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
+    const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
+    pipeline.producer_acquire();
+    mbarrier_arrive_expect_tx(pipeline.full_barrier(), X_BYTES);
+    if (CLUSTER == 1) tma_load(to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+    else tma_load_multicast(MULTICAST, to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+    pipeline.advance();
   }
 }
 
@@ -200,19 +229,15 @@ __device__ __forceinline__ void produce_tiles(WPipeline& pipeline, const char* f
   }
 }
 
-__device__ __forceinline__ void produce_w(const Weights& w, WorkTile next, const WorkItem* items,
-                                          int index, int end, WPipeline pipeline, int consumer) {
-  for (; index < end; index++) {
-    const WorkTile tile = next;
-    next = items[index + 1].tile;
-    const int row = tile_row_of(w, tile, consumer), sparse = sparse_k_tiles(w, tile, row);
-    const int column = tile.k_tile + sparse;  // of the first dense tile
-    const u64 of_sparse = (u64)row * w.sparse_columns + tile.k_tile;
-    const u64 of_dense = (u64)(row - w.dense_row) * w.dense_columns + column - w.dense_column;
-    produce_tiles<SPARSE_BYTES>(pipeline, w.sparse + of_sparse * SPARSE_BYTES, sparse);
-    produce_tiles<VALUE_BYTES>(pipeline, w.dense + of_dense * DENSE_BYTES,
-                               2 * (tile.k_tiles - sparse));
-  }
+__device__ __forceinline__ void produce_w(const Weights& w, const WorkTile& tile,
+                                          WPipeline& pipeline, int consumer) {
+  const int row = tile_row_of(w, tile, consumer), sparse = sparse_k_tiles(w, tile, row);
+  const int column = tile.k_tile + sparse;  // of the first dense tile
+  const u64 of_sparse = (u64)row * w.sparse_columns + tile.k_tile;
+  const u64 of_dense = (u64)(row - w.dense_row) * w.dense_columns + column - w.dense_column;
+  produce_tiles<SPARSE_BYTES>(pipeline, w.sparse + of_sparse * SPARSE_BYTES, sparse);
+  produce_tiles<VALUE_BYTES>(pipeline, w.dense + of_dense * DENSE_BYTES,
+                             2 * (tile.k_tiles - sparse));
 }
 
 // ---- wgmma ----
@@ -230,9 +255,17 @@ __device__ __forceinline__ void produce_w(const Weights& w, WorkTile next, const
 #endif
 #define METADATA_16 "%10"
 #define METADATA_32 "%18"
+#define METADATA_48 "%26"
 #define METADATA_64 "%34"
+#define METADATA_80 "%42"
+#define METADATA_96 "%50"
+#define METADATA_112 "%58"
 #define METADATA_128 "%66"
 #define METADATA_256 "%130"
+// A width that no other kernel has (hopper.cuh):
+#define SUM_112 TENS_TO_29 TEN(3) TEN(4) "%50, %51, %52, %53, %54, %55"
+#define A_AND_B_112 "%56, %57"
+#define D_112 D_96, D4(48), D4(52)
 #define DENSE_WGMMA_(N, a, b)                                                                     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N MMA_K ".f32." OPERANDS " {" SUM_##N "}, "   \
                A_AND_B_##N ", 1, 1, 1" K_MAJOR ";" : D_##N : "l"(a), "l"(b))
@@ -540,7 +573,8 @@ __device__ __forceinline__ void wait_for_parts(const int* counter, int parts) {
 
 // Reduce all parts of stores `index` to `end`, COUNT at a time, and write the result. The partial
 // sums of UNROLL parts are read at a time: with ten, 20 parts of few tokens take 0.5 to 0.9 us less
-// than with six.
+// than with six. More than two warpgroups have registers for fewer.
+constexpr bool ROOM = WARPGROUPS <= 2;
 template <int COUNT, int UNROLL>
 __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int index, int end,
                                              const Scales& scales, const Out* to, u32 out,
@@ -593,10 +627,11 @@ __device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* f
   warpgroup_sync(warpgroup + 1);
   const int index = part * each, end = min(index + each, STORES);
   if (each == 1)
-    reduce_parts<1, 10>(from, parts, index, end, scales, to, out, feature, token, warpgroup);
+    reduce_parts<1, ROOM ? 10 : 6>(from, parts, index, end, scales, to, out, feature, token,
+                                   warpgroup);
   else
-    reduce_parts<EPI_TOKENS / STORE_TOKENS, 3>(from, parts, index, end, scales, to, out, feature,
-                                               token, warpgroup);
+    reduce_parts<EPI_TOKENS / STORE_TOKENS, ROOM ? 3 : 1>(from, parts, index, end, scales, to, out,
+                                                          feature, token, warpgroup);
   if (leader && atomicAdd(counter, 1) == parts + reducers - 1) *counter = 0;
 }
 
@@ -611,19 +646,21 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
     if (!PACKED && leader) tma_store_wait_read<EPI_STAGES - 1>();
     // With two stages, a barrier below lies between the reads of one and the next writes to it.
     if (!PACKED || EPI_STAGES == 1) warpgroup_sync(warpgroup + 1);
+    const int stores = at_most(EPI_TOKENS, TOKENS - c * EPI_TOKENS) / STORE_TOKENS;
     #pragma unroll
-    for (int i = 0; i < EPI_TOKENS / 16; i++)
-      copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / 16) + i));
+    for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)  // a constant, or it is not unrolled
+      if (i < stores)
+        copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / STORE_TOKENS) + i));
 #if PACKED
     warpgroup_sync(warpgroup + 1);
     store_packed<EPI_TOKENS / STORE_TOKENS>(*to, out + stage, feature, token + c * EPI_TOKENS,
-                                            EPI_TOKENS / STORE_TOKENS);
+                                            stores);
 #else
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
     if (leader) {
       #pragma unroll
-      for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)
+      for (int i = 0; i < stores; i++)
         copy_s2g(to, out + stage + i * STORE_BYTES, feature,
                  token + c * EPI_TOKENS + i * STORE_TOKENS);
       tma_store_commit();
@@ -632,8 +669,186 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
   }
 }
 
-// ---- the kernel: one worker (a CTA or a cluster) for each that the GPU runs at a time ----
+// ---- SPLIT: the CTAs of a cluster share the k tiles of an item ----
+//
+//   CTA `part` adds up and writes SHARE stores of tokens, from part * SHARE on. The others send it
+//   their sums of these, each warpgroup to the same warpgroup, where they lie as
+//   [sender][store][2][thread] of 16 bytes. An mbarrier counts their bytes.
 
+#if SPLIT
+__device__ __forceinline__ int stores_of(int part) {
+  return max(min(SHARE, STORES - part * SHARE), 0);
+}
+__device__ __forceinline__ int bytes_for(int part) {  // that all others send to a warpgroup
+  return (SPLIT - 1) * stores_of(part) * STORE_TOKENS * ROWS * 4;
+}
+// Send the sums of all stores but this CTA's, and keep these.
+__device__ __forceinline__ void exchange(const Accumulators& d, float (&own)[8 * SHARE], u32 sums,
+                                         u32 received, int part) {
+  #pragma unroll
+  for (int owner = 0; owner < SPLIT; owner++) {
+    const int place = part - (part > owner);  // among the senders
+    const u32 from = sums + place * SHARE * 2 * 2048 + threadIdx.x % 128 * 16;
+    const u32 to = map_shared_rank(from, owner), barrier = map_shared_rank(received, owner);
+    #pragma unroll
+    for (int i = 0; i < 2 * SHARE; i++) {
+      const int at = 4 * (owner * 2 * SHARE + i);
+      if (at >= TOKENS / 2) continue;
+      if (owner != part)
+        st_async(to + i * 2048, float4{d[at], d[at + 1], d[at + 2], d[at + 3]}, barrier);
+      else
+        #pragma unroll
+        for (int j = 0; j < 4; j++) own[4 * i + j] = d[at + j];
+    }
+  }
+}
+__device__ __forceinline__ float4 ld_shared_float4(u32 at) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+  return v;
+}
+// Add what was received to eight sums of a thread, those of 16 tokens.
+__device__ __forceinline__ void add_received(float* d, u32 from) {
+  #pragma unroll
+  for (int sender = 0; sender < SPLIT - 1; sender++)
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float4 four = ld_shared_float4(from + (sender * SHARE * 2 + j) * 2048);
+      float* sum = d + 4 * j;
+      sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+    }
+}
+// Write the stores of this CTA. `out` is free.
+__device__ __forceinline__ void write_share(float* own, const Scales& scales, const Out* to,
+                                            u32 out, u32 sums, int part, int feature, int token,
+                                            int warpgroup) {
+  const u32 address = epilogue_address(out), from = sums + threadIdx.x % 128 * 16;
+  const int stores = stores_of(part), first = token + part * SHARE * STORE_TOKENS;
+  #pragma unroll
+  for (int i = 0; i < SHARE; i++) {
+    if (i >= stores) break;
+    add_received(own + 8 * i, from + i * 2 * 2048);
+    if (FP8) apply_scales<2>(own + 8 * i, scales, feature, first + i * STORE_TOKENS);
+    copy_r2s(address + i * STORE_BYTES, own + 8 * i);
+  }
+  fence_proxy_async();
+  warpgroup_sync(warpgroup + 1);
+  if (threadIdx.x % 128 == 0) {
+    for (int i = 0; i < stores; i++)
+      copy_s2g(to, out + i * STORE_BYTES, feature, first + i * STORE_TOKENS);
+    tma_store_commit();
+    tma_store_wait_read<0>();
+  }
+}
+#endif
+
+// ---- the kernel ----
+
+__device__ __forceinline__ void zero(Accumulators& d) {
+  #pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+}
+// Multiply a row of tiles of an item.
+__device__ __forceinline__ void mainloop(Accumulators& d, XPipeline& x, WPipeline& pipeline,
+                                         const Weights& w, const WorkTile& tile, int row) {
+  // The shuffles show ptxas that these counts are equal in a warp; else it serialises wgmma.
+  const int sparse = __shfl_sync(~0u, sparse_k_tiles(w, tile, row), 0);
+  const int dense = __shfl_sync(~0u, tile.k_tiles, 0) - sparse;
+  zero(d);
+  mainloop_sparse(d, x, pipeline, sparse);
+  mainloop_dense(d, x, pipeline, 2 * dense);
+}
+__device__ __forceinline__ void init_barriers(u32 stages) {
+  XPipeline{stages}.init_barriers(WARPGROUPS * CLUSTER);
+  for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++)
+    WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(4);  // warps
+}
+__device__ __forceinline__ WPipeline w_pipeline_of(u32 stages, int warpgroup, bool producer) {
+  return WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END, producer, 0};
+}
+template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+  if (WARPGROUPS > 1)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void give_registers() {
+  if (WARPGROUPS > 1)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+#if SPLIT
+
+constexpr int SUMS = XPipeline::END + WARPGROUPS * WPipeline::END;
+constexpr int RECEIVED = SUMS + WARPGROUPS * SUMS_BYTES;  // an mbarrier for each warpgroup
+static_assert(RECEIVED + 1024 <= SHARED_BYTES - 1024);
+
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+}
+
+// One cluster for each item, one CTA for each part of its k tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
+#endif
+multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weights w,
+               const __grid_constant__ Items items, const __grid_constant__ Scales scales) {
+  extern __shared__ char shared[];
+  const u32 stages = (smem_address(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
+  const int part = blockIdx.x % SPLIT, item = blockIdx.x / SPLIT;
+  if (threadIdx.x == 0) {
+    init_barriers(stages);
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+      const u32 received = stages + RECEIVED + 8 * warpgroup;
+      mbarrier_init(received, 1);
+      mbarrier_arrive_expect_tx(received, bytes_for(part));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  } else if (threadIdx.x == 128 * WARPGROUPS) {  // the warp that brings X
+    prefetch(&maps.x), prefetch(&maps.out);
+  }
+  __syncthreads();
+  if (SPLIT > 1) cluster_arrive_relaxed();  // its mbarriers are there
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
+  const int begin = items.k_tiles * part / SPLIT, end = items.k_tiles * (part + 1) / SPLIT;
+  const WorkTile tile{item / items.token_tiles, item % items.token_tiles * TOKENS, begin,
+                      end - begin};
+  // Producers start one phase ahead: in the first round all stages are empty.
+  XPipeline x{stages, role == WARPGROUPS, 0};
+  if (role == WARPGROUPS) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x % 32 == 0) {
+      WPipeline w_pipeline = w_pipeline_of(stages, warp - 1, true);
+      if (warp == 0) produce_x(maps.x, tile, x, 0);
+      else if (warp <= WARPGROUPS) produce_w(w, tile, w_pipeline, warp - 1);
+    }
+    __syncwarp();
+    if (SPLIT > 1) cluster_wait();
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    WPipeline w_pipeline = w_pipeline_of(stages, role, false);
+    const u32 out = w_pipeline.base, sums = stages + SUMS + role * SUMS_BYTES;
+    const int row = tile_row_of(w, tile, role);
+    Accumulators d;
+    mainloop(d, x, w_pipeline, w, tile, row);
+    if (SPLIT > 1) {
+      const u32 received = stages + RECEIVED + 8 * role;
+      float own[8 * SHARE];
+      cluster_wait();
+      exchange(d, own, sums, received, part);
+      mbarrier_wait(received, 0, "sums of all parts");
+      warpgroup_sync(role + 1);  // all its warps are done with its stages
+      write_share(own, scales, &maps.out, out, sums, part, row * ROWS, tile.token, role);
+    } else {
+      warpgroup_sync(role + 1);
+      write_share(d, scales, &maps.out, out, sums, part, row * ROWS, tile.token, role);
+    }
+  }
+}
+
+#else
+
+// One worker, a CTA or a cluster, for each that the GPU runs at a time.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -644,9 +859,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   extern __shared__ char shared[];
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
   if (threadIdx.x == 0) {
-    XPipeline{stages}.init_barriers(2 * CLUSTER);  // two warpgroups in each CTA
-    for (int warpgroup = 0; warpgroup < 2; warpgroup++)
-      WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(4);  // warps
+    init_barriers(stages);
     asm volatile("fence.mbarrier_init.release.cluster;");  // by all threads it takes 2 us
   }
   if (CLUSTER > 1) cluster_sync();
@@ -654,39 +867,36 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int rank = blockIdx.x % CLUSTER, worker = blockIdx.x / CLUSTER;
   const int begin = first.starts[worker], end = first.starts[worker + 1];
-  const int warpgroup = role == 2 ? warp == 2 : role;  // whose tiles of W it loads or multiplies
-  const int consumer = 2 * rank + warpgroup;
-  // Producers start one phase ahead: in the first round all stages are empty.
-  XPipeline x{stages, role == 2, 0};
-  WPipeline w_pipeline{stages + XPipeline::END + warpgroup * WPipeline::END, role == 2, 0};
-  if (role == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+  XPipeline x{stages, role == WARPGROUPS, 0};
+  if (role == WARPGROUPS) {
+    give_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x % 32 == 0) {
-      if (warp == 0) produce_x(maps.x, first.items[worker], items, begin, end, x, rank);
-      else if (warp < 3)
-        produce_w(w, first.items[worker], items, begin, end, w_pipeline, consumer);
+      WPipeline w_pipeline = w_pipeline_of(stages, warp - 1, true);
+      WorkTile next = first.items[worker];
+      for (int i = begin; i < end; i++) {
+        const WorkTile tile = next;
+        next = items[i + 1].tile;  // READ_AHEAD
+        if (warp == 0) produce_x(maps.x, tile, x, rank);
+        else if (warp <= WARPGROUPS) produce_w(w, tile, w_pipeline, WARPGROUPS * rank + warp - 1);
+      }
     }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    const u32 out =
-        stages + XPipeline::END + 2 * WPipeline::END + warpgroup * EPI_STAGES * EPI_BYTES;
+    take_registers<CONSUMER_REGISTERS>();
+    WPipeline w_pipeline = w_pipeline_of(stages, role, false);
+    const int consumer = WARPGROUPS * rank + role;
+    const u32 out = stages + XPipeline::END + WARPGROUPS * WPipeline::END +
+                    role * EPI_STAGES * EPI_BYTES;
     Accumulators d;
     for (int i = begin; i < end; i++) {
       const WorkItem& item = items[i];  // read where it is used: accumulators fill the registers
       const int row = tile_row_of(w, item.tile, consumer);
-      // The shuffles show ptxas that these counts are equal in a warp; else it serialises wgmma.
-      const int sparse = __shfl_sync(~0u, sparse_k_tiles(w, item.tile, row), 0);
-      const int dense = __shfl_sync(~0u, item.tile.k_tiles, 0) - sparse;
-      #pragma unroll
-      for (int j = 0; j < TOKENS / 2; j++) d[j] = 0.f;
-      mainloop_sparse(d, x, w_pipeline, sparse);
-      mainloop_dense(d, x, w_pipeline, 2 * dense);
+      mainloop(d, x, w_pipeline, w, item.tile, row);
       if (item.fixup.parts > 1) {
-        store_partial(d, item.fixup, workspace, counters, consumer, warpgroup);
+        store_partial(d, item.fixup, workspace, counters, consumer, role);
       } else {
         if (FP8) apply_scales<TOKENS / 8>(d, scales, row * ROWS, item.tile.token);
-        epilogue(d, &maps.out, out, row * ROWS, item.tile.token, warpgroup);
+        epilogue(d, &maps.out, out, row * ROWS, item.tile.token, role);
       }
     }
     for (int i = begin; i < end; i++) {
@@ -694,9 +904,11 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
       if (item.fixup.parts > 1)
         fixup_part(item, partial_sums(workspace, item.fixup, consumer),
                    counters + item.fixup.counter * TILE_ROWS + consumer, scales, &maps.out, out,
-                   tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
+                   tile_row_of(w, item.tile, consumer) * ROWS, role);
     }
     if (threadIdx.x % 128 == 0) tma_store_wait();
   }
   if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and arrivals here
 }
+
+#endif

@@ -3,6 +3,7 @@
     spense_wgmma.cu   the kernel; draws its pipeline: W by bulk copies, X by TMA, wgmma.sp and wgmma
                       into the same fp32 accumulators
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
+    _clusters.py      with few tokens: a cluster for each work item instead
     this file         the choice of a configuration, the launch, and what is unsupported
 
     dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
@@ -20,14 +21,22 @@ which saturates at 448. n is then a multiple of 16, or of 32 in fp8, so that row
 multiple of 16 bytes.
 """
 
+import struct
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import DTYPES, ROW_BYTES, ROWS, VALUE_BYTES, Spense
+from sparsebench.formats.spense import (
+    DTYPES,
+    ROW_BYTES,
+    ROWS,
+    VALUE_BYTES,
+    Spense,
+)
 from sparsebench.kernels._common.cuda import (
     TMA_ALIGNMENT,
     BoundKernel,
@@ -35,25 +44,29 @@ from sparsebench.kernels._common.cuda import (
     Layout,
     Loaded,
     ahead,
+    clusters_at_once,
     load,
     tensor_map,
     unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
-from sparsebench.kernels._common.work_list import WORKERS
+from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels.spense import _clusters
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 from sparsebench.results.record import Problem
 
-TOKENS = 16, 32, 64, 128, 256
+TOKENS = 16, 32, 48, 64, 80, 96, 112, 128, 256
+POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
-THREADS = 384
 SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
 STORE_TOKENS = 16  # tokens of Y that one TMA store writes
 # Maps of x and y; Weights; First; Scales; work items, workspace, counters.
 ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
+SPLIT_ARGUMENTS = Layout("256s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
 LARGEST = 2**31 - 1  # an int32
+AT_FIRST = range(33, 129)  # tokens of which clusters are timed first
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
 
@@ -61,14 +74,24 @@ ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the 
 class Config:
     """One way to run the kernel.
 
-    tokens   of X in a work item, one of TOKENS
-    cluster  CTAs of a cluster, which share the boxes of X: 1 or 2
-    ahead    tiles of W in flight for a warpgroup, at most
+    tokens      of X in a work item, one of TOKENS
+    cluster     CTAs of a cluster, which share the boxes of X: 1 or 2
+    ahead       tiles of W in flight for a warpgroup, at most
+    warpgroups  of a CTA that multiply: 1 to 3 rows of W's tiles share X
+    split       0: a work list for as many CTAs as the GPU runs. Else a cluster for each work item,
+                of so many CTAs, which share its k tiles; cluster is then 1
     """
 
     tokens: int
     cluster: int
     ahead: int
+    warpgroups: int = 2
+    split: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA: those warpgroups, and one that copies."""
+        return 128 * (self.warpgroups + 1)
 
 
 def configurations(m: int) -> list[Config]:
@@ -76,12 +99,35 @@ def configurations(m: int) -> list[Config]:
 
     The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
-    fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
+    fitting = [tokens for tokens in POWERS if tokens < 2 * m or tokens == POWERS[0]]
     if m <= 32:
         return [Config(fitting[-1], 1, ahead) for ahead in (5, 4, 6)]
     if m <= 64:  # clusters of one CTA are 2 to 3 % faster with many features
         return [Config(fitting[-1], *sizes) for sizes in ((2, 5), (2, 4), (1, 5), (1, 6))]
     return [Config(tokens, cluster, 4) for tokens in fitting[:-3:-1] for cluster in (2, 1)]
+
+
+def searched(
+    m: int, shape: tuple[int, int], itemsize: int, device: torch.device, most: int = 5
+) -> list[Config]:
+    """Return `configurations`, and clusters for m tokens by W [n, k], the likeliest first.
+
+    most      clusters;  itemsize  bytes of an element
+    """
+    at_once = {split: _at_once(split, device) for split in _clusters.SPLITS}
+    found = _clusters.likeliest(m, shape, itemsize, at_once, most)
+    clusters = [Config(tokens, 1, *sizes) for tokens, *sizes in found]
+    listed = configurations(m)
+    if 128 < m <= 256:  # 27.4 us in place of 28.2 with 18432 features in fp8
+        listed.append(Config(128, 1, 4, 3))
+    return [*clusters, *listed] if m in AT_FIRST else [*listed, *clusters]
+
+
+def _at_once(ctas: int, device: torch.device) -> int:
+    """Return how many clusters of so many CTAs run at one time."""
+    if ctas == 1 or device.type != "cuda":
+        return max(multiprocessors(device) // ctas, 1)
+    return clusters_at_once(ctas, Config(16, 1, 4).threads, SHARED_BYTES, device)
 
 
 def space() -> list[Config]:
@@ -106,8 +152,9 @@ class Scales:
 class Plan:
     """A launch without addresses: it depends on shapes, configuration and activation.
 
-    items      work items, on the device
-    first      the argument First: the first work tile of each worker, and where its items start
+    items      work items, on the device; with `split` none
+    first      the argument First: the first work tile of each worker, and where its items start;
+               with `split` the argument Items
     workspace  floats of partial sums;  counters  one for each warpgroup of each item that is cut
     x, y       shapes of X, and of Y or H;  sparse, dense  shapes of W's tiles;  dtype  of X and W
     """
@@ -159,20 +206,32 @@ def plan(
     The caller checks the operands before (`unsupported_operands`). _packed_gate.py binds a plan
     that is `packed`.
     """
-    device, (n, k), tile_rows = w.sparse.device, w.shape, 2 * config.cluster
-    workers = multiprocessors(device) // config.cluster
-    work = schedule(w, m, config.tokens, config.cluster, workers)
+    device, (n, k) = w.sparse.device, w.shape
     constants = constants_of(config, w.dtype, activation, packed)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
-    grid = workers * config.cluster
+    launched = kernel, code, device.index
+    shared = config.threads, SHARED_BYTES
+    if config.split:
+        groups, token_tiles = -(-n // (ROWS * config.warpgroups)), -(-m // config.tokens)
+        items: Ints = np.zeros((0, 8), np.int32)
+        slots = counters = 0
+        first = struct.pack("ii", token_tiles, -(-k // w.span))
+        loaded = Loaded(*launched, groups * token_tiles * config.split, *shared)
+    else:
+        workers = multiprocessors(device) // config.cluster
+        sizes = m, config.tokens, config.cluster, workers
+        work = schedule(w, *sizes, rows_of_cta=config.warpgroups)
+        items, first, slots, counters = work.items, work.first, work.slots, work.counters
+        loaded = Loaded(*launched, workers * config.cluster, *shared, together=True)
+    tile_rows = config.warpgroups * config.cluster
     return Plan(
-        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, together=True),
+        loaded,
         config,
-        items=torch.from_numpy(work.items).to(device),
-        first=work.first,
-        workspace=work.slots * tile_rows * ROWS * config.tokens,
-        counters=work.counters * tile_rows,
+        items=torch.from_numpy(items).to(device),
+        first=first,
+        workspace=slots * tile_rows * ROWS * config.tokens,
+        counters=counters * tile_rows,
         x=(m, k),
         y=(m, n // 2 if activation else n),
         sparse=tuple(w.sparse.shape),
@@ -204,14 +263,18 @@ def program(
 ) -> BoundKernel:
     """Bind a plan to operands and `out`; `to` is the kernel's argument Out: a tensor map of it."""
     m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
-    workspace = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
-    counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero again after each launch
     part = plan.config.tokens // plan.config.cluster
     maps = _map_of(x, (part, BOX)) + to
     scaling = *(0 if own is None else own.data_ptr() for own in given), n, m
-    kept = plan.items, workspace, counters
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
-    args = ARGUMENTS(maps, *tiles, plan.first, *scaling, *(a.data_ptr() for a in kept))
+    kept: tuple[Tensor, ...] = ()
+    if plan.config.split:
+        args = SPLIT_ARGUMENTS(maps, *tiles, *struct.unpack("ii", plan.first), *scaling)
+    else:
+        workspace = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
+        counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
+        kept = plan.items, workspace, counters
+        args = ARGUMENTS(maps, *tiles, plan.first, *scaling, *(a.data_ptr() for a in kept))
     owned = [own for own in given if own is not None]
     return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
 
@@ -236,11 +299,13 @@ def constants_of(
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
         ("AHEAD", config.ahead),
+        ("WARPGROUPS", config.warpgroups),
+        ("SPLIT", config.split),
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("PACKED", int(packed)),
-        ("THREADS", THREADS),
+        ("THREADS", config.threads),
         ("SHARED_BYTES", SHARED_BYTES),
         ("ROWS", ROWS),
         ("ROW_BYTES", ROW_BYTES),
@@ -290,8 +355,10 @@ def prepare(
         raise Unsupported(reason)
     (n, k), (rows, columns) = w.shape, w.sparse_shape
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
-    searched = space() if tuned == "wide" else configurations(len(x))
-    configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, searched)
+    wide = tuned == "wide"
+    tried = searched(len(x), w.shape, x.itemsize, x.device, 12 if wide else 5)
+    tried = list(dict.fromkeys([*tried, *space()])) if wide else tried
+    configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, tried)
     ahead("spense_wgmma", [constants_of(each, w.dtype, activation) for each in configs])
     candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)

@@ -77,4 +77,5 @@ def _same(cell: Cell, outcome: Pruned) -> bool:
     """Say whether a cell leaves the same fraction dense: 2:4 prunes half of the rest."""
     pattern = str(cell.fields.get("pattern", ""))
     known = pattern.startswith("spense") or pattern == "two_four"
-    return known and abs(1 - 2 * (1 - cell.density) - outcome.dense) <= NEAR
+    hybrid = outcome.pattern == "2:4"  # zeros anywhere are no cell of these claims
+    return known and hybrid and abs(1 - 2 * (1 - cell.density) - outcome.dense) <= NEAR

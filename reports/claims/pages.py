@@ -53,7 +53,7 @@ def entries(
     """Judge claims by their cells, by name."""
     made = []
     for asked in claims:
-        own = cells.get(asked.name, ())
+        own = [*cells.get(asked.name, ()), *asked.files]
         made.append(Entry(asked, own, pruning, asked.verdicts(own)))
     return made
 
@@ -71,7 +71,7 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             conditions=conditions(entry),
             bounds=_bounds(entry.asked),
             tests=[_test(entry, test) for test in entry.asked.claim.tests],
-            command=f"sparsebench claims check {entry.asked.name} --replicates 8",
+            command=_command(entry.asked),
             runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
@@ -116,6 +116,20 @@ def badge(entry: Entry) -> str:
     widths = [round(6.6 * len(text)) + 16 for text in (left, right)]
     colour = BADGE[first.word]
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
+
+
+def _command(asked: Asked) -> str:
+    """Return what measures a claim again, and judges it."""
+    tests, made = asked.claim.tests, []
+    if not tests or not all(test.of_file for test in tests):
+        made += [f"sparsebench claims check {asked.name} --replicates 8"]
+    if any(test.trained for test in tests):
+        made += ["sparsebench train-lm --pattern small_world,uniform --seeds 8 --out trained.json"]
+    if any(test.whole for test in tests):
+        made += ["sparsebench whole --energy 30 --out whole.json"]
+    if any(test.of_file for test in tests):
+        made += [f"sparsebench claims report {asked.name} --from FILE.json"]
+    return "; ".join(made)
 
 
 def conditions(entry: Entry) -> list[tuple[str, str, str, str]]:

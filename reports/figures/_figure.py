@@ -29,7 +29,11 @@ from sparsebench.results.words import percent, plain
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
-SCOPES = {"kernel": "kernel time", "op": "as called from Python, host cost included"}
+SCOPES = {
+    "kernel": "kernel time",
+    "op": "as called from Python, host cost included",
+    "chain": "time of a layer among others in one graph",
+}
 
 
 @dataclass(frozen=True)

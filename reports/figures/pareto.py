@@ -6,6 +6,9 @@
         0 ┼100 o────────       step: the front, the least error at that speed-up or more
                1    speed-up
 
+Cases with zeros anywhere (`50 %` beside the point) are drawn into the panels of their shape, where
+errors of unstructured pruning to that level are known.
+
 Timed weights are random, and their error says nothing. So errors come from `sparsebench prune`; if
 the report was given none, none is drawn.
 """
@@ -27,6 +30,7 @@ from sparsebench.results.words import percent
 TITLE = "Error against speed-up"
 ORDER = 25
 
+ANYWHERE = "unstructured"  # a pattern of problems, and of pruning
 NEAR = 0.01  # between a timed dense fraction and a pruned one: both are rounded to tiles
 NARROWEST, LOWEST = 0.4, 1  # least spans of the axes, in × and %: noise stays small
 PRUNE = "sparsebench prune MODEL.gguf --dense {} --json > errors.json"
@@ -36,7 +40,7 @@ REPORT = "sparsebench report {} --errors errors.json"
 def draw(frames: Frames) -> Markup:
     """Draw one panel per shape, m and dtype, or say which errors are missing."""
     cases = _cases(frames.raced)
-    fractions = ordered(cases.dense)
+    fractions = ordered(cases.dense[~cases.anywhere])
     if frames.pruning is None:
         return _asked_for(frames, fractions) if len(fractions) > 1 else NOTHING
     if len(fractions) < 2:
@@ -46,7 +50,8 @@ def draw(frames: Frames) -> Markup:
     if points.empty:
         return note(f"No error is known {_at(fractions)}: {frames.pruning.weights} has others.")
     numbers = {name: number for number, name in enumerate(points.method.unique())}
-    missing = [fraction for fraction in fractions if fraction not in set(points.dense)]
+    drawn = set(points.dense[~points.anywhere])
+    missing = [fraction for fraction in fractions if fraction not in drawn]
     unknown = f" No error is known {_at(missing)}: not drawn." if missing else ""
     plain, empty = "Pareto front; vertical: the baseline", f"hollow: {meaning(frames.raced)[1]}"
     return (
@@ -69,26 +74,30 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cases(raced: pd.DataFrame) -> pd.DataFrame:
-    """Keep the cases with a speed-up and a dense fraction; add `dense` and `contender`.
+    """Keep the cases with a speed-up and a dense fraction, or with zeros `anywhere` (0 dense).
 
     `contender` is the label without the parameters of the format.
     """
     dense = raced.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
     labels = zip(raced.label, raced.params, strict=True)
     own = [label.removesuffix(f" {params}") for label, params in labels]
-    cases = raced.assign(dense=dense, contender=own)
+    zeros = raced["pattern"] == ANYWHERE if "pattern" in raced else False
+    anywhere = zeros & ~raced.baseline.astype(bool) & (raced.format != "dense")
+    cases = raced.assign(dense=dense.mask(anywhere, 0.0), anywhere=anywhere, contender=own)
     return cases[cases.dense.notna() & cases.speedup.notna()]
 
 
 def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
-    """Return one line per case and way to prune, with the same dense fraction."""
-    found = [
-        cases[(cases.dense - outcome.dense).abs() <= NEAR].assign(
-            method=f"{outcome.method}, {outcome.region}", error=outcome.errors[OUTPUT]
-        )
-        for outcome in pruning.outcomes
-    ]
-    return pd.concat(found)
+    """Return one line per case and way to prune, with the same dense fraction, or level."""
+    found = []
+    for outcome in pruning.outcomes:
+        anywhere = outcome.pattern == ANYWHERE
+        own = cases[cases.anywhere == anywhere]
+        away = own.level - outcome.sparsity if anywhere else own.dense - outcome.dense
+        how = f"{outcome.method}, {ANYWHERE if anywhere else outcome.region}"
+        near = own[away.abs() <= NEAR]
+        found.append(near.assign(method=how, error=outcome.errors[OUTPUT]))
+    return pd.concat(found, ignore_index=True)
 
 
 def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
@@ -104,13 +113,16 @@ def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
         steps = front(group)
         axes.step(steps.speedup, 100 * steps.error, where="pre", color=INK, linewidth=1)
         for method, line in group.groupby("method", sort=False):
-            _line(axes, line.sort_values("dense"), numbers[str(method)])
+            _line(axes, line.sort_values(["dense", "level"]), numbers[str(method)])
         _name(axes, group)
         return title, svg(figure, f"{TITLE}, {title}"), NOTHING
 
     parts = []
-    for contender, own in points.groupby("contender", sort=False):
-        same, groups = panels(own, "level")
+    beside = points[points.anywhere]
+    for contender, alone in points[~points.anywhere].groupby("contender", sort=False):
+        own = pd.concat([alone, beside])
+        same, groups = panels(own, "level", ["pattern"] * (not beside.empty))
+        contender = " and ".join([str(contender), *beside.contender.unique()])
         baselines = " or ".join(own.baseline_label.unique())
         with style():
             drawn = [panel(*group) for group in groups]
@@ -139,11 +151,13 @@ def _line(axes: Axes, points: pd.DataFrame, number: int) -> None:
 
 
 def _name(axes: Axes, points: pd.DataFrame) -> None:
-    """Write the dense fraction left of its highest point: no line is drawn there."""
-    for _, top in points.sort_values("error").groupby("dense").tail(1).iterrows():
+    """Write the dense fraction, or the level of zeros anywhere, left of its highest point."""
+    keys = points.level.where(points.anywhere, points.dense)
+    tops = points.sort_values("error").groupby([points.anywhere, keys]).tail(1)
+    for _, top in tops.iterrows():
         place = (top.speedup, 100 * top.error)
         axes.annotate(
-            f"{100 * top.dense:g}",
+            percent(top.level) if top.anywhere else f"{100 * top.dense:g}",
             place,
             xytext=(-3, 3),
             textcoords="offset points",
@@ -158,7 +172,8 @@ def _words(pruning: Pruning) -> str:
     return (
         "x: speed-ups of this run with their intervals. y: relative error of the output, mean over "
         f"layers, after pruning {pruning.weights} with {pruning.calibration:,} tokens, measured on "
-        f"{tokens}. The timed weights are others. Numbers: per cent of the features left dense. "
+        f"{tokens}. The timed weights are others. Numbers: per cent of the features left "
+        "dense; with a sign, of zeros anywhere. "
         "Step: the Pareto front of the points and the dense baseline, without regard to intervals."
     )
 
@@ -174,10 +189,19 @@ def _at(fractions: list[float]) -> str:
 
 
 def _table(pruning: Pruning) -> Markup:
-    heads = ["method", "region", ">dense", ">pruned", ">error of the output", ">loss, nats"]
+    heads = [
+        "method",
+        "pattern",
+        "region",
+        ">dense",
+        ">pruned",
+        ">error of the output",
+        ">loss, nats",
+    ]
     lines = [
         [
             outcome.method,
+            outcome.pattern,
             outcome.region,
             percent(outcome.dense),
             percent(outcome.sparsity),
@@ -187,5 +211,5 @@ def _table(pruning: Pruning) -> Markup:
         for outcome in pruning.outcomes
     ]
     if pruning.loss is not None:
-        lines.insert(0, ["none", "", percent(1), percent(0), "", f"{pruning.loss:.3f}"])
+        lines.insert(0, ["none", "", "", percent(1), percent(0), "", f"{pruning.loss:.3f}"])
     return note(f"{pruning.weights}, SHA-256 {pruning.sha256}.") + table(heads, lines)

@@ -37,9 +37,10 @@ processes are a look, not a verdict. "dense" marks a portfolio that chose a dens
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
 `make site` writes the report of every run, as a site.
 
-These runs are older than the present code; the list below has the commit of each. Dense baselines
-and peers are better tuned since: leads at few tokens, over dense layers and over torch's BSR are
-smaller now (CHANGELOG.md).
+`core-look` and `core` are what `new-gpu --budget 8m` measured: a look at every problem, then
+verdicts on those that decide. `core-sim` is modelled, not measured. The other runs are older than
+the present code; the list below has the commit of each. Dense baselines and peers are better tuned
+since: leads at few tokens, over dense layers and over torch's BSR are smaller now (CHANGELOG.md).
 """
 DIGESTS = """The SHA-256 of its manifest names a bundle. `sparsebench validate` holds published runs
 against this list. So does `sha256sum --check`, which is given these lines in this folder."""

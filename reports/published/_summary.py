@@ -161,13 +161,15 @@ def terminal(runs: Mapping[str, Published]) -> str:
 def pruned(path: Path) -> str:
     """Return what pruning cost, a line a recipe."""
     found = pruning.read(path)
-    header = ["method", "dense region", "dense", "pruned", "error of the output", "loss, nats"]
+    header = ["method", "pattern", "dense region", "dense", "pruned", "error of the output"]
+    header.append("loss, nats")
     loss = f"{found.loss:.3f}" if found.loss is not None else ""
-    lines = [["none", "", "100 %", "0 %", "", loss]]
-    for it in sorted(found.outcomes, key=lambda it: (it.dense, it.errors[OUTPUT]), reverse=True):
+    lines = [["none", "", "", "100 %", "0 %", "", loss]]
+    least = sorted(found.outcomes, key=lambda it: it.errors[OUTPUT], reverse=True)
+    for it in sorted(least, key=lambda it: (it.sparsity, it.pattern)):
         shares = f"{100 * it.dense:g} %", f"{100 * it.sparsity:g} %"
         cost = f"{100 * it.errors[OUTPUT]:.1f} %", "" if it.loss is None else f"{it.loss:.3f}"
-        lines.append([it.method, it.region, *shares, *cost])
+        lines.append([it.method, it.pattern, it.region, *shares, *cost])
     about = f"**{found.weights}**, calibrated on {found.calibration} tokens of "
     about += f"{found.tokens_from}, {found.held_out} later ones held out. Errors are relative, "
     about += "means over layers. One model, one text."

@@ -19,15 +19,15 @@ BEST_DENSE = "the fastest dense layer (cublas_ffn and ffn_dense_triton too)"
 ALL_PEERS = "the fastest peer, dense included"
 
 LAYERS = {
-    "51200 × 5120": "Qwen3-32B, gate and up",
-    "5120 × 25600": "Qwen3-32B, down",
-    "55296 × 5120": "Seed-OSS-36B, gate and up",
-    "5120 × 27648": "Seed-OSS-36B, down",
-    "28672 × 4096": "Llama-3-8B, gate and up",
-    "4096 × 14336": "Llama-3-8B, down",
-    "25600 × 5120": "Qwen3-32B",
-    "27648 × 5120": "Seed-OSS-36B",
-    "14336 × 4096": "Llama-3-8B",
+    "51200 × 5120": "Qwen3-32B, gate and up (51200 × 5120)",
+    "5120 × 25600": "Qwen3-32B, down (5120 × 25600)",
+    "55296 × 5120": "Seed-OSS-36B, gate and up (55296 × 5120)",
+    "5120 × 27648": "Seed-OSS-36B, down (5120 × 27648)",
+    "28672 × 4096": "Llama-3-8B, gate and up (28672 × 4096)",
+    "4096 × 14336": "Llama-3-8B, down (4096 × 14336)",
+    "25600 × 5120": "Qwen3-32B (25600 × 5120)",
+    "27648 × 5120": "Seed-OSS-36B (27648 × 5120)",
+    "14336 × 4096": "Llama-3-8B (14336 × 4096)",
 }
 OPS = {"linear": "forward", "linear_dgrad": "dX", "linear_wgrad": "dW"}
 UNTUNED = "options.str.contains('tuned=False')"

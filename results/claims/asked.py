@@ -21,6 +21,7 @@ class Asked:
     bounds   by test and problem, the largest speed-up at the efficiency of dense
     beyond   tests that no kernel as efficient as the baseline can meet
     refused  by test, why it was not run
+    files    cells of its tests about files of commands, which come from no run
     """
 
     written: Written
@@ -28,6 +29,7 @@ class Asked:
     bounds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     beyond: Collection[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[Cell] = ()
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class Asked:
         return [cell for test, ids in tests for cell in cells(test, ids, run, found)]
 
     def verdicts(self, known: Sequence[Cell]) -> list[Verdict]:
-        """Return its verdicts on these cells, one a device; a single one where there are none."""
+        """Return its verdicts on its cells, one a device; a single one where there are none."""
         return judge(self.name, self.claim, known, self.wanted, self.refused)
 
 

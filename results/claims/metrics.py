@@ -7,6 +7,7 @@
                                                        wastes nothing; s is the cell's sparsity
     energy_saved  %   100 (1 - 1 / r) of the energy    of one hot call
     memory_saved  %   100 (1 - 1 / r) of the memory    most on the device, prepare and first call
+    loss_saved    %   100 (1 - 1 / r) of the loss      of a training, in nats a byte held out
     storage       x   r of the bytes of the weights    as stored, the indices included
 
 So one interval, that of r over processes, gives the interval of every metric.
@@ -48,5 +49,6 @@ METRICS: dict[str, Metric] = {
     "of_ideal": Metric("%", "time", lambda r, d: 100 * r * d, lambda v, d: v / 100 / d, None),
     "energy_saved": Metric("%", "energy_j", _saved, _of_saved, 0.0),
     "memory_saved": Metric("%", "peak_bytes", _saved, _of_saved, 0.0),
+    "loss_saved": Metric("%", "loss", _saved, _of_saved, 0.0),
     "storage": Metric("x", "stored_bytes", _ratio, _ratio, 1.0),
 }

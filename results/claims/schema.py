@@ -21,6 +21,10 @@
         quantifier: exists                         or typical (all cells together), for_all
         at: {m: [16, 64]}                          cells: problems with these fields
         proxy: one layer, not a served model       why this is less than what was claimed
+      - trained: parameters                        cells: trainings of `train-lm --pattern`, each
+        ...                                        beside dense of equal parameters, or width
+      - whole: step                                cells: files of `whole`, a forward pass or step;
+        ...                                        a kernel is that of the MLP
     bounds: [{of: the layer, density: 0.75, bits: 8, bits_per_element: 0.5, share: 0.8}]
     missing: a B200, and vLLM with this format     why what was claimed itself is not tested
     caveats: [what a reader must know]
@@ -44,6 +48,9 @@ from sparsebench.results.claims.metrics import METRICS
 SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # of a statement that is quoted word for word
 SHIPPED = "claim.schema.json"
+OF_TRAINING = "speedup", "memory_saved", "loss_saved"
+OF_WHOLE = "speedup", "memory_saved", "energy_saved"
+FIELDS_OF_TRAINING = "pattern", "block", "width"
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -142,7 +149,7 @@ class Test(_Model):
     name: Text
     subject: Chosen
     baseline: Chosen
-    metric: Literal["speedup", "of_ideal", "energy_saved", "memory_saved", "storage"]
+    metric: Literal["speedup", "of_ideal", "energy_saved", "memory_saved", "loss_saved", "storage"]
     unit: Literal["x", "%"]
     at_least: float | None = None
     at_most: float | None = None
@@ -150,9 +157,11 @@ class Test(_Model):
     partly_at: float | None = None
     quantifier: Literal["exists", "typical", "for_all"]
     at: dict[str, Scalar | list[Scalar]] = {}
-    scope: Literal["kernel", "op"] = "kernel"
+    scope: Literal["kernel", "op", "chain"] = "kernel"
     cache: Literal["cold", "hot"] = "cold"
     measure: Measure | None = None
+    trained: Literal["width", "parameters"] | None = None
+    whole: Literal["forward", "step"] | None = None
     proxy: Text | None = None
 
     @model_validator(mode="after")
@@ -163,6 +172,7 @@ class Test(_Model):
         if (self.at_least is None) == (self.at_most is None):
             found = "both" if self.at_least is not None else "neither"
             raise ValueError(f"a threshold, at_least or at_most, not {found}")
+        self._agree_on_files()
         up, none = self.at_least is not None, metric.none
         value = self.threshold + (-self.tolerance if up else self.tolerance)
         if self.partly_at is not None and (self.partly_at < self.threshold) != up:
@@ -171,6 +181,24 @@ class Test(_Model):
         if self.tolerance and none is not None and (self.threshold - none) * (value - none) <= 0:
             raise ValueError(f"a tolerance that no equal contender meets, not {self.tolerance:g}")
         return self
+
+    @property
+    def of_file(self) -> bool:
+        """Say whether its cells are in a file that a command wrote, and no suite measures them."""
+        return self.trained is not None or self.whole is not None
+
+    def _agree_on_files(self) -> None:
+        if self.trained is None and self.metric == "loss_saved":
+            raise ValueError("trained, for a metric of the loss")
+        if self.of_file and (self.measure or (self.trained and self.whole)):
+            raise ValueError("one of measure, trained and whole, not two")
+        kind, known = ("training", OF_TRAINING) if self.trained else ("a whole model", OF_WHOLE)
+        if self.of_file and self.metric not in known:
+            raise ValueError(f"a metric of {kind}, {' or '.join(known)}, not {self.metric}")
+        fields = FIELDS_OF_TRAINING if self.trained else ()
+        if self.of_file and (lost := [name for name in self.at if name not in fields]):
+            expected = ", ".join(fields) or "none"
+            raise ValueError(f"fields of {kind}, some of {expected}, not {lost[0]}")
 
     @property
     def threshold(self) -> float:
@@ -243,7 +271,7 @@ class Claim(_Model):
         if not self.tests and not self.missing:
             raise ValueError("tests, or what is missing for one")
         for test in self.tests:
-            if not (test.measure or self.measure):
+            if not (test.measure or self.measure or test.of_file):
                 raise ValueError(f"measure, for the test {test.name}")
         names = [test.name for test in self.tests]
         if len(set(names)) < len(names):

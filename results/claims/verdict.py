@@ -164,7 +164,9 @@ def _test(
     if refused:
         return Judged(test, Word.NOT_TESTABLE, Basis.NONE, f"{refused}.", tuple(cells))
     if not cells:
-        return Judged(test, Word.INCONCLUSIVE, Basis.NONE, "nothing is measured yet.")
+        kind = "train-lm --pattern" if test.trained else "whole"
+        why = f"no file of `{kind}` was given." if test.of_file else "nothing is measured yet."
+        return Judged(test, Word.INCONCLUSIVE, Basis.NONE, why)
     near = basis(hardware, cells[0].device, test.proxy is not None)
     valued = [cell for cell in cells if not cell.reason]
     if not valued:

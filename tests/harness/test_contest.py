@@ -1,6 +1,7 @@
 import gc
 import pkgutil
 from contextlib import nullcontext
+from dataclasses import replace
 
 import faulty
 import pytest
@@ -89,6 +90,54 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(contest.operands, "operands", too_large)
     assert [row.status for row in rows(BASELINE)] == [Status.OUT_OF_MEMORY]
+
+
+@pytest.mark.parametrize(
+    ("room_after", "statuses"),
+    [
+        (1, [Status.OK, Status.OUT_OF_MEMORY]),
+        (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY]),
+    ],
+)
+def test_where_the_reference_has_no_room_twins_end_first(
+    room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, with_room, calls = contest._expected, contest._with_room, []
+    running: list[contest.RunningContest] = []
+
+    def seen(which: contest.RunningContest, when: str) -> list[contest.Expected] | None:
+        running.append(which)
+        return with_room(which, when)
+
+    def crowded(op: contest.Op, layer: contest.Layer) -> contest.Expected:
+        calls.append(len([entry for entry in running[-1].entries if entry.launch]))
+        if len(calls) <= room_after:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return expected(op, layer)
+
+    monkeypatch.setattr(contest, "_with_room", seen)
+    monkeypatch.setattr(contest, "_expected", crowded)
+    found = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
+    assert [row.status for row in found] == statuses
+    assert calls[:2] == [2, 1], "what has ended holds nothing while the reference is computed again"
+    assert "reference, before timing: OutOfMemoryError" in found[1].detail
+
+
+def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def held() -> int:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+        return sum(tensor.numel() for tensor in tensors if tensor.numel() >= 32 * 512)
+
+    before = held()
+    rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
+    assert held() == before
+    monkeypatch.setattr(contest, "_expected", no_room)
+    rows(BASELINE)
+    assert held() == before
 
 
 def test_contenders_take_turns_and_the_slow_take_fewer() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
@@ -134,6 +135,44 @@ def test_a_layer_that_is_left_out_is_wrong() -> None:
     assert check(bound(OP.definition, asked)(**{**given, "gains": gains}), expected).reason
 
 
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in {
+            a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)
+        }:
+            self.size = max(self.size, made.numel())
+        return made
+
+
+def test_the_spread_makes_nothing_as_large_as_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(vocab=400)
+    given = exact(asked)
+    whole = bound(OP.spread, asked)(**given)
+    monkeypatch.setitem(OP.spread.__globals__, "ROWS", 7)
+    with Largest() as largest:
+        by_rows = bound(OP.spread, asked)(**given)
+    assert torch.allclose(by_rows, whole, rtol=1e-12)
+    assert largest.size < given["wh"].numel() / 4
+
+
+def test_a_kernel_holds_the_weights_of_every_layer() -> None:
+    few, many = (OP.held_bytes(problem(layers=layers)) for layers in (3, 5))
+    given = exact(problem())
+    layer = sum(given[name].numel() for name in ("wqkv", "wo", "wg", "wu", "wd"))
+    assert many - few == 4 * (2 * layer + 4 * SIZES["hidden"])
+    whole = Problem("decoder", {**OP.defaults, **QWEN3, "dtype": "fp8"}, defaults=OP.defaults)
+    assert OP.held_bytes(whole) == pytest.approx(64 * 487.6e6 + 1.556e9, rel=0.01)
+
+
+QWEN3 = {
+    **{"hidden": 5120, "heads": 64, "kv_heads": 8, "head_dim": 128, "intermediate": 25600},
+    **{"m": 1, "vocab": 151936, "layers": 64, "context": 1024},
+}
 SUITE = """
 schema: sparsebench/suite@1
 title: a step

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness import cli
-from sparsebench.harness.pruning import region, spensegpt, two_four
+from sparsebench.harness.pruning import pattern, region, spensegpt
 from sparsebench.harness.pruning.command import prune_file
 from sparsebench.harness.pruning.layer import (
     METHODS,
@@ -92,7 +92,7 @@ def one_by_one(weight: Tensor, x: Tensor, columns: int) -> Tensor:
                 sizes.append(ahead[j, j].clone())
                 ahead -= torch.outer(ahead[:, j], ahead[j]) / ahead[j, j]
             saliency = weight[:, i : i + 4].square() / torch.stack(sizes)
-            gone[:, i : i + 4] = ~two_four.kept(saliency)
+            gone[:, i : i + 4] = ~pattern.TWO_FOUR.kept(saliency)
         error = weight[:, i].where(gone[:, i], 0) / inverse[i, i]
         weight = weight - torch.outer(error, inverse[i])
         inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
@@ -109,6 +109,46 @@ def test_spensegpt_in_blocks_is_the_definition_column_by_column(columns: int) ->
     expected = one_by_one(weight, inputs, columns).float()
     assert torch.equal(found == 0, expected == 0)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sparsity", [0.5, 0.7])
+def test_unstructured_pruning_takes_the_fraction_that_is_asked_for(
+    method: str, sparsity: float, mlp: GatedMLP, x: Tensor
+) -> None:
+    found = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", str(sparsity)))
+    for weight in (found.mlp.gate, found.mlp.up, found.mlp.down):
+        assert float((weight == 0).float().mean()) == pytest.approx(sparsity, abs=0.01)
+        assert not is_two_four(weight)
+        if method != "spensegpt":
+            counts = (weight != 0).sum(dim=1)
+            assert counts.unique().tolist() == [weight.shape[1] - round(sparsity * weight.shape[1])]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_anywhere_cost_less_than_2_4(method: str, mlp: GatedMLP, x: Tensor) -> None:
+    errors = []
+    for where in ("0.5", "2:4"):
+        found = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", where))
+        errors.append(mlp_errors(mlp, found, x[TOKENS:])["output"])
+    assert errors[0] < errors[1]
+
+
+def test_unstructured_spensegpt_chooses_among_all_rows_of_a_block() -> None:
+    """With uncorrelated inputs of one size nothing is compensated: the largest stay."""
+    inputs = torch.linalg.qr(torch.randn(512, 128, generator=torch.Generator().manual_seed(7)))[0]
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(8))
+    found = spensegpt.prune(weight, inputs, 128, pattern.Pattern.of("0.75"))
+    kept = weight.abs().flatten().argsort(descending=True)[: 8 * 128 // 4]
+    expected = torch.zeros(8 * 128, dtype=torch.bool).index_fill_(0, kept, True).view(8, 128)
+    assert torch.equal(found != 0, expected)
+    torch.testing.assert_close(found[expected], weight[expected], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", ["4:8", "0", "1", "1.5", "nan", "half", ""])
+def test_a_pattern_that_there_is_not_is_one_line(text: str) -> None:
+    with pytest.raises(SuiteError, match=r"expected 2:4, or a fraction such as 0\.5; found"):
+        Recipe(pattern=text)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -308,7 +348,8 @@ def test_the_command_prunes_an_mlp_of_a_file(
     assert again.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
     expected = prune_mlp(mlp, x[:1536], Recipe())
     with safe_open(out, framework="pt") as file:
-        assert file.metadata() == {"method": "spensegpt", "region": "scored", "dense": "128"}
+        how = {"method": "spensegpt", "pattern": "2:4", "region": "scored", "dense": "128"}
+        assert file.metadata() == how
         assert torch.equal(file.get_tensor("g"), expected.mlp.gate)
         assert torch.equal(file.get_tensor("d"), expected.mlp.down)
         assert torch.equal(file.get_tensor("permutation"), expected.permutation)
@@ -317,11 +358,17 @@ def test_the_command_prunes_an_mlp_of_a_file(
     assert done.returncode == 0, done.stderr
     shown = done.stdout.splitlines()
     assert shown[0].strip() == "1536 tokens to calibrate on, 512 held out"
-    assert [line.split()[:4] for line in shown[2:]] == [
-        ["magnitude", "scored", "0", "50.0%"],
-        ["magnitude", "scored", "0.5", "25.0%"],
-        ["wanda", "scored", "0", "50.0%"],
-        ["wanda", "scored", "0.5", "25.0%"],
+    assert [line.split()[:5] for line in shown[2:]] == [
+        ["magnitude", "2:4", "scored", "0", "50.0%"],
+        ["magnitude", "2:4", "scored", "0.5", "25.0%"],
+        ["wanda", "2:4", "scored", "0", "50.0%"],
+        ["wanda", "2:4", "scored", "0.5", "25.0%"],
+    ]
+    done = sparsebench("prune", *given, "--pattern", "2:4,0.7", "--dense", "0", "--json")
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert [(o["pattern"], o["sparsity"]) for o in outcomes] == [
+        ("2:4", 0.5),
+        ("unstructured", 0.7),
     ]
 
 

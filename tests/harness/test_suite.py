@@ -215,6 +215,22 @@ def test_files_become_problems_by_content(tmp_path: Path) -> None:
     assert contest.problem["sparsity"] == pytest.approx(5 / 8)
 
 
+def test_only_can_leave_out_and_baselines_stay() -> None:
+    whole = read("decode").contests
+    kept = only(whole, "kernel!=cusparse_bell|torch_bsr m!=16")
+    kernels = {k.kernel for contest in whole for k in contest.contenders}
+    assert {k.kernel for c in kept for k in c.contenders} == kernels - {
+        "cusparse_bell",
+        "torch_bsr",
+    }
+    assert {contest.problem["m"] for contest in kept} == {c.problem["m"] for c in whole} - {16}
+    assert all(contest.contenders[0].baseline for contest in kept)
+    with pytest.raises(
+        SuiteError, match=r"expected at least one case of kernel!=cusparse_b, found"
+    ):
+        only(whole, "kernel!=cusparse_b")
+
+
 def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
     rest = "baselines:\n  - {format: dense, kernel: torch_dense}\n"
     found = suite(tmp_path, PROBLEM.replace("m: 8", "m: [8, 16]"), rest=rest)

@@ -16,10 +16,10 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.harness.bench import contest
 from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench.kernels._common.transposed import transposed
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import cublas, reference
 from sparsebench.kernels.peers import (
-    _transposed,
     cublas_masked,
     scipy_bsr_dgrad,
     scipy_csr_dgrad,
@@ -111,7 +111,7 @@ def test_the_definition_takes_all_operands_but_a_pattern(name: str) -> None:
 @pytest.mark.parametrize(("form", "params"), [(Csr, {}), (Bsr, {"block": [3, 5]})])
 def test_a_transposed_weight_is_the_transpose_in_order(form: Any, params: Any) -> None:
     w, *_ = drawn(1, 13, 11)
-    turned = _transposed.transposed(form.from_dense(w, **params))
+    turned = transposed(form.from_dense(w, **params))
     again = form.from_dense(w.t().contiguous(), **{name: b[::-1] for name, b in params.items()})
     for name, array in again.arrays().items():
         assert torch.equal(turned.arrays()[name], array)

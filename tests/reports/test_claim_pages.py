@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -109,10 +110,14 @@ def test_loss_stands_beside_speed_for_the_same_dense_fraction() -> None:
     )
     drawn = losses([half, none], found)
     assert drawn.count("<svg") == 1
-    lost = {o.dense: o.loss for o in found.outcomes if o.loss and o.dense in (0.0, 0.5)}
+    hybrids = [o for o in found.outcomes if o.pattern == "2:4"]
+    lost = {o.dense: o.loss for o in hybrids if o.loss and o.dense in (0.0, 0.5)}
     assert all(f"{loss:.3f}" in drawn for loss in lost.values())
     other = cell(claim, spread(1.2), fields={"pattern": "blocks", "m": 16, "level": 0.25})
     assert "No cell leaves a fraction dense" in losses([other], found)
+    anywhere = [outcome for outcome in found.outcomes if outcome.pattern == "unstructured"]
+    alone = losses([half, none], replace(found, outcomes=anywhere))
+    assert "No cell leaves a fraction dense" in alone
     (made,) = entries([Asked(written(), {"over dense": {"a"}})], {"mine": [half]}, found)
     assert page(made).count("<svg") == 2
 

@@ -98,6 +98,31 @@ def test_a_run_and_what_pruning_cost_are_one_panel_a_shape(run: Run, tmp_path: P
     assert [found.count(f">{label}</text>") for label in ("50", "100")] == [4 + 4, 4 + 4]
 
 
+UNSTRUCTURED = """
+  - {op: linear, n: 5120, k: 25600, m: 16, dtype: bf16, pattern: unstructured, sparsity: [0.5, 0.7]}
+contenders:
+  - {format: csr, kernel: cusparse_csr, at: {pattern: unstructured}}
+"""
+
+
+def test_zeros_anywhere_stand_beside_2_4_in_the_panel_of_their_shape(tmp_path: Path) -> None:
+    """At the levels whose errors are known."""
+    both = SUITE.replace("\ncontenders:\n", UNSTRUCTURED, 1)
+    both = both.replace(
+        "kernel: spense_wgmma", "kernel: spense_wgmma\n    at: {pattern: spense_columns}"
+    )
+    (tmp_path / "suite.yaml").write_text(both)
+    asked = read_suite(str(tmp_path / "suite.yaml"))
+    run = store.read(measure(asked, Flags("sim", replicates=1), tmp_path / "run", None))
+    known = document()["outcomes"]
+    known += [outcome("wanda", 0.0, 0.1) | {"sparsity": 0.5, "pattern": "unstructured"}]
+    found = section(build(run, pruning=read(tmp_path, document(outcomes=known))))
+    assert found.count("<figure>") == 4
+    assert "spense/spense_wgmma and csr/cusparse_csr over dense/cublas" in found
+    assert "wanda, unstructured" in found
+    assert [found.count(f">{label}</text>") for label in ("50 %", "70 %")] == [1, 0]
+
+
 def test_without_errors_there_is_a_sentence_and_no_number(run: Run) -> None:
     found = section(build(run))
     assert "No errors were given to draw" in found

@@ -220,6 +220,22 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
         lists_of(unsorted, 64, 2)
 
 
+def test_a_workers_first_step_comes_with_the_launch():
+    w, _, _ = example((1, 1024, 1024, 16, 0.1))
+    lists = lists_of(w, 64, 2)
+    steps, bounds = work(lists, 300, 64, 16, workers=7)
+    firsts = bsr_small.first_of(steps[bounds[:-1]], 64)
+    assert firsts.shape == (bsr_small.WORKERS, 4)
+    assert firsts.nbytes // bsr_small.WORKERS == 16
+    for (*strips, tile_and_blocks, first), step in zip(
+        firsts.tolist(), steps[bounds[:-1]], strict=False
+    ):
+        assert strips == step[1, :2].tolist()
+        assert (tile_and_blocks >> 8) * 64 == step[0, 1]
+        assert tile_and_blocks & 0xFF == step[0, 0]
+        assert first == step[0, 3]
+
+
 @pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
 def test_other_devices_are_refused(module):
     problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
@@ -231,16 +247,19 @@ def test_other_devices_are_refused(module):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
-    whats = (24, False, torch.float16), (12, False, torch.bfloat16), (5, True, torch.bfloat16)
-    for block, (room, transposed, dtype) in product(bsr_small.BLOCKS, whats):
-        constants = bsr_small.constants_of(config, room, block, dtype, transposed)
+    half, bf16 = torch.float16, torch.bfloat16
+    whats = (24, half, False, True), (12, bf16, False, False), (5, bf16, True, True)
+    for block, (room, dtype, *flags) in product(bsr_small.BLOCKS, whats):
+        constants = bsr_small.constants_of(config, room, block, dtype, *flags)
         # C7519: a fence before each row's products, whose registers a branch may have left alone.
         assert_compiles_cleanly("bsr_small", constants, tmp_path, allowed="(C7519)")
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
 def test_nvrtc_compiles_it():
-    constants = bsr_small.constants_of(CONFIGS[0], 24, 16, torch.float16, transposed=False)
+    constants = bsr_small.constants_of(
+        CONFIGS[0], 24, 16, torch.float16, transposed=False, once=True
+    )
     assert cuda.compiled("bsr_small", constants).startswith(b"\x7fELF")
     assert cuda.compiled("bsr_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
 
@@ -300,3 +319,63 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, b
     y.fill_(float("nan"))
     graph.replay()
     assert_right(y, x, w, transposed, launch.choice)
+
+
+def captured(calls) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    return graph
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", [Config(64, 64), Config(128, 256)], ids=str)
+@pytest.mark.parametrize("block", bsr_small.BLOCKS)
+def test_a_layer_reads_what_the_layer_before_it_writes(config, block):
+    """Each starts before the one before has ended; the right answers are those of layers alone."""
+    w, x = on_gpu((100, 2048, 2048, block, 0.05), "bf16", False)
+    layers = [bsr_small.launch(x, w, config)]
+    for _ in range(7):
+        layers.append(bsr_small.launch(layers[-1].out, w, config))
+    graph = captured(layers)
+
+    def outs() -> list[torch.Tensor]:
+        torch.cuda.synchronize()
+        return [layer.out.clone() for layer in layers]
+
+    for _ in range(20):
+        x.normal_()
+        alone = []
+        for layer in layers:
+            replace(layer, loaded=replace(layer.loaded, early=False))()
+            alone += outs()[len(alone) : len(alone) + 1]
+        for run in (graph.replay, lambda: [layer() for layer in layers]):
+            for layer in layers:
+                layer.out.fill_(float("nan"))
+            run()
+            assert all(map(torch.equal, outs(), alone))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("config", [Config(64, 32), Config(64, 128)], ids=str)
+def test_weights_may_be_written_just_before(config):
+    """They are read before the kernel before has ended where that says so, and torch's do not."""
+    w, x = on_gpu((64, 2048, 2048, 16, 0.1), "bf16", False)
+    plan, values = bsr_small.plan(w, len(x), config), w.values.clone()
+    first = bsr_small.bind(plan, x, values)().clone()
+    outs = []
+    for _ in range(50):
+        values.neg_()
+        outs.append(bsr_small.bind(plan, x, values)())
+    assert all(torch.equal(out, -first if i % 2 == 0 else first) for i, out in enumerate(outs))
+    program = bsr_small.bind(plan, x, values)
+    packed, kept = program.kept[1], torch.empty_like(program.out)
+    graph = captured([packed.neg_, program, lambda: kept.copy_(program.out), packed.neg_, program])
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(kept, -first)
+        assert torch.equal(program.out, first)

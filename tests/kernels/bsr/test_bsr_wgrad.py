@@ -26,6 +26,7 @@ from sparsebench.kernels.bsr._wgrad_schedule import (
     fits,
     items_of,
     shared_out,
+    sides_of,
     work_of,
 )
 from sparsebench.kernels.bsr.bsr_wgrad import CONFIGS, Config
@@ -35,7 +36,7 @@ DONE = 2**31
 
 # m, n, k, block, part of the blocks that is stored: few tokens, and enough to cut items; slices
 # alone, in pairs, in threes; edge blocks that leave W on both sides, by whole tiles too; block rows
-# and columns without a block; none at all.
+# and columns without a block; none at all; blocks of tiles that are smaller than 64.
 SHAPES = [
     (1, 320, 192, (64, 64), 0.5),
     (1000, 512, 640, (64, 64), 0.6),
@@ -46,6 +47,9 @@ SHAPES = [
     (1500, 200, 136, (128, 192), 1.0),
     (700, 1024, 1024, (64, 64), 0.03),
     (70, 128, 128, (64, 64), 0.0),
+    (300, 200, 328, (48, 40), 0.5),
+    (700, 520, 504, (56, 96), 0.4),
+    (2051, 480, 400, (80, 80), 0.3),
 ]
 Shape = tuple[int, int, int, tuple[int, int], float]
 
@@ -71,7 +75,7 @@ def activations(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
 def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, workers: int) -> Any:
     """Do with the lists what the device does; what was not loaded is NaN, nothing written twice."""
     m, (_, r, c) = len(dy), pattern.values.shape
-    depth, wide = config.depth, config.wide
+    depth, wide, (down, across) = config.depth, config.wide, sides_of(pattern)
     work = work_of(pattern, m, depth, wide, workers)
     operands = [np.pad(a.numpy(), ((0, depth), (0, r + c + 64))) for a in (x, dy)]
     values = np.full(pattern.values.numel(), np.nan, np.float32)
@@ -79,7 +83,11 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     counters = np.zeros((work.partials, 2), np.int64)
 
     def put(out: int, column: int, sums: Any) -> None:
-        at = out * 64 + np.arange(64)[:, None] * c + column + np.arange(sums.shape[1])
+        top, left = 8 * (out >> 1 & 1), 8 * (out & 1)
+        rows = np.arange(top, top + down)
+        columns = np.arange(max(left, column), min(left + across, column + sums.shape[1]))
+        at = (out >> 2) * 8 + (rows[:, None] - top) * c + columns - left
+        sums = sums[rows[:, None], columns - column]
         assert np.isnan(values[at]).all()
         values[at] = sums
 
@@ -92,8 +100,9 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
         slot = np.full((work.tiles + 4, len(tokens), 64), np.nan, np.float32)
         for tile, box in enumerate(loads[: work.tiles]):
             if box >= 0:
-                columns = operands[box & 1][:, box & ~1 :][:, :64]
-                slot[tile] = columns[tokens]
+                assert box % 16 < 2
+                width = down + down % 16 if box & 1 else across + across % 16
+                slot[tile, :, :width] = operands[box & 1][tokens, box & ~1 :][:, :width]
         for half, (dy_at, x_at, steps, tiles, first, share, of, adds, *out) in enumerate(halves):
             assert steps == step_count
             assert dy_at < work.tiles
@@ -256,7 +265,7 @@ def test_what_the_kernel_cannot_sum_is_refused_before_anything_is_built():
     assert "found shapes [4, 64] and [4, 192]" in refused(half, dy[:, :64], x)
     small = pattern_of((4, 128, 192, (64, 32), 1.0))
     small = replace(small, values=small.values.half())
-    assert "multiple of 64 rows and columns, found 64x32" in refused(small, dy, x)
+    assert "multiples of 40, 48, 56 or 64 rows and columns, found 64x32" in refused(small, dy, x)
 
 
 def test_other_devices_are_refused():
@@ -270,14 +279,14 @@ def test_other_devices_are_refused():
 @pytest.mark.parametrize("tiles", sampled(TILES))
 @pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tiles, tmp_path):
-    for dtype in (torch.float16, torch.bfloat16):
-        constants = bsr_wgrad.constants_of(config, tiles, dtype)
+    for sides, dtype in (((64, 64), torch.float16), ((48, 40), torch.bfloat16)):
+        constants = bsr_wgrad.constants_of(config, tiles, sides, dtype)
         assert_compiles_cleanly("bsr_wgrad", constants, tmp_path)
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
 def test_nvrtc_compiles_it():
-    constants = bsr_wgrad.constants_of(CONFIGS[0], max(TILES), torch.float16)
+    constants = bsr_wgrad.constants_of(CONFIGS[0], max(TILES), (64, 64), torch.float16)
     assert cuda.compiled("bsr_wgrad", constants).startswith(b"\x7fELF")
     assert cuda.compiled("bsr_wgrad", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
 
@@ -303,6 +312,7 @@ LARGE = [
     (1030, 4096, 4096, (128, 128), 0.5),
     (2000, 4096, 4096, (64, 64), 0.2),
     (4096, 2048, 4096, (64, 64), 0.05),
+    (3000, 2080, 1920, (80, 96), 0.1),
 ]
 
 

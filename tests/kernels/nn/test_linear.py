@@ -81,31 +81,38 @@ def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
     assert_passes(__file__, "-k", "those_of_nn_linear or same_bits or shares_with_the_old")
 
 
+LARGE, SMALL = _bsr_plans._large, _bsr_plans._small
+WGRAD, TRITON = _bsr_plans._wgrad_on_hopper, _bsr_plans._in_triton
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype", "block", "shape", "expected"),
+    ("capability", "dtype", "block", "shape", "many", "few", "gradient"),
     [
-        ((9, 0), torch.bfloat16, (64, 128), (1000, 520), _bsr_plans._on_hopper),
-        ((9, 0), torch.float16, (128, 128), (1024, 512), _bsr_plans._on_hopper),
-        ((9, 0), torch.float32, (64, 64), (512, 512), _bsr_plans._in_triton),
-        ((9, 0), torch.bfloat16, (64, 32), (512, 512), _bsr_plans._in_triton),
-        ((9, 0), torch.bfloat16, (64, 64), (512, 515), _bsr_plans._in_triton),
-        ((8, 0), torch.bfloat16, (64, 64), (512, 512), _bsr_plans._in_triton),
-        ((10, 0), torch.bfloat16, (64, 64), (512, 512), _bsr_plans._in_triton),
+        ((9, 0), torch.bfloat16, (64, 128), (1000, 520), LARGE, TRITON, WGRAD),
+        ((9, 0), torch.float16, (128, 128), (1024, 512), LARGE, TRITON, WGRAD),
+        ((9, 0), torch.bfloat16, (16, 16), (1000, 520), SMALL, SMALL, WGRAD),
+        ((9, 0), torch.float16, (32, 32), (512, 512), SMALL, SMALL, WGRAD),
+        ((9, 0), torch.bfloat16, (64, 32), (512, 512), TRITON, TRITON, WGRAD),
+        ((9, 0), torch.bfloat16, (32, 12), (512, 512), TRITON, TRITON, TRITON),
+        ((9, 0), torch.float32, (64, 64), (512, 512), TRITON, TRITON, TRITON),
+        ((9, 0), torch.bfloat16, (64, 64), (512, 515), TRITON, TRITON, TRITON),
+        ((8, 0), torch.bfloat16, (64, 64), (512, 512), TRITON, TRITON, TRITON),
+        ((10, 0), torch.bfloat16, (64, 64), (512, 512), TRITON, TRITON, TRITON),
     ],
 )
 def test_kernels_are_chosen_by_gpu_dtype_and_block(
-    capability, dtype, block, shape, expected, monkeypatch
+    capability, dtype, block, shape, many, few, gradient, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(cuda, "find_spec", lambda name: True)
     device = torch.device("cuda")
     for op in ("linear", "dgrad", "wgrad"):
         call = _bsr_plans.Call(op, 1000, shape, block, dtype)
-        assert _bsr_plans.chosen(call, device) is expected
-        few = expected if op == "wgrad" else _bsr_plans._in_triton
-        assert _bsr_plans.chosen(call._replace(m=100), device) is few
+        expected = (gradient, gradient) if op == "wgrad" else (many, few)
+        assert _bsr_plans.chosen(call, device) is expected[0]
+        assert _bsr_plans.chosen(call._replace(m=100), device) is expected[1]
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    if expected is _bsr_plans._on_hopper:
+    if gradient is WGRAD:
         with pytest.raises(Unsupported, match="needs CuPy: pip install"):
             _bsr_plans.chosen(call, device)
 
@@ -291,6 +298,9 @@ class Driver:
         self.launches.append(ctypes.string_at(rest[-2][0], self.size))
         return 0
 
+    def cuLaunchKernelEx(self, config, kernel, *rest) -> int:
+        return self.cuLaunchKernel(kernel, *rest)
+
 
 def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
     """Return the fields of a map, 2 bytes an element."""
@@ -309,7 +319,7 @@ def driver(monkeypatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for kernel in (bsr_small, bsr_wgmma, bsr_wgrad):
         monkeypatch.setattr(kernel, "load", lambda *given: (SimpleNamespace(ptr=1), "code"))
-    small = {16: _bsr_plans._small, 64: _bsr_plans._on_hopper}
+    small = {16: _bsr_plans._small, 64: _bsr_plans._large}
     monkeypatch.setattr(_bsr_plans, "chosen", lambda call, device: small[call.block[0]])
     cuda.tensor_map.cache_clear()
     yield driver
@@ -583,17 +593,6 @@ def test_a_gpu_gives_what_nn_linear_gives_in_fp64(block, dtype, n, k):
         found = step(layer, given)
         assert_near(found, dense_step(layer, given, torch.float64))
         assert all(map(torch.equal, found, step(layer, given)))
-
-
-@pytest.mark.parametrize("block", [16, 32])
-def test_small_blocks_have_their_own_kernel_on_hopper(block, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cuda, "find_spec", lambda name: True)
-    call = _bsr_plans.Call("linear", 100, (512, 512), (block, block), torch.bfloat16)
-    device = torch.device("cuda")
-    assert _bsr_plans.chosen(call, device) is _bsr_plans._small
-    assert _bsr_plans.chosen(call._replace(op="dgrad"), device) is _bsr_plans._small
-    assert _bsr_plans.chosen(call._replace(op="wgrad"), device) is _bsr_plans._in_triton
 
 
 @pytest.mark.gpu

@@ -28,13 +28,19 @@ from sparsebench.formats.spense import SPAN_BYTES, VALUE_BYTES, Spense
 from sparsebench.harness.bench.check import FP8, Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
 
 CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
 CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
+SPLIT = [  # a cluster for each item, and lists of items of one and three warpgroups
+    *(Config(16, 1, 4, 1, 8), Config(48, 1, 4, 1, 2), Config(112, 1, 4, 2, 2)),
+    *(Config(112, 1, 4, 3, 3), Config(128, 1, 4, 3, 1), Config(128, 1, 4, 3, 5)),
+    *(Config(48, 1, 4, 3), Config(128, 1, 4, 3), Config(112, 2, 4, 3), Config(80, 2, 4, 1)),
+]
+CONFIGS += SPLIT
 NAMES = "bf16", "fp16", "fp8"
 
 
@@ -302,6 +308,41 @@ def test_no_problem_has_more_than_four_configurations(m: int) -> None:
     assert found[0].tokens >= min(m, 256)
 
 
+AT_ONCE = {1: 132, 2: 66, 3: 43, 4: 32, 5: 25, 8: 15}  # clusters on an H200, by their CTAs
+
+
+@pytest.mark.parametrize("m", [1, 33, 100, 128, 200, 256])
+@pytest.mark.parametrize("shape", [(7168, 18432), (18432, 3584), (3072, 1024), (8, 16)])
+def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
+    shape: tuple[int, int], m: int
+) -> None:
+    for itemsize in (1, 2):
+        found = _clusters.likeliest(m, shape, itemsize, AT_ONCE, 5)
+        assert len(set(found)) == 5
+        assert {tokens for tokens, *_ in found} <= set(spense_wgmma.TOKENS)
+        assert not _clusters.likeliest(257, shape, itemsize, AT_ONCE, 5)
+    tried = spense_wgmma.searched(m, shape, 2, torch.device("cpu"))
+    assert set(spense_wgmma.configurations(m)) < set(tried)
+    assert (tried[0].split > 0) == (m in spense_wgmma.AT_FIRST)
+
+
+# Tokens, warpgroups and CTAs of a cluster that won on an H200, and how many are likelier at most.
+@pytest.mark.parametrize(
+    ("m", "shape", "won", "likelier"),
+    [
+        (100, (18432, 3584), (112, 3, 1), 0),  # 96 CTAs, and no sums to send
+        (100, (7168, 18432), (112, 2, 2), 1),  # 112
+        (64, (3072, 1024), (64, 1, 2), 2),  # 96
+        (128, (3072, 1024), (64, 1, 1), 0),  # 96
+    ],
+)
+def test_the_model_knows_what_won(
+    m: int, shape: tuple[int, int], won: tuple[int, int, int], likelier: int
+) -> None:
+    found = _clusters.likeliest(m, shape, 2, AT_ONCE, 5)
+    assert won in [(tokens, *sizes) for tokens, _, *sizes in found[: likelier + 1]]
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
@@ -309,6 +350,7 @@ def test_no_problem_has_more_than_four_configurations(m: int) -> None:
     sampled(
         [
             *((config, torch.bfloat16, None) for config in CONFIGS if config.cluster == 2),
+            *((config, torch.float8_e4m3fn, None) for config in SPLIT),
             *((Config(tokens, 1, 4), torch.float8_e4m3fn, None) for tokens in (16, 256)),
             (Config(256, 1, 4), torch.float16, None),
             *((config, torch.bfloat16, "silu") for config in CONFIGS),
@@ -358,7 +400,7 @@ def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     file = tmp_path / "kernel.cubin"
-    for config in CONFIGS[:: len(CONFIGS) - 1]:
+    for config in (CONFIGS[0], Config(256, 2, 4), Config(112, 1, 4, 3, 3)):
         constants = spense_wgmma.constants_of(config, dtype)
         file.write_bytes(cuda.compiled("spense_wgmma", constants))
         assert_metadata_stays(file)

@@ -1,0 +1,1 @@
+"""Kernels of weights with zeros anywhere: format bitmap."""

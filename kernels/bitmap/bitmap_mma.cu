@@ -1,0 +1,412 @@
+// Y[m, n] = X[m, k] @ W[n, k].T, W with zeros anywhere (formats/bitmap.py), for few tokens.
+// W is loaded as records, and decoded into the registers of the tensor core (mma.sync).
+//
+//   A CTA has some rows of tiles of W, 16 features each: ROW_WARPS x GROUP of them at a time. Its
+//   warps are ROW_WARPS x PARTS, and one that loads X. The PARTS share k: part p has the tiles p,
+//   p + PARTS, ... With GROUP = 1, ROW_WARPS = 3, PARTS = 2:
+//
+//        W                                                X.T
+//        +--------+--------+--------+--------+- ...       +------+   a step of X: PARTS tiles,
+//        | warp 0 | warp 3 | warp 0 | warp 3 |            | 256  |   in a ring of X_STAGES that
+//        | 16x256 |        |        |        |            | rows |   all warps share
+//        +--------+--------+--------+--------+- ...       +------+
+//        | warp 1 | warp 4 | ...                     x    |      |  =  Y.T
+//        +--------+--------+- ...                         +------+
+//        | warp 2 | warp 5 | ...                          | ...  |
+//        +--------+--------+- ...                         +------+
+//
+//   Records: each warp has a ring of STAGES x GROUP of its own, which its own lanes fill by bulk
+//   copies. At the end parts 1 and on give their sums to part 0, by shared memory, always added in
+//   the same order: equal inputs give equal bits.
+//
+// W is operand A: 16 features x 16 columns of k. Lane 4 g + q holds rows g and g + 8. Its columns
+// are 8 q .. 8 q + 7 of each strip of 32, four of them an instruction: so it reads its own part of
+// X.T as 8 columns of token g. (The order of k within an instruction is free.)
+//
+// The decode, of 4 elements of a row, which are two registers of A:
+//
+//     bits 4 ──> entry (shared memory, 16 x 8 bytes) ── how many, two selectors, is it full
+//     position ──> three words of the lane's stream (its own bank) ── shift ──> 4 values, W0 W1
+//     not full: the last value becomes zero      a = prmt(W0, W1, selector)
+//
+// Fewer than 4 elements never need the last value, so it is free to be the zero. The position then
+// moves on by how many. Lanes drift apart, and still no two read the same bank.
+//
+// Before that, each lane copies its tail, what its stream has beyond the words that lie side by
+// side, below these words: then word j of a lane is at row j.
+//
+// Macros from bitmap_mma.py: TOKENS=8|16|32|64, GROUP, ROW_WARPS, PARTS, STAGES, X_STAGES,
+// VALUE_BYTES=2|1, FP16=0|1: what the tensor core multiplies (0 is bf16); 1 where W is fp8, whose Y
+// is bf16.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int ROWS = 16, COLUMNS = 256, STRIPS = 8, WORDS_AT = 592, STARTS_AT = 512;  // of a record
+constexpr int NB = TOKENS / 8;
+constexpr int WARPS = ROW_WARPS * PARTS, THREADS = 32 * (WARPS + 1);
+constexpr int BLOCK = ROW_WARPS * GROUP;  // rows of tiles at a time
+constexpr int TABLE_BYTES = 128, BARRIERS = WARPS * STAGES + 2 * X_STAGES;
+constexpr int BARRIER_BYTES = (8 * BARRIERS + 15) / 16 * 16;
+constexpr int SUM_BYTES = (PARTS - 1) * ROW_WARPS * GROUP * NB * 32 * 16;
+// Rows of X, apart by a quarter or a half more than a multiple of 128 bytes: lanes that read together
+// hit all banks.
+constexpr int X_ROW = COLUMNS * VALUE_BYTES, X_STEP = X_ROW + 32 * VALUE_BYTES;
+#if VALUE_BYTES == 2
+using Piece = uint4;  // 8 columns of X
+#else
+using Piece = uint2;
+#endif
+
+// `tiles` along k. `workers` CTAs share the rows of tiles; so many more have the next TOKENS tokens.
+struct Weights { const char* records; const int* offsets; int row_tiles, tiles, workers; };
+struct Activations { const char* x; u64 stride; int m, k; };  // bytes of a row
+
+// ---- PTX ----
+
+#include "hopper.cuh"
+#include "mma.cuh"
+
+__device__ __forceinline__ u32 load_32(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint2 load_64(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint4 load_128(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_16(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store_32(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
+  u32 v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+  return v;
+}
+// Writes zeros if not `there`.
+__device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// Arrive on a barrier when all copies of this thread so far have landed.
+__device__ __forceinline__ void cp_async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void multiplying_warps_sync() {
+  asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
+}
+// Four values of fp8 (e4m3) as fp16: exact.
+__device__ __forceinline__ void widen(u32& low, u32& high, u32 four) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(low), "=r"(high) : "r"(four));
+}
+__device__ __forceinline__ u16 rounded(float f) {
+  u16 v;
+#if FP16 && VALUE_BYTES == 2
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(f));
+#endif
+  return v;
+}
+
+// ---- the table: for the 4 bits of 4 elements ----
+//
+//     16 bits   16 x how many elements << 16 | selector of elements 0 and 1
+//               0xffff << 16 if all four     | selector of elements 2 and 3
+//     8 bits    8 x how many elements << 16  | selector of all four
+//
+// A selector names bytes: in 16 bits of four values, in 8 bits of four values and of a zero. Of an
+// element that is zero it names value 3, which is not needed then, or the zero.
+
+#if VALUE_BYTES == 2
+using Entry = uint2;
+__device__ __forceinline__ Entry entry_of(u32 bits) {
+  u32 words[2] = {0, bits == 15 ? 0xffff0000 : 0}, rank = 0;
+  for (int e = 0; e < 4; e++) {
+    const u32 value = bits >> e & 1 ? rank++ : 3;
+    words[e / 2] |= (0x10 + 0x22 * value) << e % 2 * 8;
+  }
+  return {words[0] | rank << 20, words[1]};
+}
+#else
+using Entry = u32;
+__device__ __forceinline__ Entry entry_of(u32 bits) {
+  u32 selector = 0, rank = 0;
+  for (int e = 0; e < 4; e++) selector |= (bits >> e & 1 ? rank++ : 4) << 4 * e;
+  return selector | rank << 19;
+}
+#endif
+
+// ---- the decode ----
+
+// A lane's place in a stream: `base` of word 0, and the position in bits.
+struct Stream { u32 base, position; };
+
+// The address of the entry of the 4 bits from `shift` on.
+__device__ __forceinline__ u32 entry_at(u32 table, u32 bits, int shift) {
+  constexpr int UP = sizeof(Entry) == 8 ? 3 : 2;
+  return table + ((shift < UP ? bits << (UP - shift) : bits >> (shift - UP)) & 15 << UP);
+}
+
+// Four elements of a row: two registers of A.
+__device__ __forceinline__ void decode(u32& low, u32& high, Stream& s, u32 entry_address) {
+  const u32 at = s.base + ((s.position & ~31u) << 2);  // 32 bits: a row of 128 bytes further
+#if VALUE_BYTES == 2
+  const Entry entry = load_64(entry_address);
+  const u32 w0 = load_32(at), w1 = load_32(at + 128), w2 = load_32(at + 256);
+  const u32 first = __funnelshift_r(w0, w1, s.position);  // the shift takes 5 bits
+  const u32 second = __funnelshift_r(w1, w2, s.position) & (entry.y | 0xffff);
+  low = prmt(first, second, entry.x), high = prmt(first, second, entry.y);
+  s.position += entry.x >> 16;
+#else
+  const Entry entry = load_32(entry_address);
+  const u32 w0 = load_32(at), w1 = load_32(at + 128);
+  const u32 four = prmt(__funnelshift_r(w0, w1, s.position), 0, entry);
+  widen(low, high, four);
+  s.position += entry >> 16;
+#endif
+}
+
+// Put the lane's tail below the words that lie side by side. Returns the lane's word 0.
+__device__ __forceinline__ u32 join_tail(u32 record) {
+  constexpr int AT_ONCE = 4;
+  const int lane = threadIdx.x % 32;
+  const u32 starts = record + STARTS_AT;
+  const u32 begin = load_16(starts + 2 * lane), end = load_16(starts + 2 * lane + 2);
+  const u32 all = load_16(starts + 64), full = load_16(starts + 66);
+  const u32 words = record + WORDS_AT + ((all + 3) / 4 * 16) + 4 * lane;
+  u32 to = words + 128 * full, from = record + WORDS_AT + 4 * begin;
+  for (int left = end - begin; left > 0; left -= AT_ONCE, from += 4 * AT_ONCE) {
+    u32 v[AT_ONCE];  // what is beyond the tail is overwritten, or never selected
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) v[i] = load_32(from + 4 * i);
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; i++, to += 128)
+      if (i < left) store_32(to, v[i]);
+  }
+  return words;
+}
+
+// B of two instructions: a lane's 8 columns of X in a strip.
+__device__ __forceinline__ uint4 load_b(u32 address) {
+#if VALUE_BYTES == 2
+  return load_128(address);
+#else
+  const uint2 x = load_64(address);
+  uint4 b;
+  widen(b.x, b.y, x.x), widen(b.z, b.w, x.y);
+  return b;
+#endif
+}
+
+// ---- the copies ----
+
+struct Range { int first, last; };  // rows of tiles of a CTA
+
+__device__ __forceinline__ Range rows_of(int worker, const Weights& w) {
+  return {(int)((long long)worker * w.row_tiles / w.workers),
+          (int)((long long)(worker + 1) * w.row_tiles / w.workers)};
+}
+
+// A warp's ring of items, each GROUP records in slots of `room` bytes. Lanes load in turn: lane l
+// loads record l % GROUP of every (32 / GROUP)th item from l / GROUP on, whose offsets it holds. So
+// the first 32 / GROUP items wait for memory once, not one after the other.
+struct Loader {
+  static constexpr int TURNS = 32 / GROUP;
+  u32 slots, barriers;
+  int first, last, part, of_block, items;  // rows of tiles; items of a block, of all
+  int room, item, stage, from, to;
+
+  __device__ __forceinline__ Loader(const Weights& w, u32 ring, u32 full, int part, int first,
+                                    int last, int blocks, int room)
+      : slots(ring), barriers(full), first(first), last(last), part(part),
+        of_block((w.tiles - part + PARTS - 1) / PARTS), items(blocks * of_block), room(room),
+        item(0), stage(0) {
+    fetch(w, threadIdx.x % 32 / GROUP);
+  }
+  __device__ __forceinline__ void fetch(const Weights& w, int its) {
+    from = to = 0;
+    if (its >= items) return;
+    const int row = first + its / of_block * BLOCK + threadIdx.x % GROUP;
+    if (row >= last) return;
+    const int* o = w.offsets + (u64)row * w.tiles + part + its % of_block * PARTS;
+    from = o[0], to = o[1];
+  }
+  __device__ __forceinline__ void load(const Weights& w) {
+    const int lane = threadIdx.x % 32;
+    if (item < items && lane / GROUP == item % TURNS) {
+      const u32 barrier = barriers + 8 * stage, bytes = (to - from) * 16;
+      mbarrier_arrive_expect_tx(barrier, bytes);
+      if (bytes)
+        bulk_load(slots + (stage * GROUP + lane % GROUP) * room, w.records + (u64)from * 16, bytes,
+                  barrier);
+      fetch(w, item + TURNS);
+    }
+    item++;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+};
+
+// The warp of X: all steps of all blocks, into a ring that the other warps empty together. A warp's
+// instruction copies a row of a tile, 32 pieces of 16 bytes, or two in fp8. (Bulk copies of 512 bytes
+// took 75 clocks each.) Beyond the end of X it writes zeros: W's zeros meet them.
+__device__ __forceinline__ void load_x(const Activations& x, const Weights& w, int first, int tokens,
+                                       int steps, u32 ring, u32 full) {
+  constexpr int PIECES = X_ROW / 16, AT_ONCE = 32 / PIECES;
+  const int lane = threadIdx.x % 32, total = (w.tiles + PARTS - 1) / PARTS;
+  const int piece = lane % PIECES, columns = 16 / VALUE_BYTES;
+  const u32 empty = full + 8 * X_STAGES, stage_bytes = PARTS * tokens * X_STEP;
+  int stage = 0, parity = 0;
+  for (int i = 0, step = 0; i < steps; i++, step = step + 1 == total ? 0 : step + 1) {
+    if (i >= X_STAGES) mbarrier_wait(empty + 8 * stage, parity ^ 1, "X is read");
+    for (int part = 0; part < PARTS; part++) {
+      const int column = (step * PARTS + part) * COLUMNS + piece * columns;
+      const bool there = column < x.k;
+      const char* from = x.x + (u64)first * x.stride + (there ? (u64)column * VALUE_BYTES : 0);
+      const u32 to = ring + stage * stage_bytes + part * tokens * X_STEP + piece * 16;
+      #pragma unroll 4
+      for (int token = lane / PIECES; token < tokens; token += AT_ONCE)
+        copy_16(to + token * X_STEP, from + token * x.stride, there);
+    }
+    cp_async_arrive(full + 8 * stage);
+    if (++stage == X_STAGES) stage = 0, parity ^= 1;
+  }
+  cp_async_commit();  // no thread ends before its copies
+  cp_async_wait<0>();
+}
+
+// ---- the kernel ----
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+multiply_records(const __grid_constant__ Activations x, const __grid_constant__ Weights w, u16* y,
+                 int n, int room) {
+  extern __shared__ __align__(128) char shared[];
+  const u32 table = smem_address(shared), records_full = table + TABLE_BYTES;
+  const u32 x_full = records_full + 8 * WARPS * STAGES, x_empty = x_full + 8 * X_STAGES;
+  float4* sums = (float4*)(shared + TABLE_BYTES + BARRIER_BYTES);
+  const u32 x_ring = smem_address(sums) + SUM_BYTES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Range range = rows_of(blockIdx.x % w.workers, w);
+  const int first = blockIdx.x / w.workers * TOKENS;
+  const int tokens = x.m - first < TOKENS ? x.m - first : TOKENS;
+  const int steps = (w.tiles + PARTS - 1) / PARTS;
+  const int blocks = (range.last - range.first + BLOCK - 1) / BLOCK;
+  const int part = warp / ROW_WARPS, own = warp % ROW_WARPS * GROUP;  // rows of tiles in a block
+  const u32 x_bytes = PARTS * tokens * X_STEP, full = records_full + 8 * STAGES * warp;
+  const u32 ring = x_ring + X_STAGES * x_bytes + warp * STAGES * GROUP * room;
+  Loader loader(w, ring, full, part, range.first + own, range.last, blocks, room);
+  if (threadIdx.x < 16) ((Entry*)shared)[threadIdx.x] = entry_of(threadIdx.x);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < WARPS * STAGES; i++) mbarrier_init(records_full + 8 * i, GROUP);
+    for (int i = 0; i < X_STAGES; i++) {
+      mbarrier_init(x_full + 8 * i, 32);
+      mbarrier_init(x_empty + 8 * i, WARPS);
+    }
+  }
+  fence_proxy_async();
+  __syncthreads();
+
+  if (warp == WARPS) return load_x(x, w, first, tokens, blocks * steps, x_ring, x_full);
+  for (int i = 0; i < STAGES; i++) loader.load(w);
+  const u32 x_at = x_ring + (part * tokens + lane / 4) * X_STEP + lane % 4 * 8 * VALUE_BYTES;
+  uint4 b[NB] = {};  // a lane's part of X; zero beyond the last token
+  int stage = 0, parity = 0, x_stage = 0, x_parity = 0;
+  for (int row = range.first; row < range.last; row += BLOCK) {
+    float d[GROUP][NB][4] = {};
+    for (int step = 0; step < steps; step++) {
+      const int have = range.last - row - own;  // rows of tiles of this warp
+      const bool busy = have > 0 && step * PARTS + part < w.tiles;
+      Stream streams[GROUP];
+      u32 bits_at[GROUP];
+      if (busy) {
+        mbarrier_wait(full + 8 * stage, parity, "records");
+        #pragma unroll
+        for (int r = 0; r < GROUP; r++) {
+          const u32 record = ring + (stage * GROUP + r) * room;
+          bits_at[r] = record + 4 * lane;
+          streams[r] = Stream{r < have ? join_tail(record) : record, 0};
+        }
+      }
+      mbarrier_wait(x_full + 8 * x_stage, x_parity, "X");
+      if (busy) {
+        #pragma unroll 1
+        for (int pair = 0; pair < STRIPS / 2; pair++) {
+          const u32 x_now = x_at + x_stage * x_bytes + pair * 64 * VALUE_BYTES;
+          u32 bits[GROUP];
+          #pragma unroll
+          for (int r = 0; r < GROUP; r++) bits[r] = r < have ? load_32(bits_at[r] + 128 * pair) : 0;
+          #pragma unroll
+          for (int strip = 0; strip < 2; strip++) {
+            #pragma unroll
+            for (int j = 0; j < NB; j++)
+              if (lane / 4 + 8 * j < tokens)
+                b[j] = load_b(x_now + 8 * j * X_STEP + strip * 32 * VALUE_BYTES);
+            #pragma unroll
+            for (int half = 0; half < 2; half++)
+              #pragma unroll
+              for (int r = 0; r < GROUP; r++) {
+                u32 a[4];
+                const int shift = 16 * strip + 8 * half;
+                decode(a[0], a[2], streams[r], entry_at(table, bits[r], shift));
+                decode(a[1], a[3], streams[r], entry_at(table, bits[r], shift + 4));
+                #pragma unroll
+                for (int j = 0; j < NB; j++)
+                  mma_m16n8k16(d[r][j], a, half ? b[j].z : b[j].x, half ? b[j].w : b[j].y);
+              }
+          }
+        }
+        fence_proxy_async();
+        __syncwarp();
+        loader.load(w);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      }
+      if (lane == 0) mbarrier_arrive(x_empty + 8 * x_stage);
+      if (++x_stage == X_STAGES) x_stage = 0, x_parity ^= 1;
+    }
+
+    // ---- the sums of the parts, and Y ----
+    float4* mine = sums + warp % ROW_WARPS * GROUP * NB * 32 + lane;
+    constexpr int OF_PART = ROW_WARPS * GROUP * NB * 32;
+    if (PARTS > 1) {
+      if (part > 0)
+        #pragma unroll
+        for (int i = 0; i < GROUP * NB; i++) {
+          const float* s = d[i / NB][i % NB];
+          mine[(part - 1) * OF_PART + i * 32] = float4{s[0], s[1], s[2], s[3]};
+        }
+      multiplying_warps_sync();
+    }
+    if (part == 0)
+      #pragma unroll
+      for (int i = 0; i < GROUP * NB; i++) {
+        float* s = d[i / NB][i % NB];
+        for (int p = 0; p < PARTS - 1; p++) {
+          const float4 v = mine[p * OF_PART + i * 32];
+          s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
+        }
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int token = i % NB * 8 + lane % 4 * 2 + e % 2, tile = row + own + i / NB;
+          const int feature = tile * ROWS + lane / 4 + e / 2 * 8;
+          if (token < tokens && tile < range.last && feature < n)
+            y[(u64)(first + token) * n + feature] = rounded(s[e]);
+        }
+      }
+    if (PARTS > 1) multiplying_warps_sync();
+  }
+}

@@ -1,0 +1,192 @@
+"""Linear layer of weights with zeros anywhere, for few tokens: Y[m, n] = X[m, k] @ W[n, k].T.
+
+W is loaded sparse and multiplied dense, by the tensor cores: at few tokens the time is that of the
+bytes. bitmap_mma.cu is the kernel, and draws its pipeline and its decode. This file chooses a
+configuration and launches. Supported are
+
+    dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
+    sizes     up to 256 tokens, in passes over W of up to 64; k a multiple of 8 (fp8: 16), any n
+    X         rows of any stride that is a multiple of 16 bytes
+
+Beyond 256 tokens the products take longer than the bytes of a dense W: dense is the answer there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
+from sparsebench.kernels._common.cuda import (
+    BoundKernel,
+    Constants,
+    Layout,
+    Loaded,
+    ahead,
+    load,
+    unsupported_on_hopper,
+)
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+MOST_TOKENS = 256
+TOKENS, GROUPS, STAGES = (8, 16, 32, 64), (1, 2), ((2, 2), (1, 2), (2, 1), (1, 1))
+MOST_WARPS = 28  # and one that loads X: 64 registers a thread
+ALONE = 0.75  # of the rate, where X has one stage: 16 tokens took 1.3 to 1.4 times as long
+TRIED = 8  # configurations that a short search times
+DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+TABLE_BYTES = 128
+SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
+BEYOND = 256  # bytes that a lane may read beyond its stream
+ALIGNMENT = 16
+# Activations: x, bytes of a row, m, k; Weights: records, offsets, tiles, workers; y, n, room.
+ARGUMENTS = Layout("PQii", "PPiii", "P", "i", "i")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens     of X at a time: 8, 16, 32 or 64
+    group      rows of tiles of a warp
+    row_warps  warps along the rows of W
+    parts      warps along k
+    stages     of a warp's ring of records
+    x_stages   of the ring of X
+    """
+
+    tokens: int
+    group: int
+    row_warps: int
+    parts: int
+    stages: int
+    x_stages: int
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a CTA that multiply."""
+        return self.row_warps * self.parts
+
+    def shared_bytes(self, room: int, m: int, size: int) -> int:
+        """Return the bytes of shared memory.
+
+        room  bytes that a record takes
+        size  bytes of an element
+        """
+        barriers = -(-8 * (self.warps * self.stages + 2 * self.x_stages) // 16) * 16
+        sums = (self.parts - 1) * self.row_warps * self.group * self.tokens // 8 * 512
+        x = self.x_stages * self.parts * min(m, self.tokens) * (COLUMNS + 32) * size
+        rings = self.warps * self.stages * self.group * room
+        return TABLE_BYTES + barriers + sums + x + rings + BEYOND
+
+
+def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
+    """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    (m, k), (n, _), device = x.shape, w.shape, x.device
+    room = w.room
+    shared = config.shared_bytes(room, m, x.itemsize)
+    if shared > SHARED_BYTES:
+        raise Unsupported(f"expected {SHARED_BYTES} bytes of shared memory at most, found {shared}")
+    constants = constants_of(config, w.dtype)
+    kernel, code = load("bitmap_mma", "multiply_records", constants, shared, device)
+    row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
+    workers = min(multiprocessors(device), row_tiles)
+    y = x.new_empty(m, n, dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
+    activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
+    weights = w.records.data_ptr(), w.offsets.data_ptr(), row_tiles, tiles, workers
+    args = ARGUMENTS(*activations, *weights, y.data_ptr(), n, room)
+    grid, threads = workers * -(-m // config.tokens), 32 * (config.warps + 1)
+    loaded = Loaded(kernel, code, device.index, grid, threads, shared)
+    return BoundKernel(loaded, args, (x, w.records, w.offsets), y)
+
+
+def constants_of(config: Config, dtype: torch.dtype) -> Constants:
+    """Return the macros that the kernel is compiled with."""
+    return (
+        *(("TOKENS", config.tokens), ("GROUP", config.group), ("ROW_WARPS", config.row_warps)),
+        *(("PARTS", config.parts), ("STAGES", config.stages), ("X_STAGES", config.x_stages)),
+        *(("VALUE_BYTES", dtype.itemsize), ("FP16", int(dtype != torch.bfloat16))),
+    )
+
+
+def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
+    """Say which of the kernel's conditions fails, if any."""
+    n, k = w.shape
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    if not 0 < len(x) <= MOST_TOKENS:
+        return f"expected 1 to {MOST_TOKENS} tokens, found {len(x)}: beyond, dense is faster"
+    step = ALIGNMENT // x.itemsize
+    if k % step or not n or not k:
+        return f"expected a multiple of {step} columns of X, found {k} and {n} rows of W"
+    if x.stride(1) != 1 or x.stride(0) % step or x.data_ptr() % ALIGNMENT:
+        return f"expected rows at multiples of {ALIGNMENT} bytes, found strides {list(x.stride())}"
+    return None
+
+
+def configurations(n: int, k: int, m: int, room: int, size: int, workers: int) -> list[Config]:
+    """Return the configurations to time for m tokens: those that keep most warps busy first.
+
+    n, k     of W, of which a record takes `room` bytes and an element `size`
+    workers  CTAs that run at a time
+
+    Warps share k where a worker's rows are few. Rings are as deep as shared memory has room for.
+    """
+    tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
+    rows, tiles = -(-n // ROWS), -(-k // COLUMNS)
+    of_worker = -(-rows // min(workers, rows))
+    found: dict[Config, float] = {}
+    for group in GROUPS:
+        blocks = -(-of_worker // (MOST_WARPS * group))
+        row_warps = -(-of_worker // (blocks * group))
+        for parts in range(1, min(tiles, MOST_WARPS // row_warps) + 1):
+            for stages, x_stages in STAGES:
+                config = Config(tokens, group, row_warps, parts, stages, x_stages)
+                if config.shared_bytes(room, m, size) <= SHARED_BYTES:
+                    slots = -(-tiles // parts) * parts * blocks * row_warps * group
+                    in_flight = min(config.warps * stages, MOST_WARPS)
+                    waits = 1 if x_stages > 1 else ALONE
+                    found[config] = waits * in_flight * tiles * of_worker / slots
+                    break
+    return sorted(found, key=lambda config: -found[config])
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Bitmap)
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    n, k = w.shape
+    sizes = Sizes(
+        len(x), n, k, operands.problem["dtype"], None, w.stored_bytes / (n * k * x.itemsize)
+    )
+    possible = (
+        []
+        if operands.pinned
+        else configurations(n, k, len(x), w.room, x.itemsize, multiprocessors(x.device))
+    )
+    searched = possible if tuned == "wide" else possible[:TRIED]
+    configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
+    ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
+    candidates = [launch(x, w, config) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    if problem["m"] > MOST_TOKENS:
+        return (
+            f"expected at most {MOST_TOKENS} tokens, found {problem['m']}: beyond, dense is faster"
+        )
+    return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
+
+
+KERNEL = Kernel("linear", "bitmap", "cuda", prepare, unsupported, tunes=True)

@@ -1,0 +1,246 @@
+"""Linear layer with blocks of any even size and few columns: Y[m, n] = X[m, k] @ W[n, k].T.
+
+For any NVIDIA GPU of compute capability 8.0 or newer. bsr_resident.cu is the kernel, and draws it:
+a tile of X with all of its columns stays in shared memory, and each warp multiplies block rows of
+its own. So nothing waits for an index but the blocks, and a block may start at any even column.
+This file chooses a configuration and launches. Supported are
+
+    blocks    of 2 to 64 rows and columns, even numbers (10 x 10, 8 x 8, 20 x 50), fp16 or bf16;
+              edge blocks may leave W, block rows may be empty
+    sizes     k a multiple of 8 such that 16 tokens fit into shared memory (7000 on Hopper); n even;
+              any m
+    X         rows of any stride that is a multiple of 16 bytes
+
+bsr_resident_dgrad.py is the same kernel over W.T.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import offsets_of, rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.cuda import (
+    MAP_TYPES,
+    TMA_ALIGNMENT,
+    BoundKernel,
+    Constants,
+    Layout,
+    Loaded,
+    load,
+    target_of,
+)
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.results.record import Problem
+
+LEAST = (8, 0)  # compute capability
+SIDE = 64  # of a block, at most
+TOKENS, WARPS = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16)
+SUMS = 64  # fp32 of a lane, at most
+TRIED = 8  # configurations that a short search times
+LARGEST = 2**31 - 1  # int32 of the kernel
+# x, bytes of a row; Weights: blocks, columns, order, rows, slots; y; m, n, k, pitch.
+ARGUMENTS = Layout("P", "q", "PPPii", "P", *"iiii")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel: tokens of a tile of X, warps that share it."""
+
+    tokens: int
+    warps: int
+
+
+def pitch_of(k: int) -> int:
+    """Return the bytes between rows of the X tile: an odd multiple of 16."""
+    return (k // 8 | 1) * 16
+
+
+def words_of(block: tuple[int, int]) -> int:
+    """Return the words of a packed block in a lane: two for 16 of k x 8 features."""
+    r, c = block
+    return -(-r // 8) * -(-c // 8)
+
+
+def configurations(w: Bsr, m: int, device: torch.device) -> list[Config]:
+    """Return what is possible for m tokens, least time of the busiest SM by a rough model first."""
+    (_, k), (_, c), sms = w.shape, w.block, multiprocessors(device)
+    blocks, rows = len(w.values), len(w.offsets) - 1
+
+    def cost(config: Config) -> float:
+        groups = groups_of(config, rows, m, k, device)
+        ctas = -(-groups * -(-m // config.tokens) // sms)  # of the busiest SM
+        share = blocks * ctas / groups  # of the blocks, of all these CTAs
+        chain = -(-rows // (groups * config.warps)) * (600 + 40 * blocks / max(rows, 1))  # ns
+        loads = ctas * config.tokens * k * 2 + share * words_of(w.block) * 128
+        return loads / 66 + share * config.tokens * c * 2 / 200 + chain
+
+    return sorted(possible(w, m, device), key=cost)
+
+
+def possible(w: Bsr, m: int, device: torch.device) -> Iterator[Config]:
+    """Yield the configurations that fit into shared memory and registers."""
+    for tokens, warps in product(TOKENS, WARPS):
+        fits = tokens * pitch_of(w.shape[1]) <= _shared_bytes(device)
+        sums = tokens // 16 * -(-w.block[0] // 8) * 4
+        if fits and tokens < m + 16 and sums <= (SUMS if warps < 16 else SUMS // 2):
+            yield Config(tokens, warps)
+
+
+def groups_of(config: Config, rows: int, m: int, k: int, device: torch.device) -> int:
+    """Return among how many CTAs the block rows are shared out, for each tile of tokens."""
+    held = config.tokens * pitch_of(k) + 1024
+    at_once = max(1, min(_shared_bytes(device) // held, 12 // config.warps))  # registers: 12 warps
+    room = multiprocessors(device) * at_once // -(-m // config.tokens)
+    return max(1, min(room, -(-rows // config.warps)))
+
+
+def launch(x: Tensor, w: Bsr, config: Config) -> BoundKernel:
+    """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    (m, k), n, device = x.shape, w.shape[0], x.device
+    rows = len(w.offsets) - 1
+    packed = pack(w.values)
+    order = w.offsets.diff().argsort(descending=True, stable=True)
+    listed = torch.stack([order, w.offsets[order], w.offsets[order + 1], order], 1).int()
+    constants, target = constants_of(config, w.block, x.dtype), target_of(device)
+    shared_bytes = config.tokens * pitch_of(k)
+    kernel, code = load("bsr_resident", "multiply_rows", constants, shared_bytes, device, target)
+    groups = groups_of(config, rows, m, k, device)
+    grid = groups * -(-m // config.tokens)
+    y = x.new_empty(m, n)
+    kept = x, packed, w.columns, listed
+    args = ARGUMENTS(
+        *(x.data_ptr(), x.stride(0) * x.itemsize),
+        *(array.data_ptr() for array in kept[1:]),
+        *(rows, groups * config.warps, y.data_ptr()),
+        *(m, n, k, pitch_of(k)),
+    )
+    loaded = Loaded(kernel, code, device.index, grid, 32 * config.warps, shared_bytes)
+    return BoundKernel(loaded, args, kept, y)
+
+
+def pack(values: Tensor) -> Tensor:
+    """Return the blocks in the order of mma's registers: [blocks, 32 lanes, words, 2].
+
+    Lane 4 g + t has columns 2 t and 2 t + 1 of row g of each 8 x 8 part. The parts of a lane are in
+    the order of the products: for each 16 columns, and each 8 rows there, the left and the right.
+    """
+    blocks, r, c = values.shape
+    padded = pad(values, (0, -c % 8, 0, -r % 8))
+    high, wide = padded.shape[1] // 8, padded.shape[2] // 8
+    parts = padded.view(blocks, high, 8, wide, 4, 2).permute(
+        0, 2, 4, 3, 1, 5
+    )  # [.., wide, high, 2]
+    deep = wide // 2
+    pairs = parts[:, :, :, : 2 * deep].reshape(blocks, 8, 4, deep, 2, high, 2).transpose(4, 5)
+    rest = parts[:, :, :, 2 * deep :]
+    both = [half.reshape(blocks, 32, -1, 2) for half in (pairs, rest) if half.shape[3]]
+    packed = torch.cat(both, 2)
+    return packed if blocks else packed.new_zeros(1, *packed.shape[1:])
+
+
+def turned(w: Bsr) -> Bsr:
+    """Return W.T: its block rows are the block columns of W."""
+    rows, columns = rows_of(w.offsets), w.columns.long()
+    order = (columns * len(w.offsets) + rows).argsort()
+    return Bsr(
+        shape=(w.shape[1], w.shape[0]),
+        offsets=offsets_of(columns[order], -(-w.shape[1] // w.block[1])),
+        columns=rows[order].int(),
+        values=w.values[order].transpose(1, 2).contiguous(),
+    )
+
+
+def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> Constants:
+    """Return the macros of bsr_resident.cu."""
+    return (
+        *(("R", block[0]), ("C", block[1])),
+        *(("TOKENS", config.tokens), ("WARPS", config.warps)),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
+    """Say why the kernel cannot run on these operands, or None."""
+    (n, k), (r, c), values = w.shape, w.block, w.values
+    step = TMA_ALIGNMENT // x.itemsize
+    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
+        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    if r % 2 or c % 2 or not 0 < min(r, c) <= max(r, c) <= SIDE:
+        return f"expected blocks of 2 to {SIDE} rows and columns, even numbers, found {r}x{c}"
+    if k % step or n % 2:
+        return f"expected columns of X a multiple of {step} and of Y of 2, found {k} and {n}"
+    if x.stride(1) != 1 or x.stride(0) % step or x.data_ptr() % TMA_ALIGNMENT:
+        at = x.data_ptr() % TMA_ALIGNMENT
+        return (
+            f"expected rows of a multiple of {step} elements at a multiple of 16 bytes, "
+            f"found strides {list(x.stride())} at {at} modulo 16"
+        )
+    if x.is_cuda and TOKENS[0] * pitch_of(k) > (most := _shared_bytes(x.device)):
+        return f"expected {TOKENS[0]} rows of X in {most} bytes of shared memory, found {k} columns"
+    if not 0 < len(x) <= LARGEST - TOKENS[-1] or max(n, k, len(values)) > LARGEST - SIDE:
+        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
+        return f"expected 1 to 2^31 tokens, and fewer columns and blocks, found {found}"
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Pack the blocks; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["x"], tuned, transposed=False)
+
+
+def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
+    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
+    w = operands.weights["w"]
+    assert isinstance(w, Bsr)
+    checked(w)
+    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    w = turned(w) if transposed else w
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    name = "bsr_resident_dgrad" if transposed else "bsr_resident"
+    found = configurations(w, len(x), x.device)
+    configs, by = choose(
+        name, Config, operands, sizes, tuned, found if tuned == "wide" else found[:TRIED]
+    )
+    constants = [constants_of(config, w.block, x.dtype) for config in configs]
+    cuda.ahead("bsr_resident", constants, target_of(x.device))
+    candidates = [launch(x, w, config) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
+    if device.type != "cuda":
+        return f"needs {wanted}, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST:
+        return f"needs {wanted}, found {found[0]}.{found[1]}"
+    if problem["dtype"] not in ("fp16", "bf16"):
+        return f"expected fp16 or bf16, found {problem['dtype']}"
+    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a CTA may have."""
+    properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it
+    return int(properties.shared_memory_per_block_optin)
+
+
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported, tunes=True)

@@ -1,0 +1,332 @@
+// Y[m, n] = X[m, k] @ W[n, k].T for W in blocks whose sides are multiples of 8 (24, 40, 48, ...),
+// by wgmma and TMA (Hopper). dX = dY @ W is the same product over the turned pattern.
+//
+//   work item: TOKENS tokens x 2 x ROWS rows of tiles      step: up to STRIPS strips, DEPTH of k each
+//
+//        X, strips                W, the tiles of these rows there      sums, in registers
+//       DEPTH    DEPTH            row 0      [ ]                          row 0    row 1  ...
+//      +--------+--------+ ..     row 1    [ ]  [ ]                      +--------+--------+ ..
+//      | 64     |        |         ...                                   | 64 x   |        |
+//      | tokens |        |   x    row 5      [ ]              +=         | HEIGHT |        |
+//      +--------+--------+ ..                                            +--------+--------+ ..
+//      | 64     |        |        tile: HEIGHT features x DEPTH of k
+//
+// A tile is a block, or an equal part of a larger one (of 96 x 96, a tile is 96 x 48). Features are
+// wgmma's N, which may be any multiple of 8; so no feature is padded.
+//
+// wgmma's K is 16, and TMA reads rows that start at a multiple of 32 bytes up to 2.5 times as fast.
+// So where DEPTH is an odd multiple of 8, a strip is BOX = DEPTH + 8 columns, from a multiple of 16
+// on. The blocks of odd columns start eight columns later. What a product reads of W before or after
+// its tile are zeros of shared memory. (So a NaN of X in the eight columns beside a block is seen.)
+//
+//      DEPTH = 24:     | strip 0: 0 to 31      |
+//                      | tile 0: 0 to 23 |     |
+//                              | strip 1: 16 to 47     |
+//                              | zeros | tile 1: 24 .. |
+//
+// Loads of X are the limit (NOTES.md). So as many rows as the registers hold share the strips, and
+// each of the two warpgroups multiplies half of these rows with all tokens.
+//
+//   stage of the ring:   | strip 0 | strip 1 | .. | tiles, in the order of the products |   + a note
+//
+//   X    rows of 64 or 128 bytes, swizzled by TMA
+//   W    tiles as the host packs them, without swizzle: 8 x 8 elements are 128 contiguous bytes,
+//        [DEPTH / 8][HEIGHT / 8][8 features][8 of k]
+//   note the number of tiles of each row (4 bits), the place of each tile (3 bits): its strip; where
+//        DEPTH is an odd multiple of 8, twice that, and 1 in an odd column
+//
+// The pipeline is that of bsr_small.cu: warps 0 and 1 of the producers load strips, warp 2 tiles,
+// warp 3 writes the note; a consumer keeps the products of one step in flight.
+//
+// Macros: HEIGHT=16..96 and DEPTH=16..64 (multiples of 8) or 80 TOKENS=64|128|256 ROWS=1..8 WARPGROUPS=1|2
+// STRIPS=1|2|4 ROOM (KB of tiles in a step), the rest of bsr_strips.constants_of, and hopper.cuh's.
+
+#include "hopper.cuh"
+
+constexpr bool SKEW = DEPTH % 16 != 0;
+constexpr int BOX = SKEW ? DEPTH + 8 : DEPTH;
+// Columns of a strip's boxes, and bytes from row to row in them. More than 64 columns take two.
+constexpr int FIRST = BOX > 64 ? (BOX + 31) / 32 * 16 : BOX, SECOND = BOX - FIRST;
+constexpr int PITCH = FIRST > 32 ? 128 : FIRST > 16 ? 64 : 32;
+constexpr int PITCH_2 = SECOND > 32 ? 128 : SECOND > 16 ? 64 : SECOND ? 32 : 0;
+constexpr int TILES = TOKENS / 64, PIECES = HEIGHT / 8;     // of 64 tokens; of 8 features
+constexpr int FIRST_BYTES = TOKENS * PITCH, STRIP_BYTES = FIRST_BYTES + TOKENS * PITCH_2;
+constexpr int LOADED_BYTES = TOKENS * BOX * 2;
+constexpr int TILE_BYTES = HEIGHT * DEPTH * 2, STEP_BYTES = HEIGHT * 16;  // 8 of k
+constexpr int STAGE_BYTES = STRIPS * STRIP_BYTES + ROOM * 1024;
+constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
+
+// The host writes these (_small_steps.py). A share is what one warpgroup multiplies in a step.
+struct alignas(16) Share {
+  u32 counts;  // tiles of each row, 4 bits each
+  int first;   // the share's first tile in the chunk (8 bits), and the flags LAST and END
+  u64 places;  // of each tile, 3 bits each
+};
+struct alignas(16) Step {
+  int tiles, token, group, first;  // `tiles` of the packed W from `first` on are the chunk
+  u64 strips, unused;              // four numbers of strips, 16 bits each
+  Share shares[WARPGROUPS];
+};
+struct Maps { TensorMap first, second; };  // of a strip's boxes
+struct Starts { int at[WORKERS]; };  // of each worker's steps
+
+__device__ __forceinline__ void st_shared(u32 to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Branches depend on these values. The shuffles tell ptxas that the lanes of a warp agree.
+// Otherwise it serialises wgmma: it waits for each product.
+__device__ __forceinline__ uint4 ld_shared(u32 from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return uint4{__shfl_sync(~0u, v.x, 0), __shfl_sync(~0u, v.y, 0), __shfl_sync(~0u, v.z, 0),
+               __shfl_sync(~0u, v.w, 0)};
+}
+
+// Keep an address in a register. Otherwise ptxas computes it at every step, from the CTA's number.
+__device__ __forceinline__ u32 opaque(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// ---- the ring of stages, and a thread's position in it (stage, phase) ----
+
+struct Pipeline {
+  u32 tiles, notes, full, empty;  // shared memory
+  int stage;
+  u32 phase;
+  __device__ __forceinline__ u32 x() const { return tiles + stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 w() const { return x() + STRIPS * STRIP_BYTES; }
+  __device__ __forceinline__ u32 note() const { return notes + (1 + WARPGROUPS) * 16 * stage; }
+  __device__ __forceinline__ u32 share(int i) const { return note() + 16 * (1 + i); }
+  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
+  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
+  __device__ __forceinline__ void consumer_wait() const {
+    mbarrier_wait(full_barrier(), phase, "a full stage");
+  }
+  __device__ __forceinline__ void producer_acquire() const {
+    mbarrier_wait(empty_barrier(), phase, "a free stage");
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+};
+
+// ---- producers ----
+
+__device__ __forceinline__ void write_note(const Pipeline& pipe, const Step& step) {
+  st_shared(pipe.note(), *(const uint4*)&step);
+  #pragma unroll
+  for (int i = 0; i < WARPGROUPS; i++) st_shared(pipe.share(i), *(const uint4*)&step.shares[i]);
+  mbarrier_arrive(pipe.full_barrier());
+}
+
+__device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, const Step& step) {
+  const int bytes = step.tiles * TILE_BYTES;
+  mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
+  if (bytes) bulk_load(pipe.w(), w + (u64)step.first * TILE_BYTES, bytes, pipe.full_barrier());
+}
+
+// Load every second strip from `first` on.
+__device__ __forceinline__ void load_x(const Maps& x, const Pipeline& pipe, const Step& step,
+                                       int first) {
+  int strips[2], bytes = 0;
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int at = first + 2 * i;
+    strips[i] = at < STRIPS ? (int)(step.strips >> 16 * at & 0xffff) : NO_STRIP;
+    bytes += strips[i] != NO_STRIP ? LOADED_BYTES : 0;
+  }
+  mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (strips[i] == NO_STRIP) continue;
+    const u32 to = pipe.x() + (first + 2 * i) * STRIP_BYTES, bar = pipe.full_barrier();
+    const int column = strips[i] * DEPTH & ~15;
+    tma_load(to, &x.first, column, step.token, bar);
+    if (SECOND) tma_load(to + FIRST_BYTES, &x.second, column + FIRST, step.token, bar);
+  }
+}
+
+// Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list while step j is
+// under way.
+__device__ __forceinline__ void producer(const Maps& x, const char* w, const Step* steps,
+                                         int at, int end, Pipeline pipe, int warp) {
+  const int lane = threadIdx.x % 32;
+  Step mine = steps[at + lane];
+  for (; at < end; at += 32) {
+    const Step ahead = steps[at + 32 + lane];
+    const int count = min(32, end - at);
+    for (int i = 0; i < count; i++) {
+      if (lane == i) {
+        pipe.producer_acquire();
+        if (warp < 2) load_x(x, pipe, mine, warp);
+        else if (warp == 2) load_w(w, pipe, mine);
+        else write_note(pipe, mine);
+      }
+      __syncwarp();
+      pipe.advance();
+    }
+    mine = ahead;
+  }
+}
+
+// ---- consumers ----
+
+using Sums = float[ROWS][TILES][HEIGHT / 2];
+
+// Return the descriptor of 16 of k of a tile: the first eight are at `at`, the others at `next`.
+__device__ __forceinline__ u64 tile_descriptor(u32 at, u32 next) {
+  return (u64)(at >> 4 | (next - at) >> 4 << 16) | (u64)(128 >> 4) << 32;
+}
+
+// Eight columns of zeros. A descriptor counts upwards from its first eight columns to the others,
+// so there are some below all tiles and some above.
+struct Zeros { u32 below, above; };
+
+__device__ __forceinline__ void wgmma_k16(float (&d)[HEIGHT / 2], u64 x, u64 w) {
+  WGMMA(HEIGHT, x, w, 0, 0);
+}
+__device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][HEIGHT / 2], u64 x, u64 x_2, u32 w,
+                                           bool late, Zeros zeros) {
+  if (SKEW && late) w -= STEP_BYTES;
+  #pragma unroll
+  for (int i = 0; i < BOX; i += 16) {
+    u32 at = w + i / 8 * STEP_BYTES, next = at + STEP_BYTES;
+    if (SKEW && i == 0 && late) at = zeros.below;
+    if (SKEW && i + 16 == BOX && !late) next = zeros.above;
+    const u64 b = tile_descriptor(at, next);
+    #pragma unroll
+    for (int t = 0; t < TILES; t++)
+      wgmma_k16(sums[t], i < FIRST ? x + (t * 64 * PITCH + 2 * i >> 4)
+                                   : x_2 + (t * 64 * PITCH_2 + 2 * (i - FIRST) >> 4), b);
+  }
+}
+
+__device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w, Zeros zeros,
+                                           uint4 share) {
+  const u64 x = smem_descriptor(x_tile, PITCH);
+  const u64 x_2 = smem_descriptor(x_tile + FIRST_BYTES, PITCH_2);
+  w += (share.y & 0xff) * TILE_BYTES;
+  u64 places = share.z | (u64)share.w << 32;
+  wgmma_fence();
+  #pragma unroll
+  for (int j = 0; j < ROWS; j++) {
+    #pragma unroll 1
+    for (u32 count = share.x >> 4 * j & 15; count; count--) {
+      const u32 place = places & 7, strip = (place >> SKEW) * (STRIP_BYTES >> 4);
+      wgmma_tile(sums[j], x + strip, x_2 + strip, w, place & 1, zeros);
+      places >>= 3;
+      w += TILE_BYTES;
+    }
+  }
+  wgmma_commit();
+}
+
+// Where the sums of a work item go. Lane j holds the number of row j; -1 is no row.
+struct Item { int token, row_of_lane; bool last; };
+
+// Store the sums. A warp has 16 of each 64 tokens. A lane holds two neighbouring features of a
+// token; after the transpose of four pieces, eight.
+__device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int width,
+                                         const Item& item) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  #pragma unroll
+  for (int first = 0; first < ROWS * PIECES; first += 4) {
+    const int mine = first + lane % 4;
+    const int row = __shfl_sync(~0u, item.row_of_lane, mine / PIECES);
+    const int feature = row * HEIGHT + mine % PIECES * 8;
+    const bool there = mine < ROWS * PIECES && row >= 0 && feature < width;
+    #pragma unroll
+    for (int t = 0; t < TILES; t++)
+      #pragma unroll
+      for (int below = 0; below < 2; below++) {  // eight tokens below
+        u32 words[4];
+        #pragma unroll
+        for (int p = 0; p < 4; p++) {
+          const int piece = first + p < ROWS * PIECES ? first + p : first;
+          const float* s = sums[piece / PIECES][t] + piece % PIECES * 4 + 2 * below;
+          words[p] = pack_pair(s[0], s[1]);
+        }
+        quad_transpose(words);
+        const int token = item.token + 64 * t + 16 * warp + 8 * below + lane / 4;
+        if (there && token < m)
+          *(uint4*)(y + 2 * ((u64)token * width + feature)) =
+              uint4{words[0], words[1], words[2], words[3]};
+      }
+  }
+}
+
+__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {  // by each warp
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
+}
+
+// Add up the products of the next work item of the list; return where its sums go.
+__device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgroup, Zeros zeros,
+                                         const int* rows) {
+  const int lane = threadIdx.x % 32;
+  #pragma unroll
+  for (int i = 0; i < ROWS * TILES * HEIGHT / 2; i++) (&sums[0][0][0])[i] = 0.f;
+  pipe.consumer_wait();
+  const uint4 note = ld_shared(pipe.note());
+  Item item{(int)note.y, 0, false};
+  if (lane < ROWS) item.row_of_lane = rows[(note.z * WARPGROUPS + warpgroup) * ROWS + lane];
+  int in_use = -1;  // stage that products in flight read
+  for (;;) {
+    pipe.consumer_wait();
+    const uint4 share = ld_shared(pipe.share(warpgroup));
+    wgmma_step(sums, pipe.x(), pipe.w(), zeros, share);
+    wgmma_wait<1>();
+    if (in_use >= 0) consumer_release(pipe, in_use);
+    in_use = pipe.stage;
+    pipe.advance();
+    if (share.y & LAST) {
+      wgmma_wait<0>();
+      consumer_release(pipe, in_use);
+      item.last = share.y & END;
+      return item;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts starts,
+               const char* w, const Step* steps, const int* rows, char* y, int m, int width) {
+  extern __shared__ char shared[];
+  __shared__ uint4 notes[STAGES * (1 + WARPGROUPS)];
+  __shared__ u64 full[STAGES], empty[STAGES];
+  const u32 below = (smem_address(shared) + 1023) & ~1023u, tiles = below + 2048;
+  const u32 above = tiles + STAGES * STAGE_BYTES;
+  Pipeline pipe{opaque(tiles), opaque(smem_address(notes)), opaque(smem_address(full)),
+                opaque(smem_address(empty)), 0, 0};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
+      mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  if (SKEW && threadIdx.x < STEP_BYTES / 16) {
+    st_shared(below + 16 * threadIdx.x, uint4{0, 0, 0, 0});
+    st_shared(above + 16 * threadIdx.x, uint4{0, 0, 0, 0});
+    fence_proxy_async();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
+  if (warpgroup == WARPGROUPS) {
+    if (WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    pipe.phase = 1;  // all stages are free at first
+    const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
+    producer(x, w, steps, at, end, pipe, warp);
+  } else {
+    if (WARPGROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const Zeros zeros{opaque(below), opaque(above)};
+    Sums sums;
+    for (;;) {
+      const Item item = mainloop(sums, pipe, warpgroup, zeros, rows);
+      epilogue(sums, y, m, width, item);
+      if (item.last) break;
+    }
+  }
+}

@@ -1,0 +1,380 @@
+"""Linear layer with blocks of odd sizes in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
+
+bsr_strips.cu is the kernel, and draws its pipeline. _small_steps.py decides which rows go together
+and lists the steps. This file chooses a configuration and launches. Supported are
+
+    blocks    whose sides a multiple of 8 from 16 to 64 divides (24, 40, 48, 56, 80, 96, 24 x 48),
+              fp16 or bf16; edge blocks may leave W, block rows may be empty
+    sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
+    X         rows of any stride that is a multiple of 16 bytes
+
+The kernel reads W packed, in tiles: blocks are cut into equal parts, as large as the kernel takes
+them (80 x 80 to 80 x 40, 96 x 96 to 96 x 48). No zero is stored, and none is multiplied but eight
+columns where a tile's width is an odd multiple of 8; there, a NaN of X in the eight columns beside
+a block reaches its rows. bsr_strips_dgrad.py is the same kernel over W.T.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import offsets_of, rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
+    BoundKernel,
+    Constants,
+    Loaded,
+    load,
+    pitch,
+    tensor_map,
+    unsupported_on_hopper,
+)
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._common.work_list import WORKERS, Ints
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._small_steps import (
+    END,
+    LAST,
+    NO_STRIP,
+    Layout,
+    Lists,
+    cut,
+    gathered,
+    listed,
+    worked,
+)
+from sparsebench.kernels.bsr._wgmma_pairs import checked
+
+HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # of a tile
+TOKENS, ROWS = (64, 128, 256), range(1, 9)  # of an item; of a warpgroup
+SUMS = 192  # fp32 a thread, at most: the registers of a consumer are 224
+# KB of tiles in a step: six, five, four, three stages with 32 KB of X; 26 three with 48.
+ROOMS = 5, 12, 23, 26, 42
+STRIP_BYTES = 32 * 1024  # of the strips of a step, if there are several
+RING_BYTES = 222 * 1024  # of stages
+SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # aligning to 1024 may take 1023; zeros
+# Maps of x, starts; w, steps, rows, y; m and width.
+ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", *"PPPPii")
+TRIED = 8  # configurations that a short search times, the best by the byte model
+LARGEST = 2**31 - 1  # int32 of the kernel
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens, rows  of a work item: tokens, and rows of tiles of each warpgroup
+    warpgroups    that share an item: 1 or 2
+    """
+
+    tokens: int
+    rows: int
+    warpgroups: int
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA: the consumer warpgroups and one of producers."""
+        return 128 * (self.warpgroups + 1)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """W, or W.T for dX, cut into tiles.
+
+    height, depth  of a tile: features of Y, columns of X
+    row, column    [tiles] of each tile, in tiles
+    rows, columns  how many there are
+    pieces         int32 [tiles, height, depth / 8], where 16 bytes are among those of the blocks
+    """
+
+    height: int
+    depth: int
+    row: Ints
+    column: Ints
+    rows: int
+    columns: int
+    pieces: Tensor
+
+    def lists(self, config: Config, m: int, workers: int) -> Lists:
+        """Unite the rows and list the steps; as many groups as end in the same round of items."""
+        size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
+        least = -(-self.rows // size)
+        rounds = -(-least * tiles // workers)
+        layout = Layout(
+            rows=size,
+            warpgroups=config.warpgroups,
+            unit=1,
+            across=1,
+            strips=strips_of(self.depth, config.tokens),
+            block_bytes=2 * self.height * self.depth,
+            rooms=ROOMS,
+            parity=self.depth % 16 > 0,
+            groups=min(self.rows, rounds * workers // tiles),
+        )
+        return listed(self.row, self.column, self.rows, self.columns, layout)
+
+    def possible(self, config: Config) -> bool:
+        """Say whether registers hold the sums, and a step all tiles that a strip may have."""
+        rows = config.rows * config.warpgroups
+        fits = rows * 2 * self.height * self.depth <= ROOMS[-1] * 1024
+        return fits and config.tokens // 64 * config.rows * self.height // 2 <= SUMS
+
+
+def height_of(size: int) -> int | None:
+    """Return the height of a tile, the largest that divides a block's side, or None."""
+    return next((side for side in reversed(HEIGHTS) if size and size % side == 0), None)
+
+
+def depth_of(size: int) -> int | None:
+    """Return the depth of a tile, that which wastes the fewest of the bytes loaded, or None."""
+    sides = [side for side in DEPTHS if size and size % side == 0]
+    return max(sides, key=lambda side: (side / row_bytes(side), side), default=None)
+
+
+def boxes_of(depth: int) -> list[int]:
+    """Return the columns of each box of a strip: one, or two where it has more than 64."""
+    columns = depth + depth % 16
+    first = -(-columns // 32) * 16 if columns > 64 else columns
+    return [box for box in (first, columns - first) if box]
+
+
+def row_bytes(depth: int) -> int:
+    """Return what a row of a strip costs: TMA takes as long for fewer bytes than 64."""
+    return sum(max(2 * box, 64) for box in boxes_of(depth))
+
+
+def strips_of(depth: int, tokens: int) -> int:
+    """Return how many strips of `depth` columns a step holds: 1, 2 or 4."""
+    fit = STRIP_BYTES // (tokens * sum(pitch(2 * box) for box in boxes_of(depth)))
+    return min(max(fit, 1), 4)
+
+
+def tiles_of(w: Bsr, transposed: bool) -> Tiles:
+    """Cut W, or its transpose, into tiles. Raises FormatError."""
+    checked(w)
+    (n, k), (blocks, r, c) = w.shape, w.values.shape
+    if transposed:
+        (n, k), (r, c) = (k, n), (c, r)
+    height, depth = height_of(r), depth_of(c)
+    assert height is not None
+    assert depth is not None
+    # The numbers of the 16-byte pieces take the way of the values.
+    pieces = torch.arange(blocks * r * c // 8, dtype=torch.int32).view(blocks, r, c // 8)
+    rows, columns = rows_of(w.offsets.cpu()), w.columns.cpu().long()
+    if transposed:
+        order = (columns * len(w.offsets) + rows).argsort()
+        rows, columns, pieces = columns[order], rows[order], pieces[order]
+    numbered = Bsr((n, k // 8), offsets_of(rows, -(-n // r)), columns.int(), pieces)
+    tiles = cut(numbered, height, depth // 8)
+    row, column = checked(tiles)
+    down, across = -(-n // height), -(-k // depth)
+    return Tiles(height, depth, row, column, down, across, tiles.values)
+
+
+def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
+    """Return what each group costs a CTA, in bytes that TMA loads in that time."""
+    loads = lists.strips * (config.tokens * row_bytes(tiles.depth))
+    loads = loads + lists.blocks * (2 * tiles.height * tiles.depth)
+    storing = config.tokens * config.rows * config.warpgroups * tiles.height  # 0.5 a byte
+    costs: Ints = loads + 4000 * np.diff(lists.first) + storing
+    return costs
+
+
+def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
+    """Return what is possible for m tokens, least bytes of the busiest worker first."""
+    costs: dict[Config, float] = {}
+    for tokens, rows, warpgroups in product(TOKENS, ROWS, (2, 1)):
+        config = Config(tokens, rows, warpgroups)
+        if tokens >= m + 64 or not tiles.possible(config) or (warpgroups == 1 and rows > 1):
+            continue
+        own = costs_of(tiles.lists(config, m, workers), tiles, config)
+        items = len(own) * -(-m // tokens)
+        costs[config] = max(own.mean() * -(-items // workers), own.max())
+    return sorted(costs, key=lambda config: costs[config])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch without operands: it depends on pattern, tokens and configuration alone.
+
+    source         int32, on the device: where the 16-byte pieces of the packed W are in the blocks
+    lists          on the device: steps, rows
+    arguments      (address of x, strides of x, address of the packed W, address of y) -> arguments
+    activations    [m, k], or [m, n] if transposed
+    blocks         [blocks, r, c]
+    out            [m, n], or [m, k] if transposed
+    """
+
+    loaded: Loaded
+    source: Tensor
+    lists: tuple[Tensor, ...]
+    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
+    activations: tuple[int, int]
+    blocks: tuple[int, int, int]
+    out: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool
+
+
+def launch(
+    x: Tensor,
+    w: Bsr,
+    config: Config,
+    tiles: Tiles | None = None,
+    *,
+    transposed: bool = False,
+    watchdog: bool = False,
+) -> BoundKernel:
+    """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
+
+    With `watchdog` a kernel that hangs ends and prints where it waited; it runs a little slower.
+    """
+    if reason := unsupported_operands(x, w, transposed):
+        raise Unsupported(reason)
+    planned = plan(w, len(x), config, tiles, transposed=transposed, watchdog=watchdog)
+    return bind(planned, x, w.values)
+
+
+def plan(
+    w: Bsr,
+    m: int,
+    config: Config,
+    tiles: Tiles | None = None,
+    *,
+    transposed: bool = False,
+    watchdog: bool = False,
+) -> Plan:
+    """Unite the rows, list the steps and assign them. Of w's values only shape and dtype matter.
+
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
+    for the device.
+    """
+    (n, k), (blocks, r, c) = w.shape, w.values.shape
+    dtype, device = w.values.dtype, w.values.device
+    tiles = tiles or tiles_of(w, transposed)
+    if not tiles.possible(config):
+        size = f"{tiles.height}x{tiles.depth}"
+        raise Unsupported(f"expected fewer tokens or rows with tiles of {size}, found {config}")
+    workers = multiprocessors(device)
+    lists = tiles.lists(config, m, workers)
+    constants = constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
+    kernel, code = load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
+    costs = costs_of(lists, tiles, config)
+    steps, bounds = worked(lists, costs, m, config.tokens, workers)
+    starts = np.zeros(WORKERS, np.int32)
+    starts[: len(bounds)] = bounds
+    uploaded = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
+    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
+
+    boxes = boxes_of(tiles.depth)
+
+    @lru_cache(ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
+        x_maps = [tensor_map(x, activations, strides, dtype, (config.tokens, box)) for box in boxes]
+        each, rows = (a.data_ptr() for a in uploaded)
+        return ARGUMENTS(b"".join(x_maps), starts.tobytes(), packed, each, rows, y, *out)
+
+    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
+    source = packed_order(tiles, lists).to(device)
+    stored = blocks, r, c
+    return Plan(loaded, source, uploaded, arguments, activations, stored, out, dtype, transposed)
+
+
+def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
+    """Return, for each 16-byte piece of the packed W, its number among those of the blocks: int32.
+
+    Tiles come in the order of the steps; in a tile, all features of the first 8 of k come first.
+    """
+    return tiles.pieces[torch.from_numpy(lists.order)].transpose(1, 2).flatten()
+
+
+def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
+    """Pack the values; return a plan's kernel on them, with a new output. Raises Unsupported."""
+    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
+    found = x.shape, values.shape, x.dtype, values.dtype
+    if found != expected or not values.is_contiguous():
+        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
+    turned = values.transpose(1, 2).contiguous() if plan.transposed else values
+    y, w = x.new_empty(plan.out), gathered(turned.view(-1, 1, 8), plan.source)
+    args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
+    return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
+
+
+def constants_of(
+    config: Config, height: int, depth: int, room: int, dtype: torch.dtype
+) -> Constants:
+    """Return the macros of bsr_strips.cu; `room` is that of the lists."""
+    return (
+        ("HEIGHT", height),
+        ("DEPTH", depth),
+        ("TOKENS", config.tokens),
+        ("ROWS", config.rows),
+        ("WARPGROUPS", config.warpgroups),
+        ("STRIPS", strips_of(depth, config.tokens)),
+        ("ROOM", room),
+        ("FP16", int(dtype == torch.float16)),
+        *(("THREADS", config.threads), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
+        *(("NO_STRIP", NO_STRIP), ("LAST", LAST), ("END", END)),
+    )
+
+
+def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+    """Say why the kernel cannot run on these operands, or None."""
+    (n, k), (r, c), values = w.shape, w.block, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if reason := cuda.unsupported_operands(x, w, transposed):
+        return reason
+    if not depth_of(r) or not depth_of(c):
+        return f"expected sides of blocks that a multiple of 8 from 16 to 64 divides, found {r}x{c}"
+    if depth % 8:
+        return f"expected a multiple of 8 columns to read, found {depth}"
+    if max(width, depth) > 2**20 or max(len(values) * r * c // 8, len(x)) > LARGEST - 256:
+        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
+        return (
+            "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
+            f"found {found}"
+        )
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Unite the rows and assign the work; take a table's configuration, or time a few."""
+    return prepared(operands, operands.activations["x"], tuned, transposed=False)
+
+
+def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
+    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
+    w = operands.weights["w"]
+    assert isinstance(w, Bsr)
+    if reason := unsupported_operands(x, w, transposed):
+        raise Unsupported(reason)
+    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    name = "bsr_strips_dgrad" if transposed else "bsr_strips"
+    tiles = tiles_of(w, transposed)
+    workers = multiprocessors(x.device)
+    possible = [] if operands.pinned else configurations(tiles, len(x), workers)
+    searched = possible if tuned == "wide" else possible[:TRIED]
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
+    rooms = [tiles.lists(config, len(x), workers).room for config in configs]
+    dtype = w.values.dtype
+    constants = [
+        constants_of(config, tiles.height, tiles.depth, room, dtype)
+        for config, room in zip(configs, rooms, strict=True)
+    ]
+    cuda.ahead("bsr_strips", constants)
+    candidates = [launch(x, w, config, tiles, transposed=transposed) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device)
+
+
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

@@ -1,0 +1,252 @@
+// dW = dY[m, n].T @ X[m, k] at W's stored blocks of any multiple of 8, by wgmma and TMA (Hopper).
+//
+//   strip   32 columns of dY or of X             cell   strip of dY x strip of X, 32 x 32 of dW
+//   unit    two strips of dY x two of X: one m64n64k16 for 16 tokens, 32 sums a thread
+//   item    up to 2 * UNITS units, and the strips that they read; all tokens
+//
+//                          x0   x1   x2   x3              units, as dY strips x X strips
+//                   dy0 |  ##   ##
+//                   dy1 |       ##   ##   ##    (0,1)x(0,1)   (1,3)x(2,3)     warpgroup 0
+//                   dy2 |  ##                   (2,3)x(0,1)                   warpgroup 1
+//                   dy3 |  ##   ##   ##
+//
+// Any two strips are an operand: LBO is the distance from one to the other. So an item is gathered
+// from where cells of W are dense, and few empty cells are multiplied (_wgrad_small_schedule.py).
+// A unit with one strip reads it twice, and a missing unit reads the first strips; what they sum
+// is not stored.
+//
+// A step loads DEPTH tokens of all strips of an item, and both warpgroups read any of them:
+//
+//    warps 8 to 11   strips 0, 4, 8 ...  --+    +---------+---------+-- --+    +--> warpgroup 0
+//                    strips 1, 5, 9 ...  --+--> | stage 0 | stage 1 | ... | ---+
+//                    ...                   |    +---------+---------+-- --+    +--> warpgroup 1
+//
+// A strip is [DEPTH tokens x 32], rows of 64 bytes, MN-major for both operands. The next 16 tokens
+// are 16 rows on, 1024 bytes; SBO is 512. TMA reads zeros beyond m, n and k. They add nothing, and
+// a block stores zeros outside of W.
+//
+// A cell need not be a block. Blocks of 16 lie in cells of 32 with their neighbours, and blocks of
+// 48 in four cells. For each 8 x 8 of a unit a table has its place in the values, or none. Four
+// lanes of a row transpose four 8 x 8 matrices, and each stores 16 bytes.
+//
+// Few items would leave SMs idle. So an item may be cut between workers, each of which takes every
+// second, third, ... step; split_k.cuh adds up their sums in a fixed order.
+//
+// Cost of a step of 64 tokens, UNITS = 6:
+//    products  48 cells, 6.3 MFLOP: 1050 ns of an SM at the 790 TFLOP/s of cuBLAS on an H200. A
+//              product reads 4 KB of shared memory in the 32 clocks that it takes at best
+//    loads     a strip is 4 KB, 61 ns at 8.8 TB/s. A full item of uniform random cells reads 16
+//              strips at 50 % sparsity, 19 at 80 %, 20 at 90 %: 1.0 to 1.2 us
+//
+// Macros: DEPTH=64|32 UNITS=6|4|2 (of a warpgroup) STRIPS (room in a stage), the other constants
+// of bsr_wgrad_small.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor,
+// strides), mbarrier, cp.async.bulk.tensor, memory consistency model.
+
+#include "split_k.cuh"
+
+constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH;
+constexpr int STRIP_BYTES = DEPTH * ROW_BYTES, STAGE_BYTES = STRIPS * STRIP_BYTES;
+constexpr int STAGES = RING_BYTES / STAGE_BYTES;
+constexpr int PRODUCERS = 4, BOXES_EACH = STRIPS / PRODUCERS;
+constexpr int QUADS = 2 * UNITS;     // units of split_k.cuh: two strips of dY x one of X
+constexpr int SUMS = QUADS * UNIT;   // of a thread
+
+struct Maps { TensorMap dy, x; };
+struct Starts { int at[WORKERS]; };  // of each worker's pieces
+
+// The host writes these (Work in _wgrad_small_schedule.py): for each piece one Loads and two Sums.
+struct alignas(16) Loads {
+  int boxes[STRIPS];  // first column of each strip in a stage, * 2, + 1 if of dY; -1: not loaded
+  int step, count;    // first step, number of steps
+  int stride;         // between steps
+  int unused;
+};
+struct alignas(16) Sums {
+  int units, count;       // number of units of this half; number of steps
+  Part part;
+  int places, unused;     // the half's first Places; a unit has two
+  uint2 operands[UNITS];  // low words of the descriptors of A and B in a stage at address 0
+};
+static_assert(UNITS % 2 == 0, "the host's rows of Sums have no padding");
+struct alignas(16) Places { int at[8][4]; };  // of each 8 x 8 in the values, / 8; or -1
+
+// ---- the ring of stages, and a thread's position in it (stage, phase) ----
+
+struct Pipeline {
+  u32 strips, full, empty;  // shared memory
+  int stage;
+  u32 phase;
+  __device__ __forceinline__ u32 strip(int i) const {
+    return strips + stage * STAGE_BYTES + i * STRIP_BYTES;
+  }
+  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
+  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
+  __device__ __forceinline__ void consumer_wait() const {
+    mbarrier_wait(full_barrier(), phase, "a full stage");
+  }
+  __device__ __forceinline__ void producer_acquire() const {
+    mbarrier_wait(empty_barrier(), phase, "a free stage");
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+};
+
+// ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
+
+__device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, int at, int end,
+                                         Pipeline pipe, int rank) {
+  for (; at < end; at++) {
+    int boxes[BOXES_EACH], bytes = 0;
+    #pragma unroll
+    for (int i = 0; i < BOXES_EACH; i++) {
+      boxes[i] = loads[at].boxes[rank + PRODUCERS * i];
+      bytes += boxes[i] >= 0 ? STRIP_BYTES : 0;
+    }
+    int token = loads[at].step * DEPTH;
+    const int stride = loads[at].stride * DEPTH;
+    for (int left = loads[at].count; left > 0; left--) {
+      pipe.producer_acquire();
+      mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
+      #pragma unroll
+      for (int i = 0; i < BOXES_EACH; i++) {
+        const TensorMap* map = boxes[i] & 1 ? &maps.dy : &maps.x;
+        const u32 to = pipe.strip(rank + PRODUCERS * i);
+        if (boxes[i] >= 0) tma_load(to, map, boxes[i] >> 1, token, pipe.full_barrier());
+      }
+      pipe.advance();
+      token += stride;
+    }
+  }
+}
+
+// ---- consumers ----
+
+__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {
+  if (threadIdx.x % GROUP == 0) mbarrier_arrive(pipe.empty + 8 * stage);
+}
+
+__device__ __forceinline__ void wgmma_unit(float* d, u64 dy, u64 x) {
+  WGMMA(64, dy, x, 1, 1);
+}
+
+// Add up the products of one half of a piece. The products of one step stay in flight.
+__device__ __forceinline__ void mainloop(float (&d)[SUMS], Pipeline& pipe,
+                                         const uint2 (&operands)[UNITS], int count) {
+  constexpr u32 STEP = 16 * ROW_BYTES >> 4;
+  #pragma unroll
+  for (int i = 0; i < SUMS; i++) d[i] = 0.f;
+  int in_use = -1;  // stage that products in flight read
+  for (; count > 0; count--) {
+    pipe.consumer_wait();
+    const u64 base = smem_descriptor(pipe.strip(0), ROW_BYTES, 0);
+    wgmma_fence();
+    #pragma unroll
+    for (u32 step = 0; step < DEPTH / 16; step++)
+      #pragma unroll
+      for (int u = 0; u < UNITS; u++)
+        wgmma_unit(d + 2 * u * UNIT, base + (operands[u].x + step * STEP),
+                   base + (operands[u].y + step * STEP));
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (in_use >= 0) consumer_release(pipe, in_use);
+    in_use = pipe.stage;
+    pipe.advance();
+  }
+  wgmma_wait<0>();
+  if (in_use >= 0) consumer_release(pipe, in_use);
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(line));
+}
+
+// Return the places of a thread's two rows in 64 x 32 sums, each eight values of one 8 x 8.
+__device__ __forceinline__ int2 places_of(const Places* places) {
+  const int row = threadIdx.x / 32 % 4 * 2, column = threadIdx.x % 4;
+  return {places->at[row][column], places->at[row + 1][column]};
+}
+
+// Store 64 x 32 sums, four times 64 x 8. Of these a thread holds columns 2 * (thread % 4) and the
+// next, in row thread / 4 of its warp's 16 and in the row eight below.
+__device__ __forceinline__ void store_sums(const float* s, char* values, int2 places, int width) {
+  #pragma unroll
+  for (int below = 0; below < 2; below++) {
+    const int place = below ? places.y : places.x;
+    u32 words[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      words[i] = pack_pair(s[4 * i + 2 * below], s[4 * i + 2 * below + 1]);
+    quad_transpose(words);
+    char* to = values + 16LL * place + 2LL * (threadIdx.x % 32 / 4) * width;
+    if (place >= 0)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                   :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+  }
+}
+
+// Multiply the pieces of a worker, by one warpgroup.
+__device__ __forceinline__ void consumer(const Sums* list, const Places* places, int begin, int end,
+                                         Pipeline pipe, int half, char* values, int width,
+                                         float* partials, u32* counters) {
+  float d[SUMS];
+  u32 before = 0;
+  for (int at = begin; at < end; at++) {
+    const Sums& mine = list[2 * at + half];
+    const int quads = 2 * mine.units, thread = threadIdx.x % GROUP;
+    if (thread < quads) prefetch_l2(places + mine.places + thread);
+    uint2 operands[UNITS];
+    #pragma unroll
+    for (int u = 0; u < UNITS; u++) operands[u] = mine.operands[u];
+    mainloop(d, pipe, operands, __shfl_sync(~0u, mine.count, 0));
+    if (__shfl_sync(~0u, mine.part.of, 0) > 1) {
+      before = store_partial(d, quads, partials, counters, mine.part, half);
+    } else {
+      int2 to[QUADS];
+      #pragma unroll
+      for (int q = 0; q < QUADS; q++)
+        to[q] = q < quads ? places_of(places + mine.places + q) : int2{-1, -1};
+      #pragma unroll
+      for (int q = 0; q < QUADS; q++) store_sums(d + q * UNIT, values, to[q], width);
+    }
+  }
+  for (int at = begin; at < end; at++) {
+    const Sums& mine = list[2 * at + half];
+    const auto store = [&](const float* total, int quad) {
+      store_sums(total, values, places_of(places + mine.places + quad), width);
+    };
+    if (__shfl_sync(~0u, mine.part.of, 0) > 1)
+      reduce_partials<SUMS>(partials, counters, before, mine.part, 2 * mine.units, half, store);
+  }
+}
+
+// ---- the kernel: a worker an SM, each with its own list of pieces ----
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* sums,
+           const Places* places, const __grid_constant__ Starts starts, char* values, int width,
+           float* partials, u32* counters) {
+  extern __shared__ char shared[];
+  __shared__ u64 full[STAGES], empty[STAGES];
+  const u32 strips = (smem_address(shared) + 1023) & ~1023u;  // where strips may start
+  Pipeline pipe{strips, smem_address(full), smem_address(empty), 0, 0};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(pipe.full + 8 * i, PRODUCERS);  // producer warps
+      mbarrier_init(pipe.empty + 8 * i, 2);         // consumer warpgroups
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  __syncthreads();
+  const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0), warp = threadIdx.x / 32 % 4;
+  const int begin = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    pipe.phase = 1;  // all stages are free at first
+    if (threadIdx.x % 32 == 0) producer(maps, loads, begin, end, pipe, warp);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    consumer(sums, places, begin, end, pipe, group, values, width, partials, counters);
+  }
+}

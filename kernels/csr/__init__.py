@@ -1,0 +1,1 @@
+"""Kernels that multiply weights in compressed sparse rows (CSR)."""

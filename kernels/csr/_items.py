@@ -1,0 +1,79 @@
+"""What each CTA of csr_cuda_wgrad.cu sums: ranges of items, in the order of chunks, then rows.
+
+item     up to 8 non-zeros of a row of W in a chunk of its columns
+range    items of neighbouring rows in a chunk, about equally many in all ranges
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import rows_of
+from sparsebench.formats.csr import Csr
+
+ITEM = 8  # non-zeros
+WAYS = 4  # items that a warp takes at a time, also beyond the last one
+ALIGNMENT = 4  # rows: a panel begins with a multiple
+
+
+@dataclass(frozen=True)
+class Items:
+    """The lists of csr_cuda_wgrad.cu, on the device of the pattern.
+
+    ranges  int32 [ranges, 5]: first item, items, first row, rows, first column
+    places  int64 [items + WAYS, ITEM]: columns in the panel
+    heads   int32 [items + WAYS, 2]: first non-zero of W; row in the range, and 2^16 times how many
+    """
+
+    ranges: Tensor
+    places: Tensor
+    heads: Tensor
+
+    @property
+    def most_rows(self) -> int:
+        """Return the rows of the largest panel of dY, which is loaded by fours."""
+        return -(-int(self.ranges[:, 3].max()) // ALIGNMENT) * ALIGNMENT
+
+
+def items_of(w: Csr, chunk: int, count: int, most_rows: int) -> Items:
+    """Divide the non-zeros; at least `count` ranges of at most `most_rows` rows."""
+    (n, k), device = w.shape, w.columns.device
+    chunks, columns = -(-k // chunk), w.columns.long()
+    row, of_chunk = rows_of(w.offsets), columns // chunk
+    segment = of_chunk * n + row  # in the order of items
+    counts = torch.bincount(segment, minlength=n * chunks)
+    items = (counts + ITEM - 1) // ITEM
+    first = items.cumsum(0) - items
+
+    # The non-zeros of a segment lie one after the other in W, whose order is that of rows.
+    by_row = counts.view(chunks, n).t().reshape(-1)
+    begins = (by_row.cumsum(0) - by_row).view(n, chunks).t().reshape(-1)
+    rank = torch.arange(len(columns), device=device) - begins[segment]
+
+    own = torch.arange(n * chunks, device=device).repeat_interleave(items)
+    number = (torch.arange(len(own), device=device) - first[own]) * ITEM
+    bounds = _bounds(own // n, own % n, count, most_rows)
+    low = own[bounds[:-1]] % n // ALIGNMENT * ALIGNMENT
+    high = own[bounds[1:] - 1] % n + 1
+    column = own[bounds[:-1]] // n * chunk
+    ranges = torch.stack([bounds[:-1], bounds.diff(), low, high - low, column], 1)
+    row, stored = own % n - low.repeat_interleave(bounds.diff()), counts[own] - number
+    heads = columns.new_zeros(len(own) + WAYS, 2)
+    heads[: len(own)] = torch.stack([begins[own] + number, row | stored.clamp(max=ITEM) << 16], 1)
+    places = columns.new_zeros(len(heads) * ITEM)
+    places[(first[segment] + rank // ITEM) * ITEM + rank % ITEM] = columns % chunk
+    return Items(ranges.to(torch.int32), places.view(-1, ITEM), heads.to(torch.int32))
+
+
+def _bounds(chunk: Tensor, row: Tensor, count: int, most_rows: int) -> Tensor:
+    """Return int64 [ranges + 1]: the first item of each range; none goes over two chunks."""
+    number = torch.arange(len(chunk), device=chunk.device)
+    while True:
+        size = -(-len(chunk) // count)
+        new = (number % size == 0) | (chunk.diff(prepend=chunk[:1] - 1) != 0)
+        bounds = torch.cat([number[new], number.new_full((1,), len(chunk))])
+        low = row[bounds[:-1]] // ALIGNMENT * ALIGNMENT
+        if int((row[bounds[1:] - 1] + 1 - low).max()) <= most_rows or size == 1:
+            return bounds
+        count = count + count // 4 + 1

@@ -1,0 +1,220 @@
+"""Linear layer with weights in CSR in CUDA C++: Y[m, n] = X[m, k] @ W[n, k].T.
+
+csr_cuda.cu is the kernel, and draws its panel; _panels.py divides the work. This file chooses a
+configuration, packs the non-zeros and launches. For any NVIDIA GPU of compute capability 8.0 or
+newer.
+
+    dtype    fp32 (for tf32 too), fp16, bf16; sums in fp32
+    sizes    any m, n and k; rows of any length, also empty
+    X        contiguous rows of any stride
+
+The idea is Sputnik's (Gale, Zaharia, Young, Elsen, SC 2020): parts of a warp share a row, vector
+loads, rows dealt by length. Sputnik gathers rows of X[k, m] from the caches. Here X is [m, k], so a
+CTA transposes a panel of it in shared memory, and every gather is from there.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import BITS
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.cuda import (
+    BoundKernel,
+    Constants,
+    Layout,
+    Loaded,
+    ahead,
+    load,
+    target_of,
+)
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, work_of
+from sparsebench.results.record import Problem
+
+LEAST = (8, 0)  # compute capability
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+VECTOR_BYTES = 16
+SHARES = 2  # pieces that a way gets at least, if rows are long enough
+COLUMNS = (  # bytes of a column of the panel; threads; CTAS
+    *((32, 512, 1), (128, 1024, 1), (64, 1024, 1), (32, 256, 4)),
+    *((64, 512, 2), (32, 1024, 1), (256, 512, 1), (64, 256, 1)),
+)
+LARGEST = 2**31 - 1  # an int32
+# x, its stride, m, k; packed, teams, starts, pieces, bounds; sizes; y, n.
+ARGUMENTS = Layout(*"PqiiPPPPPiiiiPi")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens   of a CTA
+    threads  of a CTA
+    ctas     that an SM runs at a time
+    """
+
+    tokens: int
+    threads: int
+    ctas: int
+
+    def ways(self, dtype: torch.dtype) -> int:
+        """Return how many non-zeros a warp has at a time."""
+        return 32 // min(8, self.column_bytes(dtype) // VECTOR_BYTES)
+
+    def column_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a column of X's panel."""
+        return self.tokens * dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of the sums of a row of W."""
+        return 4 * (self.tokens + 4)
+
+
+def space(dtype: torch.dtype) -> list[Config]:
+    """Return what is timed: of 24, those that come within 1 % of the best (NOTES.md)."""
+    return [Config(column // dtype.itemsize, *rest) for column, *rest in COLUMNS]
+
+
+def groups_of(config: Config, m: int, n: int, workers: int) -> int:
+    """Return how many groups of rows fill the SMs, with a row for each warp."""
+    slots = workers * config.ctas
+    return max(1, min(slots // -(-m // config.tokens), -(-n // (config.threads // 32))))
+
+
+def room_of(device: torch.device, ctas: int) -> int:
+    """Return the bytes of shared memory that each of so many CTAs of an SM can have."""
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.shared_memory_per_multiprocessor // ctas - RESERVED_BYTES
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Say whether four columns of a token can be read at a time, in all rows."""
+    return not (x.shape[1] % 4 or x.stride(0) % 4 or x.data_ptr() % (4 * x.itemsize))
+
+
+def divided(w: Csr, m: int, config: Config, device: torch.device) -> tuple[Shape, int]:
+    """Return how a CTA divides its work, and its bytes of shared memory. Raises Unsupported."""
+    (n, k), dtype, room = w.shape, w.values.dtype, room_of(device, config.ctas)
+    column, ways, warps = config.column_bytes(dtype), config.ways(dtype), config.threads // 32
+    groups, lengths = groups_of(config, m, n, multiprocessors(device)), w.offsets.diff().long()
+    while True:  # until the sums of whole rows leave half of the room to the panel
+        bounds = bounds_of(lengths, groups)
+        left = room - (int(bounds.diff().max()) + 1) * config.row_bytes
+        if 2 * left >= room or groups == n:
+            break
+        groups = min(n, groups + groups // 4 + 1)
+    most = (left // column - 1) // 4 * 4
+    if most < 4:
+        raise Unsupported(
+            f"expected {room - left + 5 * column} bytes of shared memory, found {room}"
+        )
+    chunk = -(-k // -(-k // most) // 4) * 4
+    cuts = min(SHARES * warps * ways, (left - (chunk + 1) * column) // config.row_bytes)
+    parts = parts_of(lengths, bounds, max(cuts, 1))
+    ends = torch.cat([parts.new_zeros(1), parts.cumsum(0)])
+    sums = (int(ends[bounds].diff().max()) + 1) * config.row_bytes
+    shape = Shape(bounds, parts, chunk, warps, ways, max(1, 128 // column))
+    return shape, (chunk + 1) * column + sums
+
+
+def packed(w: Csr, work: Work, chunk: int, column: int) -> Tensor:
+    """Return the steps: places in the panel and values, as csr_cuda.cu reads them."""
+    bits = w.values.view(BITS[w.values.itemsize]).int()
+    places = (work.places * column).int()
+    if w.values.dtype == torch.float32:
+        steps = bits.new_zeros(work.size, 2)
+        steps[:, 0] = chunk * column  # zeros
+        steps[work.targets] = torch.stack([places, bits], 1)
+        return steps
+    steps = bits.new_full((work.size,), chunk * column // VECTOR_BYTES)
+    steps[work.targets] = bits << 16 | places // VECTOR_BYTES
+    return steps
+
+
+def launch(x: Tensor, w: Csr, config: Config) -> BoundKernel:
+    """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    (m, k), (n, _), dtype, device = x.shape, w.shape, x.dtype, x.device
+    shape, shared = divided(w, m, config, device)
+    work = work_of(w, shape)
+    if work.size > LARGEST:
+        raise Unsupported(f"expected less than 2^31 non-zeros in steps, found {work.size}")
+    steps = packed(w, work, shape.chunk, config.column_bytes(dtype))
+    constants, target = constants_of(config, dtype, is_aligned(x)), target_of(device)
+    kernel, code = load("csr_cuda", "multiply_rows", constants, shared, device, target)
+    y, bounds = x.new_empty(m, n), shape.bounds.to(torch.int32)
+    lists = steps, work.teams, work.starts, work.pieces, bounds
+    groups, chunks = len(bounds) - 1, -(-k // shape.chunk)
+    addresses = (a.data_ptr() for a in lists)
+    sizes = groups, chunks, shape.chunk, shared - shape.chunk * config.column_bytes(dtype)
+    args = ARGUMENTS(x.data_ptr(), x.stride(0), m, k, *addresses, *sizes, y.data_ptr(), n)
+    grid = -(-m // config.tokens) * groups
+    loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
+    return BoundKernel(loaded, args, (x, *lists), y)
+
+
+def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
+    """Return the macros of csr_cuda.cu."""
+    return (
+        ("FP32", int(dtype == torch.float32)),
+        ("FP16", int(dtype == torch.float16)),
+        ("TOKENS", config.tokens),
+        ("THREADS", config.threads),
+        ("CTAS", config.ctas),
+        ("ALIGNED", int(aligned)),
+    )
+
+
+def unsupported_operands(x: Tensor, w: Csr) -> str | None:
+    """Say why the kernel cannot run on these operands, or None."""
+    n, k = w.shape
+    if x.dtype != w.values.dtype or x.dtype not in DTYPES:
+        found = f"{x.dtype} and {w.values.dtype}"
+        return f"expected fp32, fp16 or bf16 operands of one dtype, found {found}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    if x.stride(1) != 1:
+        return f"expected contiguous rows of X, found strides {list(x.stride())}"
+    if min(n, k, len(x)) < 1 or max(n, k, len(x)) > LARGEST // 2:
+        return f"expected 1 to 2^30 tokens, rows and columns, found {len(x)}, {n} and {k}"
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Divide the rows; take a table's configuration, or time all of space. Raises Unsupported."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Csr)
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    (n, k), stored = w.shape, max(len(w.values), 1)
+    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, stored / (n * k))
+    configs, by = choose("csr_cuda", Config, operands, sizes, tuned, space(x.dtype))
+    constants = (constants_of(config, x.dtype, is_aligned(x)) for config in configs)
+    ahead("csr_cuda", constants, target_of(x.device))
+    candidates = [launch(x, w, config) for config in configs]
+    return fastest_launch(configs, candidates, by, x.device)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
+    if device.type != "cuda":
+        return f"needs {wanted}, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST:
+        return f"needs {wanted}, found {found[0]}.{found[1]}"
+    if problem["dtype"] == "fp8":
+        return "expected 16 or 32 bits, found fp8"
+    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+
+
+KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported, tunes=True)

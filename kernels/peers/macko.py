@@ -1,0 +1,90 @@
+"""Unstructured weights for one token by MACKO's authors: deltas of 4 bits, and a warp a row.
+
+    y = W x     values of 16 bits, the zeros before each in 4 bits, where rows begin
+
+A run of more than 15 zeros stores one of them. Their code is built by nvcc and kept. The compressor
+is theirs too, on one CPU core: half a second for 14336 x 4096. They have no choice to make.
+
+    needs   --peers DIR with a checkout (_authors.py), nvcc, an NVIDIA GPU
+    dtype   fp16 with fp32 accumulation
+    sizes   m 1; n a multiple of 32: the last warps would read past the rows
+
+Source: Macko, Boza, arXiv 2511.13061; github.com/vlejd/macko_spmv, MIT licence.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._common.cuda import target_of
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors
+from sparsebench.results.record import Problem
+
+REPOSITORY = "github.com/vlejd/macko_spmv"
+MARKER = "src/macko_spmv/cuda/kernels.cuh"
+ROWS = 32  # of a CTA
+
+
+def prepare(operands: Operands) -> Launch:
+    """Compress the weight with their code."""
+    product = Product(operands)
+    choice = {"stored_bytes": product.stored, "digest": product.digest}
+    return Launch(product.run, choice)
+
+
+class Product:
+    """A compressed weight with its output."""
+
+    def __init__(self, operands: Operands) -> None:
+        """Build or load their code, and compress the weight with it."""
+        folder = _authors.checkout(MARKER)
+        assert folder
+        self._x = operands.activations["x"]
+        own = (folder / MARKER).parent
+        self.digest = _authors.digest(own)
+        self._code = _authors.library("macko", own, target_of(self._x.device))
+        w = operands.weights["w"].to_dense().cpu().contiguous()
+        self.n, self.k = w.shape
+        self._arrays = [array.to(self._x.device) for array in compressed(self._code, w)]
+        self.stored = sum(array.nbytes for array in self._arrays)
+        self._out = self._x.new_empty(1, self.n)
+
+    def run(self) -> Tensor:
+        """Enqueue the product on the current stream."""
+        pointers = map(_authors.pointer, (*self._arrays, self._x, self._out))
+        stream = _authors.stream_of(self._x.device)
+        _authors.require_success(self._code.multiply(stream, *pointers, self.n, self.k))
+        return self._out
+
+
+def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
+    """Return values and deltas, in whole groups of 8 (a lane reads one), and where rows begin."""
+    values, deltas, rows = arrays = [ctypes.c_void_p() for _ in range(3)]
+    padded = ctypes.c_int()
+    ends = *map(ctypes.byref, arrays), ctypes.byref(padded)
+    code.compress(_authors.pointer(w), *w.shape, *ends)
+    found = [
+        _authors.taken(values, padded.value, torch.float16),
+        _authors.taken(deltas, padded.value // 2, torch.uint8),
+        _authors.taken(rows, len(w) + 1, torch.int32),
+    ]
+    for array in arrays:
+        code.release(array)
+    return found
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the authors' kernel cannot run here, or None."""
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, found {device}"
+    if problem["dtype"] != "fp16":
+        return f"expected fp16, found {problem['dtype']}"
+    if problem["m"] != 1 or problem["n"] % ROWS:
+        found = f"found m {problem['m']} and n {problem['n']}"
+        return f"expected m 1 and n a multiple of {ROWS}; {found}"
+    return _authors.missing(MARKER, REPOSITORY)
+
+
+KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)

@@ -1,0 +1,116 @@
+"""Unstructured weights on tensor cores by SpInfer's authors: their bitmap format and their kernel.
+
+    Y.T = W X.T      bits of 8 x 8, values, offsets of 64 x 64 and 16 x 64     decoded to registers
+
+Their code is built by nvcc, in ten seconds, and kept. The compressor is theirs too, on one CPU
+core: a second for 14336 x 4096. How many parts k is split into is searched; a further kernel sums
+the parts up. They have no other choice to make, and no kernel for Hopper alone.
+
+    needs   --peers DIR with a checkout (_authors.py), nvcc, compute capability 8.0 or more
+    dtype   fp16 with fp32 accumulation, parts of k in fp16
+    sizes   n and k multiples of 64; m 8, 16, 32, 64 or a multiple of 128
+
+Source: Fan et al., SpInfer, EuroSys 2025; github.com/HPMLL/SpInfer_EuroSys25, Apache-2.0, csrc.
+"""
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._common.cuda import target_of
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors
+from sparsebench.results.record import Problem
+
+REPOSITORY = "github.com/HPMLL/SpInfer_EuroSys25"
+MARKER = "csrc/SpMM_API.cu"
+SPLITS = 1, 2, 4, 8, 16  # parts of k; their benchmark takes one by hand for each shape
+TILE = 64
+FEW = 8, 16, 32, 64
+
+
+def prepare(operands: Operands, *, split: int | None = None) -> Launch:
+    """Compress the weight, and keep the fastest split where none is asked for or pinned."""
+    product = Product(operands)
+    asked = (operands.pinned or {}).get("split", split)
+    most = product.k // TILE
+    choices = [{"split": s} for s in (SPLITS if asked is None else (asked,)) if s <= most]
+    calls = [partial(product.run, **choice) for choice in choices]
+    found = search(calls, operands.device)
+    best = choices[found.best]
+    product.keep(best["split"])
+    choice = {**best, "stored_bytes": product.stored, "digest": product.digest}
+    return Launch(calls[found.best], choice, candidates=found.told(choices))
+
+
+class Product:
+    """A compressed weight with its buffers."""
+
+    def __init__(self, operands: Operands) -> None:
+        """Build or load their code, and compress the weight with it."""
+        folder = _authors.checkout(MARKER)
+        assert folder
+        self._x = operands.activations["x"]
+        self.digest = _authors.digest((folder / MARKER).parent)
+        target = target_of(self._x.device)
+        self._code = _authors.library("spinfer", (folder / MARKER).parent, target)
+        w = operands.weights["w"].to_dense().cpu().contiguous()
+        self.n, self.k = w.shape
+        self._arrays = [array.to(self._x.device) for array in compressed(self._code, w)]
+        self.stored = sum(array.nbytes for array in self._arrays)
+        m = len(self._x)
+        self._out = self._x.new_empty(m, self.n)
+        self._parts = self._x.new_empty(max(SPLITS) * m * self.n)
+
+    def keep(self, split: int) -> None:
+        """Free what no part of k needs."""
+        self._parts = self._parts[: split * self._out.numel() if split > 1 else 0].clone()
+
+    def run(self, split: int) -> Tensor:
+        """Enqueue the product on the current stream."""
+        given = *self._arrays, self._x, self._out
+        sizes = self.n, len(self._x), self.k
+        parts = _authors.pointer(self._parts)
+        stream = _authors.stream_of(self._x.device)
+        error = self._code.multiply(stream, *map(_authors.pointer, given), *sizes, parts, split)
+        _authors.require_success(error)
+        return self._out
+
+
+def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
+    """Return values, offsets of both tiles, bitmaps, and the most values of a tile."""
+    arrays = [ctypes.c_void_p() for _ in range(4)]
+    most, stored = ctypes.c_int(), ctypes.c_int()
+    values, tiles, median, bitmap = arrays
+    ends = map(ctypes.byref, (values, tiles, median, bitmap, most, stored))
+    count = code.compress(_authors.pointer(w), *w.shape, *ends)
+    if count < 0:
+        raise MemoryError
+    found = [
+        _authors.taken(values, stored.value, torch.float16),
+        _authors.taken(tiles, count + 1, torch.int32),
+        _authors.taken(median, 4 * count, torch.int32),
+        _authors.taken(bitmap, TILE * count, torch.int64),
+    ]
+    for array in arrays:
+        code.release(array)
+    return [*found, torch.tensor([most.value], dtype=torch.int32)]
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the authors' kernel cannot run here, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs an NVIDIA GPU of compute capability 8.0 or more, found {device}"
+    if problem["dtype"] != "fp16":
+        return f"expected fp16, found {problem['dtype']}"
+    m, n, k = (problem[size] for size in "mnk")
+    if n % TILE or k % TILE or (m not in FEW and m % 128):
+        expected = f"n and k multiples of {TILE}, and m {', '.join(map(str, FEW))} or of 128"
+        return f"expected {expected}; found m {m}, n {n} and k {k}"
+    return _authors.missing(MARKER, REPOSITORY)
+
+
+KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)

@@ -1,0 +1,1 @@
+"""Campaigns: which suites are measured in which order, as YAML."""

@@ -1,0 +1,301 @@
+"""bitmap_mma: its threads on a CPU, what it refuses, its machine code, and on a GPU.
+
+On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
+mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
+"""
+
+import ctypes
+import re
+import shutil
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_on_cpu import built
+from on_hopper import assert_compiles_cleanly, hopper
+from places import cuda_source
+from sample import sampled
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.bitmap.bitmap_mma import Config
+from sparsebench.results.record import Problem
+
+STAND_INS = """
+  #include "mma_on_cpu.h"
+  #include <cmath>
+  static u32 load_32(u32 a) { return *(u32*)(dynamic_shared() + a); }
+  static uint2 load_64(u32 a) { return *(uint2*)(dynamic_shared() + a); }
+  static u32 load_16(u32 a) { return *(unsigned short*)(dynamic_shared() + a); }
+  static void store_32(u32 a, u32 v) { *(u32*)(dynamic_shared() + a) = v; }
+  static u32 prmt(u32 a, u32 b, u32 how) { return __byte_perm(a, b, how); }
+  static u32 __funnelshift_r(u32 low, u32 high, u32 by) {
+    return (u32)(((u64)high << 32 | low) >> (by & 31));
+  }
+  static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+    counted_copy(mine(), to, from, bytes, barrier);
+  }
+  static void fence_proxy_async() {}
+  static void copy_of_x(u32 to, const char* from, bool there) {  // lands at once
+    if (to % 16 || (u64)from % 16) std::abort();
+    char* at = dynamic_shared() + to;
+    there ? std::memcpy(at, from, 16) : std::memset(at, 0, 16);
+  }
+  #define copy_16 copy_of_x
+  static void cp_async_arrive(u32 barrier) { mbarrier_arrive(barrier); }
+  #define multiplying_warps_sync() in_step(1, 32 * WARPS)
+  static uint4 load_128(u32 a) { return *(uint4*)(dynamic_shared() + a); }
+  static u32 narrowed_fp8(u32 byte) {  // to fp16
+    const int power = byte >> 3 & 15, m = byte & 7;
+    const float size = power ? std::ldexp(8 + m, power - 10) : std::ldexp(m, -9);
+    return narrow(byte & 128 ? -size : size);
+  }
+  static void widen(u32& low, u32& high, u32 four) {
+    low = narrowed_fp8(four & 0xff) | narrowed_fp8(four >> 8 & 0xff) << 16;
+    high = narrowed_fp8(four >> 16 & 0xff) | narrowed_fp8(four >> 24) << 16;
+  }
+  static unsigned short rounded(float f) {
+    u32 bits;
+    std::memcpy(&bits, &f, 4);
+    return FP16 && VALUE_BYTES == 2 ? narrow(f) : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+"""
+
+
+@cache
+def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
+    """Build the kernel's own source for this machine."""
+    head, _, rest = cuda_source("bitmap_mma.cu").partition("// ---- PTX ----")
+    source = STAND_INS + head + rest[rest.index("// ---- the table") :]
+    source = re.sub("extern __shared__.*", "char* shared = dynamic_shared();", source)
+    source += """
+      static void** a;
+      template <class T> T& at(int i) { return *(T*)a[i]; }
+      static void run() {
+        multiply_records(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4));
+      }
+      extern "C" void call(void** args, int grid, size_t bytes) {
+        a = args;
+        launch(grid, THREADS, 1, bytes, run);
+      }
+    """
+    name = f"{config}_{dtype}_{late}".replace("torch.", "")
+    constants = (*bitmap_mma.constants_of(config, dtype), ("LATE", int(late)))
+    return built(source, constants, folder, re.sub(r"\W+", "_", name))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+def emulated(
+    x: Tensor, w: Bitmap, config: Config, workers: int, folder: Path, patch: pytest.MonkeyPatch
+) -> Tensor:
+    """Run the launch."""
+    patch.setattr(bitmap_mma, "load", lambda *given: (None, "code"))
+    patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers)
+    program = bitmap_mma.launch(x, w, config)
+    kernel = on_cpu(config, x.dtype, workers % 2 == 0, folder)
+    program.out.fill_(float("nan"))
+    shared = ctypes.c_size_t(config.shared_bytes(w.room, len(x), x.itemsize))
+    kernel.call(program.args[0], program.loaded.grid, shared)
+    return program.out
+
+
+def example(
+    m: int, n: int, k: int, sparsity: float, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Bitmap]:
+    """Small whole numbers, whose sums are exact."""
+    torch.manual_seed(m + n + k)
+    w = torch.randint(-2, 3, (n, k)) * (torch.rand(n, k) >= sparsity)
+    w[0], w[-1] = 1, 0  # a stream of every element, and one of none
+    x = torch.randint(-2, 3, (m, k))
+    return x.to(dtype), Bitmap.from_dense(w.to(dtype))
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+CASES = [
+    (Config(8, 2, 2, 2, 2, 2), 3, 1, 70, 1032, 0.5, BF16),
+    (Config(8, 1, 3, 2, 1, 3), 2, 8, 100, 528, 0.7, FP8),
+    (Config(8, 1, 1, 2, 3, 1), 2, 8, 100, 1536, 0.8, FP16),  # many blocks, each with many steps
+    (Config(16, 4, 1, 2, 2, 2), 1, 45, 100, 264, 0.0, BF16),
+    (Config(64, 1, 2, 3, 2, 1), 2, 50, 16, 776, 0.97, BF16),
+    (Config(8, 1, 2, 2, 1, 2), 2, 5, 33, 512, 0.6, FP16),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("config", "workers", "m", "n", "k", "sparsity", "dtype"), sampled(CASES, 0, 1, 2), ids=str
+)
+def test_its_threads_give_the_product_on_a_cpu(
+    config: Config,
+    workers: int,
+    m: int,
+    n: int,
+    k: int,
+    sparsity: float,
+    dtype: torch.dtype,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = example(m, n, k, sparsity, dtype)
+    y = emulated(x, w, config, workers, folder, monkeypatch)
+    right = (x.float() @ w.to_dense().float().T).to(y.dtype)
+    torch.testing.assert_close(y, right, rtol=0, atol=0)
+
+
+@needs_compiler
+def test_nan_and_infinity_are_where_the_definition_has_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = example(3, 40, 520, 0.5, BF16)
+    dense = w.to_dense()
+    dense[3, 5], dense[7, 519], dense[9] = float("nan"), float("inf"), -0.0
+    w, config = Bitmap.from_dense(dense), CASES[0][0]
+    y = emulated(x, w, config, 2, folder, monkeypatch)
+    right = (x.float() @ dense.float().T).to(y.dtype)
+    torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
+    assert right[:, 3].isnan().all()
+
+
+@needs_compiler
+def test_rows_of_x_may_be_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = example(3, 40, 520, 0.5, BF16)
+    wide = torch.full((3, 544), float("nan"), dtype=BF16)[:, :520]
+    wide.copy_(x)
+    y = emulated(wide, w, CASES[0][0], 2, folder, monkeypatch)
+    torch.testing.assert_close(y, (x.float() @ w.to_dense().float().T).to(BF16), rtol=0, atol=0)
+
+
+# ---- what is refused ----
+
+
+def refused(x: Tensor, w: Bitmap) -> str:
+    with pytest.raises(Unsupported) as raised:
+        bitmap_mma.prepare(Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul))
+    return str(raised.value)
+
+
+def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
+    x, w = example(4, 64, 128, 0.5, FP16)
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
+    assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
+    assert "found strides [1, 4]" in refused(x.T.contiguous().T, w)
+    assert "expected a multiple of 8 columns of X, found 132" in refused(
+        *example(4, 64, 132, 0, FP16)
+    )
+    assert "expected a multiple of 16 columns of X, found 136" in refused(
+        *example(4, 9, 136, 0, FP8)
+    )
+    assert "expected 1 to 256 tokens, found 257" in refused(*example(257, 16, 128, 0.5, BF16))
+    assert "expected 1 to 256 tokens, found 0" in refused(x[:0], w)
+
+
+@pytest.mark.parametrize(
+    ("capability", "m", "dtype", "reason"),
+    [
+        ((9, 0), 256, "bf16", None),
+        ((9, 0), 1, "fp8", None),
+        ((9, 0), 257, "bf16", "expected at most 256 tokens, found 257: beyond, dense is faster"),
+        ((8, 0), 1, "bf16", "needs an NVIDIA GPU of compute capability 9.0, found 8.0"),
+        ((9, 0), 1, "fp32", "expected fp16 or bf16 or fp8, found fp32"),
+    ],
+)
+def test_other_problems_are_unsupported(
+    capability: tuple[int, int],
+    m: int,
+    dtype: str,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    problem = Problem("linear", {"m": m, "dtype": dtype})
+    assert bitmap_mma.KERNEL.unsupported(problem, torch.device("cuda")) == reason
+
+
+# ---- configurations, and the code ----
+
+LAYERS = [(14336, 4096), (28672, 8192), (4096, 14336), (1024, 4096), (40, 264)]
+
+
+@pytest.mark.parametrize(("n", "k"), LAYERS)
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int, m: int) -> None:
+    room = 6560  # of bf16 at 50 %
+    found = bitmap_mma.configurations(n, k, m, room, 2, 132)
+    assert found
+    for config in found:
+        assert config.warps <= bitmap_mma.MOST_WARPS
+        assert config.shared_bytes(room, m, 2) <= bitmap_mma.SHARED_BYTES
+        assert config.tokens >= min(m, 64)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("dtype", sampled([BF16, FP8, FP16]), ids=str)
+@pytest.mark.parametrize(
+    "config", sampled([Config(8, 1, 7, 2, 2, 2), Config(16, 2, 7, 2, 1, 2)]), ids=str
+)
+def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert_compiles_cleanly("bitmap_mma", bitmap_mma.constants_of(config, dtype), tmp_path)
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_nvrtc_compiles_it(dtype: torch.dtype) -> None:
+    constants = bitmap_mma.constants_of(Config(8, 1, 7, 2, 2, 2), dtype)
+    assert cuda.compiled("bitmap_mma", constants).startswith(b"\x7fELF")
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sparsity"),
+    [(1, 4096, 4096, 0.5), (13, 2070, 1040, 0.8), (50, 48, 5136, 0.3), (131, 4096, 2048, 0.97)],
+)
+def test_the_products_are_right_on_a_gpu(
+    m: int, n: int, k: int, sparsity: float, dtype: torch.dtype
+) -> None:
+    x, w = example(m, n, k, sparsity, dtype)
+    x, w = x.cuda(), Bitmap.from_dense(w.to_dense().cuda())
+    right = (x.double() @ w.to_dense().double().T).to(torch.bfloat16 if dtype == FP8 else dtype)
+    rest = w.room, x.itemsize, bitmap_mma.multiprocessors(x.device)
+    for config in bitmap_mma.configurations(n, k, m, *rest):
+        program = bitmap_mma.launch(x, w, config)
+        program.out.fill_(float("nan"))
+        torch.testing.assert_close(program(), right, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None:
+    x, w = example(9, 1024, 2048, 0.6)
+    w, given = Bitmap.from_dense(w.to_dense().cuda()), torch.zeros_like(x, device="cuda")
+    operands = Operands(Problem("linear", {"dtype": "bf16"}), {"w": w}, {"x": given}, torch.matmul)
+    launch = bitmap_mma.prepare(operands)
+    again = bitmap_mma.prepare(replace(operands, pinned=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    given.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    right = (given.double() @ w.to_dense().double().T).to(BF16)
+    torch.testing.assert_close(y, right, rtol=0, atol=0)

@@ -1,0 +1,261 @@
+"""csr_cuda: its threads on a CPU, its lists, its machine code, and on a GPU its products.
+
+On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
+"""
+
+import ctypes
+import re
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from csr_examples import BF16, FP16, FP32, SHAPES, ampere, example, on_gpu, on_this_machine
+from cuda_on_cpu import built
+from on_hopper import assert_compiles_cleanly
+from sample import sampled
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.csr import csr_cuda, csr_cuda_dgrad
+from sparsebench.kernels.csr._panels import Shape, bounds_of, parts_of, work_of
+from sparsebench.kernels.csr.csr_cuda import Config
+from sparsebench.results.record import Problem
+
+
+@cache
+def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
+    """Build the kernel's own source for this machine."""
+    source = on_this_machine("csr_cuda.cu", dtype)
+    source += """
+      static void** a;
+      template <class T> T& at(int i) { return *(T*)a[i]; }
+      static void run() {
+        multiply_rows(at<const Element*>(0), at<long long>(1), at<int>(2), at<int>(3),
+                      at<const Pair*>(4), at<const u32*>(5), at<const Start*>(6), at<const int*>(7),
+                      at<const int*>(8), at<int>(9), at<int>(10), at<int>(11), at<int>(12),
+                      at<Element*>(13), at<int>(14));
+      }
+      extern "C" void call(void** args, int grid, size_t bytes) {
+        a = args;
+        launch(grid, THREADS, 1, bytes, run);
+      }
+    """
+    constants = (*csr_cuda.constants_of(config, dtype, aligned), ("LATE", 0))
+    name = f"{config}{dtype}{aligned}".replace("torch.", "").replace(" ", "")
+    return built(source, constants, folder, re.sub(r"\W", "_", name))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+def emulated(
+    x: Tensor, w: Csr, config: Config, room: int, folder: Path, patch: pytest.MonkeyPatch
+) -> Tensor:
+    """Run the launch on a GPU of two SMs."""
+    gpu = SimpleNamespace(shared_memory_per_multiprocessor=config.ctas * (room + 1024))
+    asked: list[Any] = []
+    patch.setattr(csr_cuda, "load", lambda *given: asked.append(given) or (None, "code"))
+    patch.setattr(csr_cuda, "multiprocessors", lambda device: 2)
+    patch.setattr(csr_cuda, "target_of", lambda device: "cpu")
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    program = csr_cuda.launch(x, w, config)
+    constants = dict(asked[0][2])
+    kernel = on_cpu(config, x.dtype, bool(constants["ALIGNED"]), folder)
+    program.out.fill_(float("nan"))
+    assert program.loaded.shared_bytes <= room
+    kernel.call(program.args[0], program.loaded.grid, ctypes.c_size_t(program.loaded.shared_bytes))
+    return program.out
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+
+
+EVERY = [(8, FP32), (16, FP32), (32, FP32), (64, FP32)]
+EVERY += [(16, BF16), (64, BF16), (32, FP16), (128, FP16)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("room", [8000, 40000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("tokens", "dtype"), sampled(EVERY, 0, 5))
+def test_its_threads_give_the_product_on_a_cpu(
+    shape: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    room: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = example(shape, dtype)
+    y = emulated(x, w, Config(tokens, 64, 1), room, folder, monkeypatch)
+    right = (x.float() @ w.to_dense().float().T).to(dtype)
+    torch.testing.assert_close(y, right, rtol=0, atol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_a_matrix_of_zeros_gives_zeros(
+    tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.ones(9, 6), Csr.from_dense(torch.zeros(1, 6))
+    y = emulated(x, w, Config(tokens, 64, 1), 8000, folder, monkeypatch)
+    assert torch.equal(y, torch.zeros(9, 1))
+
+
+@needs_compiler
+def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are filled up multiply zeros by zeros, and no token of X."""
+    x, w = example(SHAPES[1], FP32)
+    x[3], x[7, 5], x[9, 0] = float("nan"), float("inf"), float("nan")
+    wide = torch.full((len(x), x.shape[1] + 3), float("nan"))[:, : x.shape[1]]
+    wide.copy_(x)  # rows apart: columns are read one by one
+    stored = w.to_dense().ne(0).float()
+    touched = (~x.isfinite()).float() @ stored.T > 0
+    y = emulated(wide, w, Config(8, 64, 1), 8000, folder, monkeypatch)
+    assert torch.equal(~y.isfinite(), touched)
+    right = x.nan_to_num(0, 0, 0) @ w.to_dense().T
+    torch.testing.assert_close(y[~touched], right[~touched], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+def test_every_non_zero_has_a_place_of_its_own_and_every_piece_its_steps(classes: int) -> None:
+    _, w = example((1, 37, 500, 0.2), FP32)
+    warps, ways, cuts = 3, 4, 6
+    lengths = w.offsets.diff().long()
+    bounds = bounds_of(lengths, 5)
+    parts = parts_of(lengths, bounds, cuts)
+    assert parts.max() > 1
+    assert (bounds[0], bounds[-1]) == (0, 37)
+    work = work_of(w, Shape(bounds, parts, 100, warps, ways, classes))
+    assert len(work.targets.unique()) == len(w.values)
+    assert int(work.starts[-1, 0]) == len(work.teams) - 1
+    assert (work.pieces[bounds].diff() <= bounds.diff() + cuts).all()
+    steps = work.teams[:-1, 0] >> 16
+    ends = steps.cumsum(0)
+    row = torch.arange(37).repeat_interleave(lengths)
+    for target, own in zip(work.targets.tolist(), row.tolist(), strict=True):
+        team = int(torch.searchsorted(ends, target // (2 * ways), right=True))
+        group = int(torch.searchsorted(bounds[1:], own, right=True))
+        piece = int(work.teams[team, target // 2 % ways]) & 0xFFFF
+        piece += int(work.pieces[bounds[group]])
+        assert work.pieces[own] <= piece < work.pieces[own + 1]
+
+
+def test_warps_get_about_as_many_steps() -> None:
+    _, w = example((1, 200, 500, 0.2), FP32)
+    bounds, parts = torch.tensor([0, 200]), torch.ones(200, dtype=torch.int64)
+    work = work_of(w, Shape(bounds, parts, 500, 4, 4, 1))
+    steps = work.starts[:, 1].diff()
+    assert steps.max() < 1.1 * steps.float().mean()
+
+
+def test_ways_that_read_together_read_other_banks() -> None:
+    w = Csr.from_dense(torch.ones(16, 256))
+    parts = torch.ones(16, dtype=torch.int64)
+    work = work_of(w, Shape(torch.tensor([0, 16]), parts, 256, 1, 16, 4))
+    order = torch.empty(16 * 256, dtype=torch.int64)
+    order[work.targets] = work.places
+    together = order.view(-1, 4, 4, 2) % 4  # step, quarter, way, element
+    assert (together.sort(2).values == torch.arange(4)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "reason"),
+    [
+        (torch.ones(2, 8).half(), torch.ones(4, 8), "fp16 or bf16 operands of one dtype"),
+        (torch.ones(2, 8).double(), torch.ones(4, 8).double(), "expected fp32"),
+        (torch.ones(2, 9), torch.ones(4, 8), "expected activations of 8 columns"),
+        (torch.ones(8, 2).t(), torch.ones(4, 8), "expected contiguous rows of X"),
+        (torch.ones(0, 8), torch.ones(4, 8), "expected 1 to 2"),
+    ],
+)
+def test_operands_that_the_kernel_cannot_read_are_unsupported(
+    x: Tensor, w: Tensor, reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=re.escape(reason)):
+        csr_cuda.launch(x, Csr.from_dense(w), Config(32, 512, 2))
+
+
+def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(csr_cuda, "prepare", lambda operands, tuned: operands)
+    dy, w = torch.ones(3, 4), Csr.from_dense(torch.arange(32.0).view(4, 8))
+    given = Operands(Problem("linear_dgrad", {}), {"w": w}, {"dy": dy}, torch.matmul)
+    asked = csr_cuda_dgrad.KERNEL.prepare(given)
+    assert asked.activations["x"] is dy
+    assert torch.equal(asked.weights["w"].to_dense(), w.to_dense().t())
+
+
+def test_other_devices_and_dtypes_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, fp32 = (Problem("linear", {"dtype": dtype}) for dtype in ("fp8", "fp32"))
+    device = torch.device("cuda")
+    assert "found cpu" in str(csr_cuda.unsupported(fp32, torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "found 7.5" in str(csr_cuda.unsupported(fp32, device))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "found fp8" in str(csr_cuda.unsupported(fp8, device))
+
+
+def test_a_panel_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csr_cuda, "room_of", lambda device, ctas: 1000)
+    x, w = example(SHAPES[1], FP32)
+    with pytest.raises(Unsupported, match="bytes of shared memory, found 1000"):
+        csr_cuda.divided(w, len(x), Config(64, 256, 1), x.device)
+
+
+CONFIGS = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda.space(dtype)]
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(("config", "dtype"), sampled(CONFIGS), ids=str)
+def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
+    for aligned in (True, False):
+        assert_compiles_cleanly("csr_cuda", csr_cuda.constants_of(config, dtype, aligned), tmp_path)
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@ampere
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_the_products_are_right_on_a_gpu(name: str) -> None:
+    dtype = DTYPES[name]
+    for shape in [*SHAPES, (1000, 333, 1030, 0.1), (64, 512, 4608, 0.02)]:
+        x, w = on_gpu(example(shape, dtype))
+        right = (x.double() @ w.to_dense().double().T).to(dtype)
+        for config in csr_cuda.space(dtype):
+            program = csr_cuda.launch(x, w, config)
+            for _ in range(2):
+                program.out.fill_(float("nan"))
+                torch.testing.assert_close(program(), right, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@ampere
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None:
+    x, w = on_gpu(example((100, 300, 260, 0.1), FP32))
+    given = torch.zeros_like(x)
+    operands = Operands(Problem("linear", {"dtype": "fp32"}), {"w": w}, {"x": given}, torch.matmul)
+    launch = csr_cuda.prepare(operands)
+    again = csr_cuda.prepare(replace(operands, pinned=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    given.copy_(x)
+    graph.replay()
+    torch.testing.assert_close(y, x @ w.to_dense().T, rtol=0, atol=0)
+    turned = csr_cuda_dgrad.prepare(replace(operands, activations={"dy": y}))
+    torch.testing.assert_close(turned(), y @ w.to_dense(), rtol=1e-5, atol=1e-3)

@@ -1,0 +1,141 @@
+"""csr_cuda_wgrad: its threads on a CPU, its machine code, and on a GPU its sums."""
+
+import ctypes
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from csr_examples import BF16, FP16, FP32, SHAPES, ampere, example, on_gpu, on_this_machine
+from cuda_on_cpu import built
+from on_hopper import assert_compiles_cleanly
+from sample import sampled
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.csr import csr_cuda_wgrad
+from sparsebench.kernels.csr.csr_cuda_wgrad import Config
+
+
+@cache
+def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
+    """Build both kernels' own source for this machine."""
+    source = on_this_machine("csr_cuda_wgrad.cu", dtype)
+    source += """
+      static void** a;
+      template <class T> T& at(int i) { return *(T*)a[i]; }
+      static void products() {
+        sum_products(at<const Element*>(0), at<long long>(1), at<int>(2), at<const Element*>(3),
+                     at<long long>(4), at<int>(5), at<int>(6), at<const Range*>(7), at<int>(8),
+                     at<const uint4*>(9), at<const Head*>(10), at<int>(11), at<int>(12),
+                     at<int>(13), at<float*>(14), at<Element*>(15));
+      }
+      static void addition() {
+        add_parts(at<const float*>(0), at<int>(1), at<int>(2), at<Element*>(3));
+      }
+      extern "C" void call(void** first, int grid, size_t bytes, void** second, int adding) {
+        a = first;
+        launch(grid, THREADS, 1, bytes, products);
+        a = second;
+        if (second) launch(adding, THREADS, 1, 0, addition);
+      }
+    """
+    constants = (*csr_cuda_wgrad.constants_of(config, dtype, aligned), ("LATE", 0))
+    return built(source, constants, folder, f"{config.vectors}{dtype}{aligned}"[:99])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+def emulated(
+    dy: Tensor, x: Tensor, w: Csr, config: Config, room: int, folder: Path, patch: Any
+) -> Tensor:
+    """Run the launch on a GPU of two SMs."""
+    gpu = SimpleNamespace(shared_memory_per_multiprocessor=config.ctas * (room + 1024))
+    asked: list[Any] = []
+    patch.setattr(csr_cuda_wgrad, "load", lambda *given: asked.append(given) or (None, "code"))
+    patch.setattr(csr_cuda_wgrad, "multiprocessors", lambda device: 2)
+    patch.setattr(csr_cuda_wgrad, "target_of", lambda device: "cpu")
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    program = csr_cuda_wgrad.launch(dy, x, w, config)
+    kernel = on_cpu(config, x.dtype, bool(dict(asked[0][2])["ALIGNED"]), folder)
+    first, then = program.products, program.addition
+    size = ctypes.c_size_t(first.loaded.shared_bytes)
+    second = (then.args[0], then.loaded.grid) if then else (None, 0)
+    for kernel_of in filter(None, (first, then)):
+        kernel_of.out.fill_(float("nan"))
+    kernel.call(first.args[0], first.loaded.grid, size, *second)
+    return (then or first).out
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("room", [24000, 90000])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3]], ids=str)
+@pytest.mark.parametrize(
+    ("vectors", "dtype"), sampled([(1, FP32), (2, FP32), (1, BF16), (1, FP16)], 0, 2)
+)
+def test_its_threads_give_the_gradient_on_a_cpu(
+    shape: Any,
+    vectors: int,
+    dtype: torch.dtype,
+    room: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = example(shape, dtype)
+    dy = torch.randint(-3, 4, (len(x), w.shape[0]), generator=torch.Generator().manual_seed(1))
+    dy = dy.to(dtype)
+    values = emulated(dy, x, w, Config(vectors, 64, 1), room, folder, monkeypatch)
+    right = w.sample((dy.float().T @ x.float()).to(dtype))
+    torch.testing.assert_close(values, right.values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dy", "x", "w", "reason"),
+    [
+        (torch.ones(2, 4), torch.ones(2, 8).half(), torch.ones(4, 8), "operands of one dtype"),
+        (torch.ones(3, 4), torch.ones(2, 8), torch.ones(4, 8), "expected dY [m, 4] and X [m, 8]"),
+        (torch.ones(4, 2).t(), torch.ones(2, 8), torch.ones(4, 8), "expected contiguous rows"),
+        (torch.ones(2, 4), torch.ones(2, 8), torch.zeros(4, 8), "and a non-zero"),
+    ],
+)
+def test_operands_that_the_kernel_cannot_read_are_unsupported(
+    dy: Tensor, x: Tensor, w: Tensor, reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=re.escape(reason)):
+        csr_cuda_wgrad.launch(dy, x, Csr.from_dense(w), Config(1, 896, 1))
+
+
+CONFIGS = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda_wgrad.space()]
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(("config", "dtype"), sampled(CONFIGS), ids=str)
+def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
+    for aligned in (True, False):
+        constants = csr_cuda_wgrad.constants_of(config, dtype, aligned)
+        assert_compiles_cleanly("csr_cuda_wgrad", constants, tmp_path)
+
+
+@pytest.mark.gpu
+@ampere
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_the_gradients_are_right_on_a_gpu(name: str) -> None:
+    dtype = DTYPES[name]
+    for shape in [*(s for s in SHAPES if s[3]), (1000, 333, 1030, 0.1), (64, 512, 4608, 0.02)]:
+        x, w = on_gpu(example(shape, dtype))
+        dy = (torch.arange(len(x) * w.shape[0], device="cuda") % 7 - 3).view(len(x), -1).to(dtype)
+        right = w.sample((dy.double().T @ x.double()).to(dtype)).values
+        for config in csr_cuda_wgrad.space():
+            gradient = csr_cuda_wgrad.launch(dy, x, w, config)
+            for _ in range(2):
+                torch.testing.assert_close(gradient().values, right, rtol=0, atol=0)

@@ -1,0 +1,159 @@
+"""SpInfer's and MACKO's authors as peers: what they need, and what their compressors make.
+
+`SPARSEBENCH_PEERS=DIR pytest tests/kernels/peers/test_unstructured_authors.py` builds their code by
+nvcc, without a GPU too; on one it multiplies.
+"""
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.csr import Csr
+from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.peers import _authors, macko, spinfer
+from sparsebench.results.record import Problem
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OP = load_op("linear")
+HERE = os.environ.get(_authors.VARIABLE)
+
+
+def problem(**fields: Any) -> Problem:
+    sizes = {"m": 16, "n": 512, "k": 256, "dtype": "fp16", "pattern": "unstructured"}
+    return Problem("linear", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+
+
+def weight(n: int, k: int, sparsity: float, seed: int = 0) -> Tensor:
+    """Draw a weight with an empty row, a full one, and runs of more than 15 zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, k, generator=draw) * (torch.rand(n, k, generator=draw) >= sparsity)
+    w[3], w[5], w[7, 40:] = 0, 1, 0
+    return w.half()
+
+
+@pytest.fixture
+def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for each in (spinfer, macko):
+        file = tmp_path / each.__name__.rpartition(".")[2] / each.MARKER
+        file.parent.mkdir(parents=True)
+        file.write_text("// a checkout")
+    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return tmp_path
+
+
+WRONG = [
+    (spinfer, {"dtype": "bf16"}, "expected fp16, found bf16"),
+    (spinfer, {"n": 500}, "expected n and k multiples of 64"),
+    (spinfer, {"m": 1}, "m 8, 16, 32, 64 or of 128; found m 1"),
+    (spinfer, {"m": 96}, "found m 96"),
+    (macko, {"m": 1, "dtype": "fp32"}, "expected fp16, found fp32"),
+    (macko, {"m": 2}, "expected m 1 and n a multiple of 32; found m 2"),
+    (macko, {"m": 1, "n": 40}, "found m 1 and n 40"),
+]
+
+
+@pytest.mark.parametrize(("peer", "fields", "said"), WRONG)
+def test_what_the_authors_cannot_run_is_said(
+    peer: ModuleType, fields: dict[str, Any], said: str, checkouts: Path
+) -> None:
+    assert said in (peer.unsupported(problem(**fields), CUDA) or "")
+
+
+def test_what_they_can_run_needs_a_checkout(
+    checkouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {spinfer: problem(m=384), macko: problem(m=1)}
+    for peer, can in asked.items():
+        assert peer.unsupported(can, CUDA) is None
+        assert "needs an NVIDIA GPU" in (peer.unsupported(can, CPU) or "")
+    monkeypatch.delenv(_authors.VARIABLE)
+    for peer, can in asked.items():
+        assert (peer.unsupported(can, CUDA) or "").endswith("below --peers DIR; found no --peers")
+
+
+def test_a_suite_may_name_them() -> None:
+    for name in ("spinfer", "macko"):
+        kernel = load_kernel(name)
+        assert (kernel.op, kernel.consumes, kernel.device) == ("linear", "csr", "cuda")
+
+
+def test_code_that_does_not_build_is_one_line_and_nothing_is_kept(
+    checkouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    own = (checkouts / "macko" / macko.MARKER).parent
+    monkeypatch.setattr(_authors, "NVCC", ("/nowhere/nvcc",))
+    with pytest.raises(Unsupported, match="needs nvcc to build macko; found No such file"):
+        _authors.library("macko", own, "sm_90")
+    monkeypatch.setattr(_authors, "NVCC", ("sh", "-c", "echo fatal error: a header >&2; exit 1"))
+    with pytest.raises(Unsupported, match="expected nvcc to build macko; found fatal error: a h"):
+        _authors.library("macko", own, "sm_90")
+    assert not [*(tmp_path / "built").rglob("*.so")]
+
+
+def built(peer: ModuleType, target: str = "sm_90") -> ctypes.CDLL:
+    """Build a peer's code, where it and nvcc are there."""
+    folder = _authors.checkout(peer.MARKER)
+    if folder is None or shutil.which("nvcc") is None:
+        pytest.skip(f"needs nvcc and a checkout of {peer.REPOSITORY} below ${_authors.VARIABLE}")
+    name = peer.__name__.rpartition(".")[2]
+    return _authors.library(name, (folder / peer.MARKER).parent, target)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.98, 1.0])
+def test_spinfers_bitmaps_and_values_are_the_weight(sparsity: float) -> None:
+    w = weight(128, 192, sparsity)
+    values, tiles, _, bitmap, most = spinfer.compressed(built(spinfer), w)
+    bits = (bitmap[:, None] >> torch.arange(64)) & 1
+    counts = bits.sum(1).view(len(tiles) - 1, 64).sum(1)
+    assert bits.sum() == (w != 0).sum()
+    assert torch.equal(tiles.diff(), ((counts + 7) // 8 * 8).int())
+    assert most >= counts.max()
+    assert most % 64 == 0
+    assert float(values.float().sum()) == pytest.approx(float(w.float().sum()), abs=1e-2)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.98, 1.0])
+def test_mackos_values_and_deltas_are_the_weight(sparsity: float) -> None:
+    w = weight(64, 200, sparsity)
+    values, deltas, rows = macko.compressed(built(macko), w)
+    skipped = torch.stack((deltas & 15, deltas >> 4), 1).flatten().long()
+    found = torch.zeros_like(w)
+    for row in range(len(w)):
+        own = slice(int(rows[row]), int(rows[row + 1]))
+        places = (skipped[own] + 1).cumsum(0) - 1
+        found[row, places] = values[own]
+    assert torch.equal(found, w)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(HERE is None, reason=f"needs ${_authors.VARIABLE}")
+@pytest.mark.parametrize(
+    ("peer", "m", "n", "k"),
+    [
+        (spinfer, 8, 512, 1024),
+        (spinfer, 64, 1024, 576),
+        (spinfer, 384, 128, 256),
+        (macko, 1, 96, 200),
+        (macko, 1, 4096, 4096),
+    ],
+)
+def test_their_products_are_right_on_a_gpu(peer: ModuleType, m: int, n: int, k: int) -> None:
+    asked = problem(m=m, n=n, k=k)
+    assert peer.unsupported(asked, CUDA) is None
+    w, x = weight(n, k, 0.6, seed=m).cuda(), torch.randn(m, k).half().cuda()
+    given = Operands(asked, {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
+    launch = peer.prepare(given)
+    launch().fill_(float("nan"))
+    expected = x.double() @ w.double().T
+    assert (launch().double() - expected).norm() <= 2e-3 * expected.norm()

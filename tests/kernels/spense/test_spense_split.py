@@ -1,0 +1,106 @@
+"""The launch in which the CTAs of a cluster share the k tiles of an item: its end, on a CPU.
+
+Each CTA sends sums to whoever adds them up, and writes its share of the tokens. The text is
+spense_wgmma.cu's (spense_epilogue_on_cpu.py). tests/kernels/spense/test_spense_wgmma.py runs the
+whole kernel on a Hopper GPU.
+"""
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from spense_epilogue_on_cpu import KERNEL, on_cpu
+
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense.spense_wgmma import Config
+
+BEFORE = """
+static u32 map_shared_rank(u32 address, int cta) { return address | cta << 24; }
+static int got[64][4];  // bytes that came for a warpgroup of a CTA
+static void st_async(u32 to, float4 v, u32 barrier) {
+  if (to >> 24 != barrier >> 24 || to % 16) std::abort();
+  memcpy(of_cluster(to >> 24).dynamic.data() + (to & 0xffffff), &v, sizeof v);
+  got[to >> 24][barrier & 0xffffff] += sizeof v;
+}
+static float4 ld_shared_float4(u32 at) {
+  float4 v;
+  memcpy(&v, dynamic_shared() + at, sizeof v);
+  return v;
+}
+"""
+AFTER = """
+template <int LEFT> static void tma_store_wait_read() {
+  auto& groups = mine_pending();
+  for (; (int)groups.size() > LEFT + 1; groups.erase(groups.begin()))
+    for (const Store& s : groups[0])
+      for (int r = 0; r < STORE_TOKENS; r++)
+        for (int b = 0; b < ROW_BYTES; b++) {
+          const u32 at = s.from + r * ROW_BYTES + b;
+          const long row = s.row + r, byte = 2l * s.column + b;
+          if (row < s.map->rows && byte < s.map->bytes)
+            s.map->to[row * s.map->bytes + byte] = dynamic_shared()[at ^ (at >> 7 & 7) << 4];
+        }
+}
+static struct { const float* given; char* out; } p;  // [parts][tile rows][64][tokens]
+static struct { int n, m, token; } q;
+static void run() {
+  const TensorMap map{p.out, 2l * q.n, q.m};
+  const int part = now->cta, role = threadIdx.x / 128, thread = threadIdx.x % 128;
+  mine_pending().resize(1);
+  float d[TOKENS / 2];
+  const float* of = p.given + (size_t)(part * WARPGROUPS + role) * 64 * TOKENS;
+  for (int j = 0; j < TOKENS / 2; j++)
+    d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
+              j / 4 * 8 + thread % 4 * 2 + j % 2];
+  const u32 sums = role * SUMS_BYTES, out = WARPGROUPS * SUMS_BYTES + role * SHARE * STORE_BYTES;
+  float own[8 * SHARE];
+  exchange(d, own, sums, role, part);
+  while (got[part][role] < bytes_for(part)) others_first();
+  write_share(own, Scales{}, &map, out, sums, part, role * ROWS, q.token, role);
+}
+extern "C" void call(void** pointers, int* sizes) {
+  memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q), memset(got, 0, sizeof got);
+  for (auto& cta : pending) for (auto& of_warpgroup : cta) of_warpgroup.clear();
+  launch(SPLIT, 128 * WARPGROUPS, SPLIT, WARPGROUPS * (SUMS_BYTES + SHARE * STORE_BYTES), run);
+  for (int cta = 0; cta < SPLIT; cta++)
+    for (int role = 0; role < WARPGROUPS; role++)
+      if (got[cta][role] != bytes_for(cta)) std::abort();
+}
+"""
+CASES = [  # tokens, warpgroups, split
+    *(
+        (48, 1, 4),
+        (112, 2, 2),
+        (112, 3, 3),
+        (16, 2, 4),
+        (128, 3, 2),
+        (112, 1, 8),
+        (80, 2, 1),
+        (64, 3, 1),
+    ),
+]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(
+    case: tuple[int, int, int], tmp_path: Path
+) -> None:
+    tokens, warpgroups, split = case
+    config, n = Config(tokens, 1, 4, warpgroups, split), 64 * warpgroups - 8
+    given = np.random.default_rng(0).integers(-2, 3, (split, warpgroups, 64, tokens))
+    right = given.sum(0).reshape(-1, tokens)[:n].T
+    for m, token in ((tokens, 0), (tokens + 5, tokens), (2 * tokens + 1, tokens)):
+        sums, out = given.astype(np.float32), torch.full((m, n), 7, dtype=torch.bfloat16)
+        constants = spense_wgmma.constants_of(config, DTYPES["bf16"])
+        call = on_cpu(BEFORE + KERNEL + AFTER, constants, tmp_path).call
+        pointers = (ctypes.c_void_p * 2)(sums.ctypes.data, out.data_ptr())
+        call(pointers, (ctypes.c_int * 3)(n, m, token))
+        left = min(m - token, tokens)
+        assert np.array_equal(out[token : token + left].float().numpy(), right[:left])
+        assert (out[:token] == 7).all()
+        assert (out[token + left :] == 7).all()

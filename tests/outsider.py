@@ -1,0 +1,336 @@
+"""An outsider's look: every figure of the published pages again, from rows.jsonl.gz alone.
+
+    python tests/outsider.py [ROOT [SITE]]    prints each figure that is not found; then exits 1
+
+Nothing of the project is imported. A table's caption names its runs, what all its figures share and
+whom they are over; labels of rows and columns name the problem, the cell or its row the kernel. The
+figure is computed at that problem from raw samples, and agrees to the last digit shown:
+
+    d_p = median over blocks of log(T_other / T_ours), T the median of a block's samples
+    ratio = exp of d_p in one process (quartiles of its blocks), of their mean (least, greatest)
+    below 6, from 6 on of the median of Walsh averages (95 % interval of the signed-rank test)
+"""
+
+import gzip
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+ROOT = Path(sys.argv[1] if __name__ == "__main__" and sys.argv[1:] else Path(__file__).parents[1])
+HOME = ROOT / "results/published"
+FAMILIES = "bsr", "spense", "sparse_activations"
+OURS = {file.stem for name in FAMILIES for file in (ROOT / "kernels" / name).glob("*.py")}
+OPS = {"forward": "linear", "dX": "linear_dgrad", "dW": "linear_wgrad"}
+EAGER = ["cublas", "torch_compile", "torch_dense"]
+SAID = {"tokens ": "tokens", "sparsity ": "sparsity", "units on ": "units on"}
+SAID |= {"blocks of ": "block", "n × k = ": "n × k"}
+OVER = {  # who is meant by the words after `over`
+    "the fastest peer, dense included": lambda c: ~c.kernel.isin(OURS),
+    "the fastest sparse peer": lambda c: ~c.kernel.isin(OURS) & (c.format != "dense"),
+    "cuSPARSELt or its hybrid": lambda c: c.kernel.str.startswith("cusparselt"),
+    "the faster of eager cuBLAS and torch.compile": lambda c: c.kernel.isin(EAGER),
+    "dense": lambda c: c.format == "dense",
+    "the fastest dense": lambda c: c.kernel.isin([*EAGER, "cublas_ffn", "ffn_dense_triton"]),
+    "eager cuBLAS": lambda c: c.kernel == "cublas",
+    "torch.compile": lambda c: c.kernel == "torch_compile",
+    "itself untuned": lambda c: c.label.str.contains("tuned=False"),
+}
+
+
+FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: `(\w+)`)?")
+DRAWN = r"At \d+ %: .*blocks of \d+\.|```\n[^`]*×[^`]*```|Baseline: .*µs\)"
+
+
+def runs() -> list[str]:
+    """Name every published run: GPU/NAME."""
+    return sorted(f"{file.parts[-3]}/{file.parts[-2]}" for file in HOME.glob("*/*/run.json"))
+
+
+def digest(run: str) -> str:
+    """Return what a site's folders have of the SHA-256 that names a bundle."""
+    return hashlib.sha256((HOME / run / "manifest.json").read_bytes()).hexdigest()[:10]
+
+
+@cache
+def cases(run: str) -> pd.DataFrame:
+    """Return a line a case of a run: what labels may say of it, and its samples by process."""
+    text = gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
+    found: dict[tuple[str, ...], dict] = {}
+    for line in text.splitlines()[1:]:
+        row = json.loads(line)
+        problem, who = row["case"]["problem"], row["case"]["contender"]
+        if row["status"] != "ok" or row["reference"] or who["twin"] or not row["samples_us"]:
+            continue
+        key = json.dumps([problem, who, row["scope"], row["cache"]])
+        size = min(row["samples_per_block"], len(row["samples_us"]))
+        samples = np.array(row["samples_us"][: len(row["samples_us"]) // size * size])
+        case = found.setdefault(
+            key, {"place": json.dumps([run, problem, row["scope"], row["cache"]])}
+        )
+        took = np.median(samples.reshape(-1, size), 1), np.median(row["samples_us"])
+        case.setdefault("taken", []).append((row["clock"], row["replicate"], *took))
+        given = " ".join(f"{k}={v}" for k, v in sorted(who["options"].items()))
+        fields = problem["fields"]
+        case |= {
+            **{"skew": "iid", "pattern": "dense", "active": None, **fields, **who},
+            **{"op": problem["op"], "scope": row["scope"], "cache": row["cache"]},
+            "label": f"{who['format']}/{who['kernel']} {given}".strip(),
+            "tokens": str(fields["m"]),
+            "n × k": f"{fields['n']} × {fields['k']}",
+            "sparsity": f"{round(100 * fields.get('sparsity', 0), 2):g} %",
+            "units on": f"{fields['active']:g}" if fields.get("active") is not None else "",
+            "source": (problem["source"] or {}).get("path"),
+        }
+    most = max(len(case["taken"]) for case in found.values())
+    right = [case for case in found.values() if len(case["taken"]) == most]  # in every process
+    for case in right:
+        clocks = [clock for clock, *_ in case["taken"]]
+        kept = [each for each in case["taken"] if each[0] == max(clocks, key=clocks.count)]
+        case["blocks"] = {process: block_us for _, process, block_us, _ in kept}
+        case["medians"] = [median_us for *_, median_us in kept]
+    return pd.DataFrame(right, dtype=object)
+
+
+def ratio(ours: dict, over: dict) -> tuple[float, float, float]:
+    """Return how many times as fast, and between which ends."""
+    logs = []
+    for process in ours.keys() & over.keys():
+        both = min(len(ours[process]), len(over[process]))
+        logs.append(np.log(over[process][:both] / ours[process][:both]))
+    d, n = np.array([np.median(each) for each in logs]), len(logs)
+    if n < 6:
+        ends = (d.min(), d.max()) if n > 1 else np.quantile(logs[0], [0.25, 0.75])
+        return tuple(np.exp([d.mean(), *ends]))
+    walsh = np.sort([(d[i] + d[j]) / 2 for i in range(n) for j in range(i, n)])
+    ways = np.ones(1)
+    for rank in range(1, n + 1):
+        ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
+    k = np.searchsorted(np.cumsum(ways / 2.0**n), 0.025, side="right")
+    return tuple(np.exp([np.median(walsh), walsh[k - 1], walsh[-k]]))
+
+
+def agrees(shown: str, value: float) -> bool:
+    """Say whether a number is a value to the last digit shown; closing zeros count for none."""
+    after = len(shown.partition(".")[2])
+    unit = 10.0**-after if after else 10.0 ** (len(shown) - len(shown.rstrip("0")))
+    return abs(float(shown) - value) <= unit * 0.5000001
+
+
+def fastest(contest: pd.DataFrame, who: pd.Series) -> pd.Series | None:
+    """Return the contender of these with the largest ratio over the contest's baseline."""
+    base = contest[contest.baseline]
+    some = contest[who]
+    if base.empty or some.empty:
+        return None
+    gains = [ratio(blocks, base.blocks.iloc[0])[0] for blocks in some.blocks]
+    return some.assign(gain=gains).sort_values(["gain", "label"], ascending=[False, True]).iloc[0]
+
+
+def among(contest: pd.DataFrame, over: str) -> pd.Series:
+    """Say which contenders of a contest are meant by the words after `over`."""
+    for words, those in OVER.items():
+        if over == words or (over.startswith(words) and " " in words):
+            return those(contest)
+    named = contest.label.isin(over.split(", ")) & contest.baseline
+    return named | contest.kernel.eq(over.strip("`"))
+
+
+def labelled(found: pd.DataFrame, names: list[str], label: str) -> pd.DataFrame:
+    """Keep the cases that a label of these columns names."""
+    said = [OPS.get(part.strip("` "), part.strip("` ")) for part in label.split(", ")]
+    for name in names:
+        own = found[name].astype(str)
+        found = found[own.isin(said) | (own.map(label.__contains__) if name == "n × k" else False)]
+    return found
+
+
+def shared(found: pd.DataFrame, caption: str, names: list[str]) -> pd.DataFrame:
+    """Keep the cases that have what a caption says all its figures have."""
+    for part in caption.split("; "):
+        for name in ("op", "dtype", "pattern", "skew"):
+            if (found[name] == part).any():
+                found = found[found[name] == part]
+        for words, name in SAID.items():
+            own = found[name].astype(str)
+            if part.startswith(words) and (own == part.removeprefix(words)).any():
+                found = found[own == part.removeprefix(words)]
+    for name, usual in {"skew": "iid", "scope": "kernel"}.items():  # where nothing is said
+        if name not in names and usual in set(found[name]):
+            found = found[found[name] == usual]
+    return found[found.cache == "cold"]
+
+
+def over_of(caption: str) -> str:
+    """Return whom a caption says that its figures are over."""
+    return next((p[5:] for p in caption.split("; ") if p.startswith("over ")), "")
+
+
+def kernel_of(caption: str) -> str:
+    """Return the kernel of all figures of a table."""
+    return next((p.strip("`") for p in caption.split("; ") if re.fullmatch(r"`\w+`", p)), "")
+
+
+def cells(
+    caption: str, header: list[str], lines: list[list[str]], found: pd.DataFrame
+) -> Iterator[str]:
+    """Yield each cell of a table that no case of its kernel gives."""
+    rows, _, columns = header[0].partition(" \\ ")
+    rows, columns = rows.split(", "), columns.split(", ")
+    asked = shared(found, caption, rows + columns)
+    own = header[1] == "kernel"
+    for line in lines:
+        here = labelled(asked, rows, line[0])
+        for head, cell in zip(header[1 + own :], line[1 + own :], strict=True):
+            if not (shown := FIGURE.match(cell)):
+                continue
+            kernel = shown[4] or (line[1].strip("`") if own else kernel_of(caption))
+            told = labelled(here, columns, head)
+            told = told[told.kernel == kernel] if kernel else told
+            if not any(figure(shown, case, asked, over_of(caption)) for _, case in told.iterrows()):
+                yield f"{line[0]} | {head}: {cell}"
+
+
+def figure(shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str) -> bool:
+    """Say whether a case gives what is shown: a time, or a ratio with its ends."""
+    if not over:
+        return agrees(shown[1], np.median(case.medians))
+    contest = found[found.place == case.place]
+    other = fastest(contest, among(contest, over))
+    if other is None:
+        return False
+    values = ratio(case.blocks, other.blocks)
+    ends = zip(shown.groups()[:3], values, strict=True)
+    return all(agrees(text, value) for text, value in ends if text)
+
+
+def counts(
+    caption: str, header: list[str], lines: list[list[str]], found: pd.DataFrame
+) -> Iterator[str]:
+    """Yield each line of counts, means and ends that the problems of its label do not give."""
+    names, kernel, over = header[0].split(", "), kernel_of(caption), over_of(caption)
+    asked = shared(found, caption, names)
+    for line in lines:
+        values = []
+        for _, contest in labelled(asked, names, line[0]).groupby("place"):
+            who = contest.kernel.isin([kernel] if kernel else OURS)
+            them = among(contest, over)
+            if over == "itself untuned":
+                who, them = who & contest.label.str.contains("tuned=True"), who & them
+            ours, other = fastest(contest, who), fastest(contest, them)
+            if ours is not None and other is not None:
+                values.append(ratio(ours.blocks, other.blocks)[0])
+        v = np.array(values)
+        told = (
+            [len(v), (v > 1).sum(), np.exp(np.log(v).mean()), v.min(), v.max()] if len(v) else [0]
+        )
+        if len(told) != 5 or not all(map(agrees, line[1:], told)):
+            yield f"{line}: found {told}"
+
+
+def table(text: str) -> tuple[list[str], list[list[str]]]:
+    """Split a table into its header and its lines."""
+    split = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines()]
+    header, _, *lines = [[cell.strip() for cell in line] for line in split]
+    return header, lines
+
+
+def checked(page: str) -> list[str]:
+    """Return the figures of a page that its runs do not give."""
+    wrong = []
+    for title, caption, text in re.findall(r"\*\*(.+)\.\*\* (.+)\.\n\n((?:\|.*\n)+)", page):
+        runs = re.findall(r"([^/(]+/[^/]+)\)", caption)
+        if not runs:
+            continue
+        found = pd.concat([cases(run) for run in runs], ignore_index=True)
+        header, lines = table(text)
+        way = counts if "geometric mean" in header else cells
+        missing = way(caption.partition("; [")[0], header, lines, found)
+        wrong += [f"{title}: {each}" for each in missing]
+    for text in re.findall(r"\| question .*\n(?:\|.*\n)+", page):
+        wrong += headline(table(text)[1])
+    return wrong
+
+
+def headline(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the headline whose speed-up, or that of its best peer, is not found."""
+    for line in lines:
+        of = "units on" if line[6].endswith(" on") else "sparsity"
+        block = re.findall(r"blocks of (\w+)", line[6])
+        names = ["n × k", "dtype", "tokens", of, *["block"] * len(block)]
+        label = [*line[3:6], re.split(" of |,", line[6])[0], *block]
+        asked = shared(cases(re.findall(r"([^/(]+/[^/]+)\)", line[-1])[0]), line[2], [])
+        told = labelled(asked, names, ", ".join(label))
+        shown = FIGURE.match(line[8])
+        ours = told[told.kernel == line[7].split("`")[1]]
+        if not any(figure(shown, case, asked, line[9]) for _, case in ours.iterrows()):
+            yield f"{line[0]} {line[8]}"
+        peer, gain = line[10].replace("`", "").split()
+        contests = [contest for _, contest in told.groupby("place")]
+        best = [fastest(contest, ~contest.kernel.isin(OURS)) for contest in contests]
+        if not any(each.kernel == peer and agrees(gain, each.gain) for each in best):
+            yield f"{line[0]} {line[10]}"
+
+
+def told(text: str, found: pd.DataFrame) -> Iterator[str]:
+    """Yield each number of a text that no case gives: 4.85×, [4.83, 4.86], 33.9 µs."""
+    gains = []
+    for _, contest in found.groupby("place"):
+        for base in contest.blocks[contest.baseline]:
+            gains += [ratio(blocks, base) for blocks in contest.blocks]
+    times = [np.median(medians) * unit for medians in found.medians for unit in (1, 1e-3)]
+    for number in re.findall(r"([\d.]+)(?:×| with blocks| ±)", text):
+        if not any(agrees(number, gain[0]) for gain in gains):
+            yield number
+    for low, high in re.findall(r"\[([\d.]+), ([\d.]+)\]", text):
+        if not any(agrees(low, gain[1]) and agrees(high, gain[2]) for gain in gains):
+            yield f"[{low}, {high}]"
+    for number in re.findall(r"([\d.]+)(?= [µm]s| to \d+ µs)", text):
+        if not any(agrees(number, time) for time in times):
+            yield f"{number} µs or ms"
+
+
+def index(page: str) -> Iterator[str]:
+    """Yield each figure of a site's index that no run gives: its grid of winners, its times."""
+    every = pd.concat([cases(run) for run in runs()], ignore_index=True)
+    for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', page):
+        for block, level, those in re.findall(
+            r'title="(?:BSR|2:4)(?: (\d+))? at (.*?): (.*?)"', line
+        ):
+            for shape, kernel, text in re.findall(r"n × k (.*?): (\w+), (.*?)(?:;|$)", those):
+                label, names = f"{tokens}, {level}, {shape}", ["tokens", "sparsity", "n × k"]
+                here = labelled(shared(every, "linear; bf16", []), names, label)
+                here = here[here.block.astype(str) == block] if block else here
+                shown = FIGURE.match(text.replace("×", ""))
+                ours = here[here.kernel == kernel]
+                if not any(figure(shown, case, every, "dense") for _, case in ours.iterrows()):
+                    yield f"m {tokens} {level} {shape} {kernel} {text}"
+    for line in re.findall(r'<tr id="([^"]*"><td><a href="runs/.*?)</tr>', page):
+        (run,) = (each for each in runs() if digest(each) in line)
+        found = cases(run)
+        yield from (
+            f"{line[:20]} {each}" for each in told(line.partition("against dense")[2], found)
+        )
+
+
+def main() -> int:
+    """Print what is not found, of both pages and of a site's index where one is given."""
+    pages = [(HOME / "README.md").read_text(), (ROOT / "README.md").read_text()]
+    wrong = [each for page in pages for each in checked(page)]
+    for page in pages:
+        for text in re.findall(DRAWN, page):
+            wrong += told(text, cases("nvidia-h200/sparsity-4096"))
+    for site in sys.argv[2:]:
+        wrong += index(Path(site, "index.html").read_text())
+    print("\n".join(wrong) or "every figure is found")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
