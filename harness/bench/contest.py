@@ -17,7 +17,6 @@ CUDA error nothing more can be trusted: Fatal.
 """
 
 import gc
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +207,8 @@ def _where(layer: int) -> str:
 
 def _redraw(contest: RunningContest) -> None:
     """Draw the activations anew, by a number that nobody has seen, and tell it to the rows."""
-    contest.draw = int.from_bytes(os.urandom(4), "little") >> 1
+    recordings = [of for layer in contest.layers for of in layer.dense.recorded.values()]
+    contest.draw = operands.unseen(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):
         own = layer.dense
         operands.redraw(layer.problem, contest.op, own.activations, contest.draw, own.recorded)

@@ -7,7 +7,7 @@
 
 An op with `recorded` (_op.py) takes all its operands from the file: the tensors `group.wg`, ...,
 `group.x`. X [tokens, k] is a recording. A draw is m consecutive rows of it; row 0 follows the last
-row, and each draw starts at another row.
+row, and each draw starts at another row than the one before it.
 
 Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In fp8
 drawn weights have one of about 1, as if scaled by a power of two; an op of several products
@@ -15,7 +15,8 @@ multiplies by that power. The reason: the smallest number of e4m3 is 2^-9. At 1 
 k = 25600 a ninth of the weights would become zero.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,14 @@ def redraw(
             op.adjust(problem, name, activations[name], draw)
 
 
+def unseen(last: int, recordings: Sequence[Tensor]) -> int:
+    """Return the number of a draw that nobody has seen, and that plays other rows than the last."""
+    while True:
+        draw = int.from_bytes(os.urandom(4), "little") >> 1
+        if all(_place(draw, len(of)) != _place(last, len(of)) for of in recordings):
+            return draw
+
+
 def level_of(op: Op, fields: Mapping[str, Any], weight: str) -> float:
     """Return the part of a weight's cells that will be left out. Raises SuiteError as `level`."""
     return level(op.sizes(fields), op.operands[weight].shape) if op.prunes(fields, weight) else 0.0
@@ -153,13 +162,16 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
 def _recording(
     problem: Problem, op: Op, name: str, device: torch.device, data: Path | None
 ) -> Tensor:
-    """Return a file's activations [tokens, k]; at least as many tokens as the problem has."""
+    """Return a file's activations [tokens, k]; as many tokens as the problem has, and at least 2.
+
+    Of one token all draws would be the same, and a call that does nothing would not be found.
+    """
     assert problem.source
     path = _verified(problem.source, data)
     stored = sources.load_weights(path, sources.member(problem.source, name))
     tokens, (m, k) = len(stored), _shape(problem, op, name)
-    if tokens < m or stored.shape[1] != k:
-        expected = f"at least {m} tokens of {k} features"
+    if tokens < max(m, 2) or stored.shape[1] != k:
+        expected = f"at least {max(m, 2)} tokens of {k} features"
         raise SuiteError(f"{path}: expected {expected}, found {list(stored.shape)}")
     return _finite(problem, path, stored.to(device, _dtype(problem, op, name)))
 
@@ -167,9 +179,14 @@ def _recording(
 def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
     """Overwrite X [m, k] with m rows on end, the first after the last, from the draw's place."""
     tokens = len(recorded)
-    start = int((draw + 1) * GOLDEN * tokens) % tokens
+    start = _place(draw, tokens)
     rows = torch.arange(start, start + len(x), device=x.device) % tokens
     torch.index_select(recorded, 0, rows, out=x)
+
+
+def _place(draw: int, tokens: int) -> int:
+    """Return the row at which a draw begins."""
+    return int((draw + 1) * GOLDEN * tokens) % tokens
 
 
 def _finite(problem: Problem, path: Path, values: Tensor) -> Tensor:

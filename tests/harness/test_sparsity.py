@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.operands import operands, redraw
+from sparsebench.harness.bench.operands import _play, operands, redraw, unseen
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops._active import share_of_any
 from sparsebench.harness.plan.suite import read
@@ -279,6 +279,22 @@ def test_a_problem_takes_no_more_tokens_than_there_are(tmp_path: Path) -> None:
     more = replace(asked, fields={**asked.fields, "m": 51})
     with pytest.raises(SuiteError, match=r"expected at least 51 tokens of 8 features, found \[50"):
         operands(more, load_op("ffn"), CPU, tmp_path)
+
+
+def test_the_next_draw_plays_other_rows_and_one_token_has_none(tmp_path: Path) -> None:
+    recording = torch.arange(3.0)[:, None]
+    x, last = torch.empty(1, 1), 0
+    for _ in range(50):
+        draw = unseen(last, [recording])
+        _play(recording, x, last)
+        before = float(x)
+        _play(recording, x, draw)
+        assert float(x) != before
+        last = draw
+    save_file(group(x=torch.ones(1, 8)), tmp_path / "layer.safetensors")
+    (asked,) = suite(tmp_path, "tensor: a", "m: 1, dtype: fp32, activation: relu")
+    with pytest.raises(SuiteError, match=r"expected at least 2 tokens of 8 features, found \[1, 8"):
+        operands(asked, load_op("ffn"), CPU, tmp_path)
 
 
 def test_a_contest_of_a_recorded_layer(tmp_path: Path) -> None:
