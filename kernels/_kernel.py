@@ -37,6 +37,8 @@ class Operands:
     definition   the op as a plain torch function of its dense operands, in their dtype
     pinned       the choice that `prepare` made for this case in an earlier process of the run (its
                  Launch.choice), to be taken again without a search; None where there is none
+    timed        what an earlier process of the run timed for this case (its Launch.candidates): a
+                 long search times the finalists of these and no others; empty where there is none
     pattern      of an op whose output is sparse (a weight's gradient): what the output must be
                  packed like; its values mean nothing. None where the output is dense, as it is for
                  whoever competes with format dense
@@ -48,6 +50,7 @@ class Operands:
     definition: Callable[..., Tensor]
     pinned: Mapping[str, Any] | None = None
     pattern: Format | None = None
+    timed: Sequence[Mapping[str, Any]] = ()
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,12 @@
 """Who chose the configurations of a run: what its intervals hold, and what they do not.
 
 A kernel that tunes itself settles on one of several configurations, in part by chance. In a verdict
-every process searches for itself, so what a search settles on is inside the interval. Whatever the
+every process chooses for itself, so what a search settles on is inside the interval. Whatever the
 processes share instead is no part of it, and is named beside it. harness/NOTES.md has the figures.
+
+    verdict   process 0    all candidates, hundreds ─> finalists: within 10 %, 24 at most
+              processes 1 to 7    the finalists, timed anew ─> a choice of its own
+    look      process 0    all candidates ─> its choice, which the others take
 """
 
 from collections.abc import Mapping
@@ -15,11 +19,13 @@ from sparsebench.results.statistics import FEWEST
 class Choices(StrEnum):
     """Who chose; the value is the word in run.json. Runs without the word are FIRST.
 
-    EACH    every process, by a search of its own
+    AMONG   every process, by a search of its own; later ones among the first's finalists
+    EACH    likewise, but every process among all candidates: runs before AMONG
     FIRST   the first process; the others took what it had settled on
     BUNDLE  another run: process p took what its process p had settled on
     """
 
+    AMONG = "each process, among the finalists of the first"
     EACH = "each process"
     FIRST = "first process"
     BUNDLE = "bundle"
@@ -28,6 +34,8 @@ class Choices(StrEnum):
     def sentence(self) -> str:
         """Say what an interval of the run holds."""
         return {
+            Choices.AMONG: "Each process tuned anew, and later ones among the first's finalists: "
+            "intervals hold what a search settles on.",
             Choices.EACH: "Each process tuned anew: intervals hold what a search settles on.",
             Choices.FIRST: "The first process tuned, and the others took its choices: "
             "intervals are of these configurations, and leave out what a search settles on.",
@@ -45,4 +53,4 @@ def planned(replicates: int, pinned: bool) -> Choices:
     """Return who is to choose in a run of so many processes; `pinned`: choices of a bundle."""
     if pinned:
         return Choices.BUNDLE
-    return Choices.EACH if replicates >= FEWEST else Choices.FIRST
+    return Choices.AMONG if replicates >= FEWEST else Choices.FIRST

@@ -13,7 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.clock import Array, Spec, regrets, samples
+from sparsebench.harness.sim.clock import Array, Spec, blurred, regrets, samples, ways
+from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.compare import APART, tolerance
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
@@ -27,6 +28,7 @@ from sparsebench.results.statistics import (
 )
 
 POOL = 2000  # processes through the clock, drawn from
+MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
 LENGTHS_US = {"below 8 µs": 4.5, "8 to 20 µs": 14.0, "20 to 100 µs": 40.0, "above 100 µs": 200.0}
 # What speed-ups differed by over processes, sd in %, in the published runs (results/compare.py).
@@ -40,6 +42,7 @@ class Design:
     name: str
     groups: int
     widened: bool = False  # by what two searches differ by, known beforehand
+    among: bool = False  # later processes search among the finalists of the first
 
 
 DESIGNS = (
@@ -48,6 +51,7 @@ DESIGNS = (
     Design("two of 8, for four processes each", 2),
     Design("four of 8, for two processes each", 4),
     Design("every process", 8),
+    Design("every process, later ones among the finalists of the first", 8, among=True),
     Design("nobody: fixed beforehand", 0),
 )
 
@@ -92,6 +96,44 @@ def simulated(
         base, own = regrets(spec, draw, (2, runs, groups)).mean(axis=-1)
         another = another + base - own
     return Runs(logs, another)
+
+
+def among_finalists(
+    runs: int,
+    draw: np.random.Generator,
+    *,
+    process: float = 0.004,
+    regret: float = 0.0,
+    processes: int = PROCESSES,
+    call_us: float = 200.0,
+) -> Runs:
+    """Return runs of two equal contenders whose later processes search among finalists.
+
+    Both have the same ways, and finalists of their own. So has the other run.
+    """
+    spec = Spec(process=process, regret=regret)
+    every = np.repeat(ways(spec, draw, (1, runs)), 2, axis=0)
+    base, own = settled(spec, every, draw, processes)
+    noise = draw.choice(within(call_us), (runs, processes))
+    noise = noise + draw.normal(0, process, (runs, processes))
+    base_again, own_again = settled(spec, every, draw, MANY)[:, :, 1:].mean(axis=-1)
+    return Runs(noise + base - own, base_again - own_again)
+
+
+def settled(spec: Spec, every: Array, draw: np.random.Generator, processes: int) -> Array:
+    """Return the log time [..., processes] of what each process settles on, of `every` [..., ways].
+
+    The first searches all of them, the others its finalists (kernels/_common/search.py).
+    """
+    first = blurred(spec, every, draw)
+    least, ranks = first.min(axis=-1, keepdims=True), first.argsort(axis=-1).argsort(axis=-1)
+    known = (first <= least + np.log(NEAR)) & (ranks < FINALISTS)
+    known[..., 0] = True  # the default
+    found = [np.take_along_axis(every, first.argmin(axis=-1)[..., None], axis=-1)]
+    for _ in range(processes - 1):
+        again = np.where(known, blurred(spec, every, draw), np.inf).argmin(axis=-1)
+        found.append(np.take_along_axis(every, again[..., None], axis=-1))
+    return np.concatenate(found, axis=-1)
 
 
 def interval(logs: Floats, design: Design, regret: float) -> Interval:
@@ -151,7 +193,12 @@ def main(runs: int = 4000) -> None:
     print("|---|---|---|---|---|")
     for design in DESIGNS:
         for process in (0.003, 0.01):
-            made = simulated(runs, draw, process=process, regret=0.01, groups=design.groups)
+            same = {"process": process, "regret": 0.01}
+            made = (
+                among_finalists(runs, draw, **same)
+                if design.among
+                else simulated(runs, draw, groups=design.groups, **same)
+            )
             found = interval(made.logs, design, 0.01)
             width = 100 * np.mean(found.high - found.low)
             numbers = 100 * covered(found, made.another), width, 100 * different(found)

@@ -8,7 +8,7 @@ After a CUDA error nothing more can be trusted: Fatal.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -62,6 +62,7 @@ class ContestOptions:
     reference  whether the contest is one of references.py
     measures   what is timed, each giving a row
     pinned     by case id, what a kernel chose before: no search; empty where each process searches
+    timed      by case id, what an earlier process timed for a choice (Row.candidates)
     ceilings   of the device, where they are known
     energy     also measure the energy of a call, which takes 2 to 3 s
     """
@@ -71,6 +72,7 @@ class ContestOptions:
     reference: bool = False
     measures: tuple[Measure, ...] = (("kernel", "cold"),)
     pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timed: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     energy: bool = False
 

@@ -19,6 +19,7 @@ from sparsebench.results.record import Contender, Problem
 START_S = {"cuda": 3.0, "cpu": 3.0, "sim": 3.0}
 CASE_S = {"cuda": 0.06, "cpu": 0.4, "sim": 0.02}
 SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
+AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # among finalists; taken from the published `core`
 
 
 def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
@@ -65,5 +66,6 @@ def _estimate_s(suite: Suite, device: str, condition: str, replicates: int) -> i
     kind = device.partition(":")[0]
     measured = len(running) * len(possible(suite.measures, device))
     each_s = START_S[kind] + measured * CASE_S[kind]
-    searching = replicates if planned_choices(replicates, False) is Choices.EACH else 1
-    return round(replicates * each_s + searching * len(running) * SEARCH_S[kind])
+    again = replicates - 1 if planned_choices(replicates, False) is Choices.AMONG else 0
+    search_s = len(running) * (SEARCH_S[kind] + again * AGAIN_S[kind])
+    return round(replicates * each_s + search_s)

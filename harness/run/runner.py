@@ -35,6 +35,9 @@ BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the c
 Pinned = Mapping[str, Mapping[str, Any]]
 """By case id, what a kernel chose (Row.choice)."""
 
+Timed = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By case id, what was timed for that (Row.candidates)."""
+
 
 def pinned_in(rows: Iterable[Row]) -> Pinned:
     """Return what kernels chose in these rows, the ok ones."""
@@ -69,10 +72,11 @@ class Runner:
 
     `pinned` has the choices of another run: process p takes those of its process p, and begins
     again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
-    is handed to every later process. Without either, each process searches for itself. `processes`
-    is how many there will be: `fresh` is called once less. `spent_s` has the seconds that were
-    waited for workers to start, and for ceilings. A runner in a thread ends by `stopping`, as by
-    Ctrl-C, once its worker is killed.
+    is handed to every later process. Without either, each process searches for itself: the first
+    one among all candidates, later ones among its finalists (kernels/_common/search.py).
+    `processes` is how many there will be: `fresh` is called once less. `spent_s` has the seconds
+    that were waited for workers to start, and for ceilings. A runner in a thread ends by
+    `stopping`, as by Ctrl-C, once its worker is killed.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Runner:
         self.log = Log()
         self._pinned, self._share = pinned, share
         self._shared: dict[str, Mapping[str, Any]] = {}
+        self._timed: dict[str, Row] = {}
         self._device, self._data = device, data
         self._timeout_s = timeout_s
         self.stopping = Event()
@@ -124,9 +129,15 @@ class Runner:
             yield measured
 
     def pin(self, rows: Iterable[Row]) -> None:
-        """Remember what kernels chose, for the processes that share it."""
+        """Remember what kernels chose, or timed, for the processes that share it."""
         if self._share:
             self._shared |= pinned_in(rows)
+            return
+        for row in rows:
+            if row.status is Status.OK and row.candidates:
+                before = self._timed.setdefault(row.case.id, row)
+                if row.replicate < before.replicate:
+                    self._timed[row.case.id] = row
 
     def fresh(self) -> None:
         """Give the next contests a worker of their own: the process is the unit of replication."""
@@ -184,6 +195,7 @@ class Runner:
                 "attempt": attempt,
                 "reference": contest.reference,
                 "pinned": self._known(part, replicate),
+                "timed": self._candidates(part),
             }
             answer = self._measured(part, options)
             if isinstance(answer, Measured):
@@ -225,6 +237,11 @@ class Runner:
             if original in chosen:
                 known[Case(contest.problem, contender).id] = chosen[original]
         return known
+
+    def _candidates(self, contest: Contest) -> Timed:
+        """Return what the first process that has them timed for these contenders."""
+        cases = [Case(contest.problem, contender).id for contender in contest.contenders]
+        return {case: self._timed[case].candidates for case in cases if case in self._timed}
 
     def _lost(
         self, contest: Contest, offender: Contender, lost: Lost, replicate: int, attempt: int

@@ -5,7 +5,8 @@
     time         by clock.py; hot, what the L2 cache holds is not read
     faults       as planned; every other case runs and is right, and none is unsupported
 
-    search       what a contender settled on is its choice: pinned, it is taken again
+    search       what a contender settled on, of several ways, is its choice: pinned, it is taken
+                 again; a later process times the finalists of what an earlier one has timed
 
 Draws depend on the seed, the problem and the process alone. So a resumed run has the same rows as
 one that was never stopped.
@@ -27,7 +28,8 @@ from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.samples import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.selection import meets
-from sparsebench.harness.sim.clock import Array, Spec, call_us, regrets, samples
+from sparsebench.harness.sim.clock import Array, Spec, blurred, call_us, samples, ways
+from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -115,6 +117,7 @@ def _work(problem: Problem) -> Work:
 
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     """Return a case's row as far as it is known before anything is timed."""
+    choice, candidates = _search(spec, case, options)
     known = asdict(work)
     held = known.pop("output_bytes") + _stored(case, work)
     return Row(
@@ -125,7 +128,8 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         options.reference,
         device=spec.identity,
         clock="sim",
-        choice=options.pinned.get(case.id) or _search(spec, case, options.replicate),
+        choice=choice,
+        candidates=tuple(candidates),
         error=0.0,
         error_of_bound=0.0,
         usual_error=0.0,
@@ -141,11 +145,28 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     )
 
 
-def _search(spec: Spec, case: Case, replicate: int) -> dict[str, Any]:
-    """Return what a contender settles on in a process; a twin what its original does."""
-    contender = replace(case.contender, twin=False)
-    draw = _draw(f"search {spec.seed} {replicate} {Case(case.problem, contender).id}")
-    return {"simulated": True, "regret": round(float(regrets(spec, draw)), 6)}
+def _search(
+    spec: Spec, case: Case, options: ContestOptions
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what a contender settles on in a process, and what it timed; a twin as its original.
+
+    Times are of a call that takes 100 µs by the fastest way. All contenders of a problem have the
+    same ways, so that equal ones stay equal.
+    """
+    if pinned := options.pinned.get(case.id):
+        return dict(pinned), []
+    original = Case(case.problem, replace(case.contender, twin=False)).id
+    if not spec.regret:
+        return {"simulated": True, "regret": 0.0}, []
+    every = ways(spec, _draw(f"ways {spec.seed} {case.problem.id}"))
+    choices = [{"simulated": True, "way": i, "regret": round(t, 6)} for i, t in enumerate(every)]
+    again = {choice["way"] for choice in finalists(options.timed.get(original, ()))}
+    choices = [choice for choice in choices if not again or choice["way"] in again]
+    draw = _draw(f"search {spec.seed} {options.replicate} {original}")
+    took = blurred(spec, np.array([choice["regret"] for choice in choices]), draw)
+    trials = tuple(Trial(median_us=round(100 * exp(t), 2)) for t in took)
+    found = Search(int(took.argmin()), trials)
+    return choices[found.best], found.told(choices, whole=True)
 
 
 def _draw(seed: str) -> np.random.Generator:

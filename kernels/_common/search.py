@@ -8,7 +8,8 @@
 
 What was found of each candidate goes into the row (Launch.candidates), the default first: its
 median, or its least sample if it was dropped, or why it does not run. So a reader sees what a
-choice was made from, and how close it was.
+choice was made from, and how close it was. A later process of a verdict is given these lines
+(Operands.timed). A long search then times their `finalists` alone, and chooses among them anew.
 
 Each round starts with flushes that keep the GPU busy while the host launches. So the events enclose
 the work alone, not the time of the launch. A call of cuSPARSELt takes the host 300 us, longer than
@@ -17,7 +18,7 @@ slow as the best.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,6 +41,7 @@ SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 %, and cos
 # From round TRIALS on, a candidate is dropped whose least sample is DROP times the best. Dropping
 # after one sample cost torch's BSR a third in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
+NEAR, FINALISTS = 1.1, 24  # times the fastest, and how many: what is timed again
 REASON = 160  # characters of why a candidate does not run
 MOST_TOLD = 40  # candidates of a search that a row keeps: 4 kB of JSON, less than its samples
 
@@ -79,10 +81,13 @@ class Search:
     best: int
     trials: tuple[Trial, ...] = ()
 
-    def told(self, choices: Sequence[Mapping[str, Any]], **stage: Any) -> list[dict[str, Any]]:
+    def told(
+        self, choices: Sequence[Mapping[str, Any]], *, whole: bool = False, **stage: Any
+    ) -> list[dict[str, Any]]:
         """Return a line for each candidate, for Launch.candidates.
 
-        choices  what each candidate is; what is the same in all of them is left out
+        choices  what each candidate is
+        whole    tell also what is the same in all of them, so that a line can be called again
         stage    what every line says, where `prepare` makes several searches: of="down"
 
         Of more than MOST_TOLD the default and the fastest are told, and how many are left out.
@@ -90,7 +95,7 @@ class Search:
         ranked = sorted(range(len(self.trials)), key=lambda i: self.trials[i].time_us)
         first = dict.fromkeys([0, self.best, *ranked] if ranked else ())
         told = sorted(list(first)[:MOST_TOLD])
-        choices = differing(choices)
+        choices = choices if whole else differing(choices)
         lines = []
         for i in told:
             found = {name: us for name, us in asdict(self.trials[i]).items() if us is not None}
@@ -101,8 +106,44 @@ class Search:
 
 
 def told_of(part: str, launch: Launch) -> list[dict[str, Any]]:
-    """Return what was timed for a part of a larger launch, each line with `of`: the part's name."""
-    return [{**line, "of": part} for line in launch.candidates]
+    """Return what was timed for a part of a larger launch, each line with `of`: the part's name.
+
+    Lines that are of a part of that one keep its name, too: of="dense, cublas_ffn, down".
+    """
+    return [
+        {**line, "of": f"{part}, {line['of']}" if "of" in line else part}
+        for line in launch.candidates
+    ]
+
+
+def part_of(part: str, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of a part as its own launch told them: what `told_of` is given."""
+    found = []
+    for line in lines:
+        rest, of = {name: line[name] for name in line if name != "of"}, str(line.get("of", ""))
+        if of == part:
+            found.append(rest)
+        elif of.startswith(f"{part}, "):
+            found.append({**rest, "of": of.removeprefix(f"{part}, ")})
+    return found
+
+
+def near(times_us: Sequence[float]) -> list[int]:
+    """Return the default and what came within NEAR of the fastest, FINALISTS at most, in order.
+
+    None where nothing was timed.
+    """
+    if not times_us:
+        return []
+    close = [i for i, time_us in enumerate(times_us) if time_us <= NEAR * min(times_us)]
+    return sorted({0, *sorted(close, key=lambda i: times_us[i])[:FINALISTS]})
+
+
+def finalists(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the choices that are near the fastest of one search, by its whole lines (told)."""
+    timed = [line for line in lines if "median_us" in line or "least_us" in line]
+    times_us = [float(line.get("median_us", line.get("least_us"))) for line in timed]
+    return [dict(timed[i]["choice"]) for i in near(times_us)]
 
 
 def differing(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

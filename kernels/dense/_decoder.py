@@ -26,7 +26,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.elementwise import hidden, scale_of
-from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.search import part_of, told_of
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
@@ -153,7 +153,8 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
     x, pinned = inputs[0], (operands.pinned or {}).get(name)
     scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
     out = x.new_empty(len(x), len(w), dtype=OUTPUTS[operands.problem["dtype"]])
-    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned)
+    timed = part_of(name, operands.timed)
+    first = cublas.fastest_way(Product(x, w.t(), out, scale=scale), pinned, timed=timed)
     shared = _cublaslt.workspace(out.device) if out.is_cuda and len(inputs) > 1 else None
     rest = [
         cublas.fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
-from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.search import part_of, told_of
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import Launch, Operands, Output
 from sparsebench.kernels.dense.cublas import Product, fastest_way
@@ -49,7 +49,8 @@ def mlp(operands: Operands) -> Launch:
     wu, wd = (operands.weights[name].to_dense() for name in ("wu", "wd"))
     activation = operands.problem["activation"]
     h, y = x.new_empty(len(x), len(wu)), torch.empty_like(x)
-    up = fastest_way(Product(x, wu.t(), h, relu=activation != "silu"), pinned.get("up"))
+    first = Product(x, wu.t(), h, relu=activation != "silu")
+    up = fastest_way(first, pinned.get("up"), timed=part_of("up", operands.timed))
     after: dict[str, Callable[[], Tensor]] = {
         "silu": lambda: silu(h, inplace=True),
         "relu2": lambda: h.square_(),
@@ -57,7 +58,8 @@ def mlp(operands: Operands) -> Launch:
     hidden: list[Callable[[], Output]] = [up]
     hidden += [after[activation]] if activation in after else []
     in_turn(*hidden)()  # what the second product is timed on
-    down = fastest_way(Product(h, wd.t(), y), pinned.get("down"))
+    second = Product(h, wd.t(), y)
+    down = fastest_way(second, pinned.get("down"), timed=part_of("down", operands.timed))
     told = [*told_of("up", up), *told_of("down", down)]
     choice = {"up": up.choice, "down": down.choice}
     return Launch(in_turn(*hidden, down), choice, candidates=told)
@@ -85,7 +87,7 @@ def ffn_step(operands: Operands) -> Launch:
     choice, told = {}, []
     for name, step in steps.items():
         if isinstance(step, Product):
-            chosen = fastest_way(step, pinned.get(name))
+            chosen = fastest_way(step, pinned.get(name), timed=part_of(name, operands.timed))
             choice[name] = chosen.choice
             told += told_of(name, chosen)
             launches.append(chosen)

@@ -11,7 +11,8 @@ A product is timed in every way, captured in graphs and with a cold L2 cache:
 
 That is up to a thousand calls. A first look leaves KEPT of them, and the search one, which the row
 names. A process that meets an equal product again, as other blocks and sparsities have it, times
-those that were within NEAR of the fastest. Without nvmath-python cuBLASLt cannot be called
+those that were near the fastest (search.py). So does a later process of a verdict, of those that
+the first one found. Without nvmath-python cuBLASLt cannot be called
 directly, and the row says that, too.
 An activation is taken as it arrives: a copy of it would be part of every call.
 
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from sparsebench.kernels._common.search import Search, search
+from sparsebench.kernels._common.search import Search, finalists, near, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
@@ -52,7 +53,6 @@ LAYOUTS: tuple[Layout, ...] = "rows", "columns"
 SIZES = 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192  # tokens to ask for
 LONG = 1 << 37  # operations, 0.2 ms of an H200 in bf16: from there on no combinations are timed
 KEPT = 48  # calls that are timed in graphs
-NEAR, FINALISTS = 1.1, 12  # times the fastest, and how many: timed again for an equal product
 WRONG = 0.02  # relative; fast accumulation of fp8 differs by 0.005
 
 FP8_CAPABILITY = 8, 9
@@ -172,7 +172,8 @@ def _one_product(operands: Operands) -> Launch:
     a, b = PRODUCTS[problem.op](**weights, **operands.activations)
     out = a.new_empty(len(a), b.shape[1], dtype=OUTPUTS[problem["dtype"]])
     tf32 = problem["dtype"] == "tf32"
-    return fastest_way(Product(a, b, out, bool(weights), tf32=tf32), operands.pinned)
+    product = Product(a, b, out, bool(weights), tf32=tf32)
+    return fastest_way(product, operands.pinned, timed=operands.timed)
 
 
 def _definition(operands: Operands) -> Launch:
@@ -203,10 +204,12 @@ def fastest_way(
     product: Product,
     pinned: Mapping[str, Any] | None = None,
     space: Tensor | None = None,
+    timed: Sequence[Mapping[str, Any]] = (),
 ) -> Launch:
     """Return the call that writes product.out the fastest way, or the pinned one.
 
     space  that a pinned call shares with others (_cublaslt.py); None gives it its own
+    timed  what an earlier process timed for this product (Operands.timed)
 
     Its choice is the Way's fields. Raises Unsupported if cuBLASLt refuses the pinned algorithm.
     """
@@ -215,7 +218,7 @@ def fastest_way(
         way = _way_of(pinned)
         return Launch(_call(_laid_out(product, way.weights), way, space), dict(pinned))
     kind = _kind(product)
-    known = _finalists.get(kind, [])
+    known = [_way_of(choice) for choice in finalists(timed)] or _finalists.get(kind, [])
     layouts = dict.fromkeys(way.weights for way in known) or _layouts(product)
     laid = {layout: _laid_out(product, layout) for layout in layouts}
     ways = known or [way for layout, each in laid.items() for way in ways_of(each, layout)]
@@ -225,24 +228,15 @@ def fastest_way(
     kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     kept = _right(kept, calls, ways)
     found = searched([calls[i] for i in kept], device)
-    if not known:
-        _finalists[kind] = [ways[kept[i]] for i in near(found)]
+    if kind not in _finalists:
+        _finalists[kind] = known or [ways[kept[i]] for i in _near(found)]
     way, choices = ways[kept[found.best]], [_choice(ways[i], product) for i in kept]
     call = _call(laid[way.weights], way)
-    return Launch(call, choices[found.best], candidates=found.told(choices))
+    return Launch(call, choices[found.best], candidates=found.told(choices, whole=True))
 
 
-def near(found: Search) -> list[int]:
-    """Return the default and what came within NEAR of the fastest, FINALISTS at most, in order.
-
-    None where nothing was timed.
-    """
-    if not found.trials:
-        return []
-    times_us = [trial.time_us for trial in found.trials]
-    close = [i for i, time_us in enumerate(times_us) if time_us <= NEAR * min(times_us)]
-    best = sorted(close, key=lambda i: times_us[i])[:FINALISTS]
-    return sorted({0, found.best, *best})
+def _near(found: Search) -> list[int]:
+    return near([trial.time_us for trial in found.trials])
 
 
 def _kind(product: Product) -> Hashable:

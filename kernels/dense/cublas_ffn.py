@@ -10,7 +10,8 @@ cublas.py computes the definition step by step. Here X is read by one GEMM, G an
 and act(G) is never written. Inference servers run such a layer this way.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
-from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.search import part_of, told_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
@@ -37,6 +38,7 @@ def prepare(operands: Operands) -> Launch:
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
     x = first[0]() if first else x
     pinned, output = operands.pinned or {}, OUTPUTS[problem["dtype"]]
+    timed = operands.timed
     both, y = (x.new_empty(len(x), columns, dtype=output) for columns in (2 * n, k))
 
     products = {
@@ -44,11 +46,11 @@ def prepare(operands: Operands) -> Launch:
         "gate": lambda: Product(x, wg.t(), both[:, :n]),
         "up": lambda: Product(x, wu.t(), both[:, n:]),
     }
-    gate_up = _fastest_pair(products, pinned, x.device)
+    gate_up = _fastest_pair(products, pinned, timed, x.device)
     gate_up()
     between = hidden(both, problem["activation"], x.dtype, scale_of(problem, k))
     by = Product(between(), wd.t(), y, scale=scale_of(problem, n))
-    down = cublas.fastest_way(by, pinned.get("down"))
+    down = cublas.fastest_way(by, pinned.get("down"), timed=part_of("down", timed))
     return Launch(
         in_turn(*first, gate_up, between, down),
         {**gate_up.choice, "down": down.choice},
@@ -58,9 +60,15 @@ def prepare(operands: Operands) -> Launch:
 
 
 def _fastest_pair(
-    products: Mapping[str, Callable[[], Product]], pinned: Mapping[str, Any], device: torch.device
+    products: Mapping[str, Callable[[], Product]],
+    pinned: Mapping[str, Any],
+    timed: Sequence[Mapping[str, Any]],
+    device: torch.device,
 ) -> Launch:
-    """Return the launch of the faster of PAIRS, or of the pinned one; its choice names each."""
+    """Return the launch of the faster of PAIRS, or of the pinned one; its choice names each.
+
+    What was timed for both is told.
+    """
     pairs = []
     for names in PAIRS:
         if not pinned or names[0] in pinned:
@@ -69,11 +77,13 @@ def _fastest_pair(
                 product, known = products[name](), pinned.get(name)
                 if not pinned and launches and not product.out.data_ptr() % ALIGNMENT:
                     known = launches["gate"].choice  # up is such a product, too: no second search
-                launches[name] = cublas.fastest_way(product, known)
+                before = part_of(name, timed)
+                launches[name] = cublas.fastest_way(product, known, timed=before)
             choice = {name: launch.choice for name, launch in launches.items()}
             told = [line for name, each in launches.items() for line in told_of(name, each)]
             pairs.append(Launch(in_turn(*launches.values()), choice, candidates=told))
-    return pairs[cublas.fastest_product(pairs, device)]
+    best = pairs[cublas.fastest_product(pairs, device)]
+    return replace(best, candidates=[line for pair in pairs for line in pair.candidates])
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

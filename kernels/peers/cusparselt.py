@@ -19,6 +19,8 @@ buffer, and Y is the first rows of what is written. In bf16 256 tokens take 34 u
                 the host 0.15 s, for the fastest few; for few tokens also with padding
     splits      the fastest few of these with k split into parts
 
+A later process of a verdict times what was near the fastest in any of them, in one search.
+
 In fp16 with Y by columns, algorithms from number 34 or 36 on are an illegal instruction on Hopper
 (0.8.0, every layout of W and X), which ends the process. The library's own search runs them, too.
 So there neither is tried beyond TRAPS.
@@ -45,7 +47,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.search import Search, search
+from sparsebench.kernels._common.search import Search, finalists, part_of, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.kernels.peers import _cusparselt
@@ -54,6 +56,7 @@ from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
 MULTIPLES = {"fp16": (8, 16), "bf16": (8, 16), "fp8": (16, 32)}  # of m, and of n and k
+STAGES = "layouts", "algorithms", "splits"  # of the search
 BEST = 3  # algorithms whose splits are timed
 PADDED = 128, 256  # tokens that fewer may be computed as
 PADDED_LAYOUTS = 2  # the fastest
@@ -147,7 +150,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
         raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
     n = w.shape[0]
     wanted = Call(compressed(w.to_dense()), x, n)
-    kept, choice, candidates = chosen(wanted, n, search, operands.pinned)
+    kept, choice, candidates = chosen(wanted, n, search, operands.pinned, operands.timed)
 
     def run() -> Tensor:
         y = x.new_empty(kept.rows, n, dtype=wanted.output)
@@ -168,9 +171,15 @@ def compressed(w: Tensor) -> Callable[[Order], _cusparselt.Weight]:
 
 
 def chosen(
-    wanted: Call, n: int, searching: bool, pinned: Mapping[str, Any] | None
+    wanted: Call,
+    n: int,
+    searching: bool,
+    pinned: Mapping[str, Any] | None,
+    before: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Product, dict[str, Any], list[dict[str, Any]]]:
     """Return the fastest way, or the pinned one, its choice, and what was timed.
+
+    before  what an earlier process timed (Operands.timed)
 
     Raises Unsupported if the library accepts no way.
     """
@@ -178,6 +187,11 @@ def chosen(
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
         return planned(wanted, way), dict(pinned), []
+    again = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
+    if again:
+        known, _ = accepted(wanted, dict.fromkeys(again))
+        best, found = timed(wanted, n, known)
+        return best, asdict(best.way) | version, told("finalists", known, found)
     every = layouts(wanted.x.dtype) if searching else [Way()]
     products, reasons = accepted(wanted, every)
     if not products:
@@ -186,17 +200,17 @@ def chosen(
         return products[0], asdict(products[0].way) | version, []
     products += searched_by_the_library(wanted, products)
     best, first = timed(wanted, n, products)
-    lines = told("layouts", products, first)
+    lines = told(STAGES[0], products, first)
     few = fastest_few(products, first, FEW_LAYOUTS.get(wanted.x.dtype, len(every)), numbers=False)
     ways = numbers(wanted, few)
     numbered = [best, *accepted(wanted, [*ways, *padded(wanted, ways, few)])[0]]
     best, second = timed(wanted, n, numbered)
-    lines += told("algorithms", numbered, second)
+    lines += told(STAGES[1], numbered, second)
     few = fastest_few(numbered, second, BEST, numbers=True)
     split = [replace(way, split_k=k, split_k_mode=mode) for way in few for k, mode in SPLITS]
     products = [best, *accepted(wanted, split)[0]]
     best, third = timed(wanted, n, products)
-    lines += told("splits", products, third)
+    lines += told(STAGES[2], products, third)
     return best, asdict(best.way) | version, lines
 
 
@@ -330,7 +344,7 @@ def timed(wanted: Call, n: int, products: Sequence[Product]) -> tuple[Product, S
 
 def told(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
     """Return a search's lines for the row."""
-    return found.told([asdict(one.way) for one in products], of=of)
+    return found.told([asdict(one.way) for one in products], whole=True, of=of)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

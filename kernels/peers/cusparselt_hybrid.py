@@ -75,7 +75,8 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     back = matrix[rows:] if by_rows else matrix[:, columns:]
     back = back.clone(memory_format=torch.contiguous_format)  # frees the rest of W
     wanted = cusparselt.Call(cusparselt.compressed(front), x[:, :columns], w.shape[0])
-    chosen = cusparselt.chosen(wanted, rows, search, pinned and pinned["sparse"])
+    known = pinned and pinned["sparse"]
+    chosen = cusparselt.chosen(wanted, rows, search, known, operands.timed)
     sparse, choice, candidates = chosen
     adding = None if by_rows else _adding(wanted, sparse)
     x_back = x if by_rows else x[:, columns:]

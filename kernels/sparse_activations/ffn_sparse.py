@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.search import search, told_of
+from sparsebench.kernels._common.search import part_of, search, told_of
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas_ffn, ffn_dense_triton
 from sparsebench.kernels.sparse_activations import _grouped, ffn_few
@@ -49,7 +49,7 @@ def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) ->
     found = search(launches, operands.device)
     best = launches[found.best]
     layers = [{"chosen": launch.choice["chosen"]} for launch in launches]
-    own = told_of(best.choice["chosen"], best)
+    own = [line for launch in launches for line in told_of(launch.choice["chosen"], launch)]
     return replace(best, candidates=[*found.told(layers, of="layers"), *own])
 
 
@@ -73,7 +73,9 @@ def _launches(
     elif name == "dense":
         for kernel, module in dense.items():
             if pinned.get("by", kernel) == kernel:
-                launch = module.prepare(replace(operands, pinned=pinned.get("dense")))
+                timed = part_of(f"dense, {kernel}", operands.timed)
+                known = replace(operands, pinned=pinned.get("dense"), timed=timed)
+                launch = module.prepare(known)
                 choice = {"by": kernel, "dense": launch.choice}
                 yield _named(replace(launch, choice=choice), f"dense, {kernel}", way=name)
     else:

@@ -56,7 +56,8 @@ def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
     """
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
-    searched = choices(frames.run.state) is Choices.EACH or not frames.run.reference
+    anew = choices(frames.run.state) in (Choices.EACH, Choices.AMONG)
+    searched = anew or not frames.run.reference
     later = rows[:0] if searched else rows[~first]
     times = {"first_s": rows[first], "later_s": later}
     medians = {name: found.groupby("case_id").prepare_s.median() for name, found in times.items()}

@@ -1,6 +1,7 @@
 """Who searches, in a run of several processes: the simulated GPU, its workers in this process."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import reproduce
 from sparsebench.harness.run.confirm import confirm
-from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.measure import Stopped, measure
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
+from sparsebench.harness.sim.clock import WAYS
+from sparsebench.kernels._common.search import MOST_TOLD, finalists
 from sparsebench.results import store
 from sparsebench.results.agreement import agreement
 from sparsebench.results.analysis import analyse
@@ -94,9 +97,35 @@ def quiet(done: int, total: int, problem: str) -> None:
 
 
 def test_each_process_of_a_verdict_searches(verdict: Run) -> None:
-    assert choices(verdict.state) is Choices.EACH
-    assert all(len({str(choice) for choice in found}) == 8 for found in settled(verdict).values())
+    assert choices(verdict.state) is Choices.AMONG
+    found = settled(verdict).values()
+    assert np.median([len({choice["way"] for choice in each}) for each in found]) >= 4
     assert as_original(verdict)
+
+
+def test_later_processes_search_among_the_finalists_of_the_first(verdict: Run) -> None:
+    rows = [row for row in (*verdict.rows, *verdict.reference) if not row.case.contender.twin]
+    first = {row.case.id: row for row in rows if row.replicate == 0}
+    for row in rows:
+        ways = [line["choice"]["way"] for line in row.candidates if "choice" in line]
+        known = {choice["way"] for choice in finalists(first[row.case.id].candidates)}
+        assert row.choice["way"] in ways
+        assert len(ways) == MOST_TOLD if row.replicate == 0 else {*ways} == known
+        assert len(known) < WAYS
+
+
+def test_a_run_that_goes_on_takes_the_finalists_from_its_rows(verdict: Run, tmp_path: Path) -> None:
+    suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(**verdict.state["flags"])
+    flags = replace(flags, device=f"sim:{verdict.path.parent / 'spec.yaml'}")
+
+    def stop(done: int, total: int, problem: str) -> None:
+        if done == total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped):
+        measure(suite, flags, tmp_path / "run", None, stop)
+    again = store.read(measure(suite, flags, None, tmp_path / "run"))
+    assert settled(again) == settled(verdict)
 
 
 def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
@@ -115,7 +144,7 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
     said = " ".join(agreement(verdict, again).sentences)
     assert "Configurations are those of the earlier run, taken without a search" in said
     asked, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(device, replicates=8)
-    with pytest.raises(SuiteError, match="expected choices by bundle, found each process"):
+    with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):
         measure(asked, flags, None, again.path)
 
 

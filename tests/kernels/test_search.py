@@ -9,7 +9,17 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import search as module
-from sparsebench.kernels._common.search import MOST_TOLD, Search, Trial, search, told_of
+from sparsebench.kernels._common.search import (
+    FINALISTS,
+    MOST_TOLD,
+    Search,
+    Trial,
+    finalists,
+    near,
+    part_of,
+    search,
+    told_of,
+)
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
@@ -40,6 +50,27 @@ def test_of_many_candidates_the_default_and_the_fastest_are_told() -> None:
 def test_what_was_timed_for_a_part_names_the_part() -> None:
     launch = Launch(lambda: torch.zeros(1), candidates=[{"choice": {}, "median_us": 1.0}])
     assert told_of("down", launch) == [{"choice": {}, "median_us": 1.0, "of": "down"}]
+
+
+def test_a_part_of_a_part_keeps_its_name_and_is_found_again() -> None:
+    own = [{"choice": {"tile": 1}, "median_us": 1.0}]
+    down = told_of("down", Launch(lambda: torch.zeros(1), candidates=own))
+    whole = told_of("dense, layer", Launch(lambda: torch.zeros(1), candidates=down))
+    assert whole[0]["of"] == "dense, layer, down"
+    assert part_of("dense, layer", whole) == down
+    assert part_of("down", down) == own
+    assert part_of("dense", [{"of": "dense part"}]) == []
+
+
+def test_finalists_are_the_default_and_what_is_near_the_fastest() -> None:
+    assert near([]) == []
+    assert near([9.0, 5.0, 5.4, 5.6, 5.2]) == [0, 1, 2, 4]
+    assert len(near([9.0, *[5.0] * 40])) == 1 + FINALISTS
+    trials = Trial(median_us=9.0), Trial(failed="no"), Trial(median_us=5.0), Trial(least_us=7.0)
+    lines = Search(2, trials).told([{"of_all": 1, "tile": i} for i in range(4)], whole=True)
+    assert finalists(lines) == [{"of_all": 1, "tile": 0}, {"of_all": 1, "tile": 2}]
+    assert finalists([*lines, {"left_out": 3}]) == finalists(lines)
+    assert finalists([]) == []
 
 
 def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:

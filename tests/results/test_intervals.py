@@ -9,6 +9,7 @@ from sample import exhaustive
 from simulated_runs import (
     DESIGNS,
     LENGTHS_US,
+    among_finalists,
     apart,
     covered,
     different,
@@ -39,6 +40,14 @@ def draw(seed: int) -> np.random.Generator:
 def test_with_regret_the_interval_holds_another_runs_truth(process: float, processes: int) -> None:
     same = {"process": process, "regret": 0.01, "processes": processes}
     runs = simulated(RUNS, draw(1), groups=processes, **same)
+    found = interval(runs.logs, BY_NAME["every process"], 0.01)
+    assert covered(found, runs.another) >= 0.93
+    assert different(found) <= 0.05 + SLACK
+
+
+@pytest.mark.parametrize("process", [0.003, 0.01])
+def test_searching_among_the_first_processs_finalists_keeps_that(process: float) -> None:
+    runs = among_finalists(RUNS, draw(12), process=process, regret=0.01)
     found = interval(runs.logs, BY_NAME["every process"], 0.01)
     assert covered(found, runs.another) >= 0.93
     assert different(found) <= 0.05 + SLACK

@@ -5,6 +5,7 @@ Without a GPU a stand-in (cusparselt_on_cpu.py) takes the place of the loaded li
 
 import ctypes
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from sparsebench.harness.bench.check import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
-from sparsebench.kernels._common.search import MOST_TOLD, Search, Trial
+from sparsebench.kernels._common.search import FINALISTS, MOST_TOLD, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.peers import _cusparselt, cusparselt, cusparselt_hybrid
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Plan
@@ -227,6 +228,24 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     assert (launch.choice["split_k"], launch.choice["split_k_mode"]) == cusparselt.SPLITS[0]
     assert launch.choice["cusparselt"] == "0.8.0"
     assert_right(launch(), operands)
+
+
+def test_a_later_process_searches_once_among_what_was_near_the_fastest(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = pick(monkeypatch, cusparselt, 1)
+    operands = operands_of("bf16")
+    first = cusparselt.prepare(operands)
+    del sizes[:]
+    again = cusparselt.prepare(replace(operands, timed=json.loads(json.dumps(first.candidates))))
+    (size,) = sizes
+    assert 1 < size <= 3 * (FINALISTS + 1)
+    assert len(again.candidates) == min(size, MOST_TOLD + 1)
+    assert {line["of"] for line in again.candidates} == {"finalists"}
+    assert again.choice in [
+        {**line["choice"], "cusparselt": "0.8.0"} for line in first.candidates if "choice" in line
+    ]
+    assert_right(again(), operands)
 
 
 def test_without_a_search_it_is_the_default(library: OnCpu) -> None:
