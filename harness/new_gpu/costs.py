@@ -2,8 +2,9 @@
 
 process  = start + references + problems
 contest  = what any contest takes: operands, checks, timing; and `prepare` of its cases
-dense    a product is searched once in a process, and then among its finalists (cublas.py):
-         the first contest of its kind (op, m, n, k, dtype) takes `once`, the others `again`
+dense    a product is searched once in a verdict, and then among its finalists (cublas.py): the
+         first contest of its kind (op, m, n, k, dtype) takes `once` in the first process, and
+         `again` in the others, as the other contests of its kind
 others   what `prepare` took, or what it mostly took in rows of the kernel where that is less:
          compiling is in the first row of a kernel, and later processes find its code
 """
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from sparsebench.harness.plan.elsewhere import kind_of
 from sparsebench.results.record import Problem, Row
 from sparsebench.results.store import Run
 
 LEAST_S = 0.05  # of a contest
-KIND = "m", "n", "k", "dtype"
 APART = "start", "ceilings"  # stages of run.json that are no contest's
 
 Kind = tuple[Any, ...]
@@ -51,23 +52,27 @@ class Costs:
         `wanted` are cases by problem, the most decisive first. One that is too dear is left out,
         and those behind it are asked.
         """
-        each_s = (left_s - self.ceilings_s) / processes
-        met: set[Kind] = set()
-        spent_s = self.start_s + sum(self._contest_s(p, (), met) for p in self.references)
+        whole_s, met = left_s - self.ceilings_s, set[Kind]()
+        fixed_s = (self._contests_s(p, (), met, processes) for p in self.references)
+        spent_s = processes * self.start_s + sum(fixed_s)
         chosen = {}
         for name, cases in wanted.items():
             with_it = set(met)
-            took_s = self._contest_s(self.problems[name], cases, with_it)
-            if spent_s + took_s <= each_s:
+            took_s = self._contests_s(self.problems[name], cases, with_it, processes)
+            if spent_s + took_s <= whole_s:
                 spent_s, met, chosen[name] = spent_s + took_s, with_it, cases
         return chosen
 
-    def _contest_s(self, problem: Problem, cases: Iterable[str], met: set[Kind]) -> float:
-        """Return what a contest takes once these kinds were met, and add its own to them."""
+    def _contests_s(
+        self, problem: Problem, cases: Iterable[str], met: set[Kind], processes: int
+    ) -> float:
+        """Return what a contest takes in all processes; `met` are kinds before it, and its own."""
         kind = kind_of(problem)
-        dense_s = (self.again_s if kind in met else self.once_s).get(kind, 0.0)
+        again_s = self.again_s.get(kind, 0.0)
+        search_s = 0.0 if kind in met else self.once_s.get(kind, 0.0) - again_s
         met.add(kind)
-        return self.contest_s + dense_s + sum(self.case_s.get(case, 0.0) for case in cases)
+        each_s = self.contest_s + again_s + sum(self.case_s.get(case, 0.0) for case in cases)
+        return processes * each_s + search_s
 
 
 def costs(run: Run) -> Costs:
@@ -90,11 +95,6 @@ def costs(run: Run) -> Costs:
         problems={row.case.problem.id: row.case.problem for row in run.rows},
         references=[*{row.case.problem.id: row.case.problem for row in run.reference}.values()],
     )
-
-
-def kind_of(problem: Problem) -> Kind:
-    """Return what problems with the same dense products have in common."""
-    return problem.op, *(problem.fields.get(name) for name in KIND)
 
 
 def _of_cases(rows: Sequence[Row]) -> dict[str, float]:

@@ -35,7 +35,8 @@ from sparsebench.harness.machine.device import environment, identity, slug
 from sparsebench.harness.machine.parent import WAIT, end_with_parent
 from sparsebench.results.record import Contender, Problem
 
-CUDA_PACKAGES = "triton", "cupy", "nvmath.bindings.cublasLt"  # of kernel files, 1 s warm together
+# Of kernel files, 1 s warm together; and what torch's BSR product imports, 3 s (torch._dynamo).
+CUDA_PACKAGES = "triton", "cupy", "nvmath.bindings.cublasLt", "torch.sparse._triton_ops"
 DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 
 

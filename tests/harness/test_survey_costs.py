@@ -26,6 +26,8 @@ def rows(asked: Problem, dense_s: float, sparse_s: float) -> list[Row]:
     return [Row(Case(asked, who), Status.OK, prepare_s=seconds) for who, seconds in took]
 
 
+# Of two processes, s: a problem of a kind that is new, searched once, and of one that was met.
+START, SEARCHED, MET = 5 + 2 * 3, 2 * (1.25 + 2) + 4 + 1, 2 * (1.25 + 2) + 2 * 1
 ASKED = [problem(m, level) for m in (16, 32) for level in (0.5, 0.9)]
 
 
@@ -54,10 +56,10 @@ def test_what_a_screening_took_is_split_by_its_causes(known: Costs) -> None:
 @pytest.mark.parametrize(
     ("left_s", "fits"),
     [
-        (5 + 2 * (3 + 7.25) - 0.1, []),
-        (5 + 2 * (3 + 7.25), ASKED[:1]),
-        (5 + 2 * (3 + 7.25 + 4.25), ASKED[:2]),  # the second of a kind has its dense search
-        (5 + 2 * (3 + 2 * 7.25 + 2 * 4.25), ASKED),
+        (START + SEARCHED - 0.1, []),
+        (START + SEARCHED, ASKED[:1]),
+        (START + SEARCHED + MET, ASKED[:2]),  # the second of a kind has its dense search
+        (START + 2 * SEARCHED + 2 * MET, ASKED),
     ],
 )
 def test_problems_are_taken_while_all_processes_have_time_for_them(
@@ -68,7 +70,7 @@ def test_problems_are_taken_while_all_processes_have_time_for_them(
 
 def test_a_problem_that_is_too_dear_makes_room_for_those_behind_it(known: Costs) -> None:
     order = [ASKED[0], ASKED[2], ASKED[1]]
-    left_s = 5 + 2 * (3 + 7.25 + 4.25)
+    left_s = START + SEARCHED + MET
     found = known.affordable(wanted(order), left_s, 2)
     assert [*found] == [ASKED[0].id, ASKED[1].id]
 
@@ -76,7 +78,7 @@ def test_a_problem_that_is_too_dear_makes_room_for_those_behind_it(known: Costs)
 def test_references_are_of_every_process(known: Costs) -> None:
     asked = [contest.problem for contest in references("cuda")]
     dear = replace(known, references=asked)
-    left_s = 5 + 2 * (3 + 7.25)
+    left_s = START + SEARCHED
     assert known.affordable(wanted(ASKED[:1]), left_s, 2)
     assert not dear.affordable(wanted(ASKED[:1]), left_s, 2)
 
