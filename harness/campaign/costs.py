@@ -3,7 +3,7 @@
 suite       as `check --gpu` estimates it (harness/plan/elsewhere.py); where its source files are
             not here, a published run of the suite, process by process
 confirm     its cells alone, with the noise floor that every run has
-reproduce   as much as what it repeats
+reproduce   as what it repeats, without a search
 claims      what the entries above leave of their suites, and a confirming run a suite
 energy      ENERGY_S a case and process, beside the rest
 """
@@ -47,7 +47,7 @@ def estimates(campaign: Campaign, gpu: Path, data: Path | None = None) -> list[E
             case "confirm":
                 made = _of_cells(entry, campaign, there, data)
             case "reproduce":
-                made = Estimate(entry, found[entry.of].seconds, f"as {entry.of}")
+                made = _again(entry, campaign, found[entry.of], there, data)
             case _:
                 made = _of_claims(entry, campaign, there, data)
         found[entry.name] = made
@@ -62,6 +62,17 @@ def _of_suite(entry: Entry, there: Costs, gpu: Path, data: Path | None) -> Estim
     unknown = ", ".join(planned["unknown"])
     how = f"{unknown} never measured there, and taken as typical" if unknown else ""
     return Estimate(entry, planned["estimate_s"] + energy_s, how)
+
+
+def _again(
+    entry: Entry, campaign: Campaign, before: Estimate, there: Costs, data: Path | None
+) -> Estimate:
+    (of,) = campaign.above(entry)
+    if of.suite is None or (of.data and data is None):
+        return Estimate(entry, before.seconds, f"as {entry.of}")
+    suite, processes = of.read(data), of.replicates
+    planned = plan_there(suite, there, of.only, processes, pinned=True)
+    return Estimate(entry, planned["estimate_s"], f"as {entry.of}, without a search")
 
 
 def _of_runs(entry: Entry, gpu: Path) -> Estimate:

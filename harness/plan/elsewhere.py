@@ -7,7 +7,7 @@ A look's later processes take what was chosen. A verdict's search anew, the long
 finalists of the first process (run/runner.py). What they take is read from verdicts in which they
 did. Rows of older runs tell it, too:
 
-    dense     a product is searched once in a process, and met again is searched among finalists:
+    DENSE     a product is searched once in a process, and met again is searched among finalists:
               the dearest row of a kind is the search, and the others are what it takes again
     NARROW    later rows of verdicts that searched everything, by the share of finalists
     others    later rows of verdicts; a kernel without one takes AGAIN of its first time, since what
@@ -45,6 +45,7 @@ from sparsebench.results.store import Run
 RUNS_AT_MOST = 64  # of a folder that are read
 NEAR = 5
 KIND = "m", "n", "k", "dtype"
+DENSE = "cublas", "cublas_ffn"
 NARROW = "torch_bsr", "torch_bsr_dgrad", "cusparselt", "cusparselt_hybrid"
 TIMED = FINALISTS + 1  # lines of a search among finalists: the default is one more
 FEW = 3  # rows of a run that tell what is once in a process apart from what is of a case
@@ -134,7 +135,7 @@ def costs(path: Path) -> Costs:
     pinned = [run for run in runs if choices(run.state) is Choices.FIRST]
     later = _kernels(pinned, first=False)
     shares = {name: _share(groups) for name, groups in _groups(runs, (True, False)).items()}
-    again = {n: _again(n, kernel, later.get(n), shares[n]) for n, kernel in first.items()}
+    again = {n: _again(n, kernel, later.get(n), shares) for n, kernel in first.items()}
     searched = [run for run in runs if choices(run.state) in (Choices.EACH, Choices.AMONG)]
     return Costs(
         names.pop(),
@@ -148,9 +149,12 @@ def costs(path: Path) -> Costs:
 
 
 def plan_there(
-    suite: Suite, there: Costs, condition: str = "", replicates: int = 3
+    suite: Suite, there: Costs, condition: str = "", replicates: int = 3, *, pinned: bool = False
 ) -> dict[str, Any]:
-    """Return counts, an estimate in seconds and in bytes, and which kernels have no rows there."""
+    """Return counts, an estimate in seconds and in bytes, and which kernels have no rows there.
+
+    pinned  choices are taken from another run, without a search
+    """
     asked = only(suite.contests, condition)
     measures = len(possible(suite.measures, "cuda"))
     process_s, prepared = there.start_s, list[Asked]()
@@ -165,8 +169,9 @@ def plan_there(
         kind = kind_of(contest.problem)
         prepared += [Asked(name, size, (name, kind) in met) for name in cases]
         met |= {(name, kind) for name in cases}
-    later = there.searching if replicates >= FEWEST else there.later
-    first_s, later_s = (there.kernels_s(prepared, known) for known in (there.first, later))
+    later = there.searching if replicates >= FEWEST and not pinned else there.later
+    both = there.later if pinned else there.first, later
+    first_s, later_s = (there.kernels_s(prepared, known) for known in both)
     own = Counter(k.kernel for c in asked for k in c.contenders if _runs(k, c))
     return {
         "suite": suite.name,
@@ -239,10 +244,10 @@ def _of_runs(groups: Sequence[Sequence[Row]]) -> Kernel:
 
 
 def _kinds(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return dense rows that tell what was timed by process and product, each other row alone."""
+    """Return rows of DENSE that tell what was timed by process and product, each other alone."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
-        searched = row.case.contender.format == "dense" and row.candidates
+        searched = row.case.contender.kernel in DENSE and row.candidates
         kind = (row.replicate, kind_of(row.case.problem)) if searched else id(row)
         found.setdefault(kind, []).append(row)
     return [*found.values()]
@@ -268,14 +273,14 @@ def _searching(runs: Sequence[Run], again: Mapping[str, Kernel]) -> dict[str, Ke
         if met := _of_runs(groups).again:
             found[name] = Kernel(0.0, met)
     for name, kernel in _kernels(anew, first=False).items():
-        if name not in found and not _narrow(name):
+        if name not in found and _bare(name) not in NARROW:
             found[name] = kernel
     return found | _kernels(among, first=False)
 
 
-def _again(name: str, first: Kernel, later: Kernel | None, share: float) -> Kernel:
+def _again(name: str, first: Kernel, later: Kernel | None, shares: Mapping[str, float]) -> Kernel:
     """Return what a kernel takes in a later process by what it took in first ones."""
-    part = AGAIN * (share if _narrow(name) else 1.0)
+    part = AGAIN * (shares.get(_bare(name), 1.0) if _bare(name) in NARROW else 1.0)
     return Kernel(later.once_s if later else 0.0, [(size, part * s) for size, s in first.cases])
 
 
@@ -293,9 +298,9 @@ def _of(part: str | None, row: Row) -> list[Mapping[str, Any]]:
     return [line for line in row.candidates if line.get("of") == part]
 
 
-def _narrow(name: str) -> bool:
-    """Say whether a kernel, by its label or name, searches among finalists."""
-    return name.rpartition("/")[2].partition(" ")[0] in NARROW
+def _bare(name: str) -> str:
+    """Return the kernel of a label, or the kernel that it is."""
+    return name.rpartition("/")[2].partition(" ")[0]
 
 
 def _sized(row: Row) -> tuple[float, float]:
