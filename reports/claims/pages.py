@@ -71,7 +71,7 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             conditions=conditions(entry),
             bounds=_bounds(entry.asked),
             tests=[_test(entry, test) for test in entry.asked.claim.tests],
-            command=_command(entry.asked),
+            commands=_commands(entry.asked),
             runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
@@ -118,18 +118,21 @@ def badge(entry: Entry) -> str:
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
-def _command(asked: Asked) -> str:
-    """Return what measures a claim again, and judges it."""
+def _commands(asked: Asked) -> list[str]:
+    """Return what measures a claim again, and judges it, a line each."""
     tests, made = asked.claim.tests, []
     if not tests or not all(test.of_file for test in tests):
         made += [f"sparsebench claims check {asked.name} --replicates 8"]
-    if any(test.trained for test in tests):
+    if asked.claim.commands:
+        made += asked.claim.commands
+    elif any(test.trained for test in tests):
         made += ["sparsebench train-lm --pattern small_world,uniform --seeds 8 --out trained.json"]
-    if any(test.whole for test in tests):
+    elif any(test.whole for test in tests):
         made += ["sparsebench whole --energy 30 --out whole.json"]
     if any(test.of_file for test in tests):
-        made += [f"sparsebench claims report {asked.name} --from FILE.json"]
-    return "; ".join(made)
+        files = [word for line in made for word in line.split() if word.endswith(".json")]
+        made += [f"sparsebench claims report {asked.name} --from {' --from '.join(files)}"]
+    return made
 
 
 def conditions(entry: Entry) -> list[tuple[str, str, str, str]]:
