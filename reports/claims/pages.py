@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sparsebench.reports.claims.forest import forest
 from sparsebench.reports.claims.losses import losses
@@ -24,7 +24,7 @@ from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
 from sparsebench.results.pruning import Pruning
-from sparsebench.results.words import between, plain, rounded
+from sparsebench.results.words import between, plain
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
 BADGE = {
@@ -72,6 +72,7 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             bounds=_bounds(entry.asked),
             tests=[_test(entry, test) for test in entry.asked.claim.tests],
             commands=_commands(entry.asked),
+            prose=prose,
             runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
@@ -83,6 +84,13 @@ def alone(found: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
     site = Site(version=version, feed=False)
     yield "style.css", stylesheet()
     yield from pages(found, site)
+
+
+def prose(text: str) -> Markup:
+    """Return a line of a claim with a capital, and what stands in backticks as code."""
+    parts = (text[:1].upper() + text[1:]).split("`")
+    code = Markup("<code>%s</code>")
+    return Markup("").join(code % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
 def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -154,7 +162,8 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     if condition.field is None and name.lower() == "gpu":
         values = {cell.device for cell in cells}
     else:
-        values = {plain(cell.fields.get(condition.field or name, "–")) for cell in cells}
+        named = condition.field or name
+        values = {plain(cell.fields[named]) for cell in cells if named in cell.fields} or {"–"}
     few = sorted(values, key=lambda text: (len(text), text))
     more = f" and {len(few) - MOST_VALUES} more" if len(few) > MOST_VALUES else ""
     return ", ".join(few[:MOST_VALUES]) + more
@@ -174,7 +183,7 @@ def _bounds(asked: Asked) -> list[str]:
     for bound in asked.claim.bounds:
         part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
         why = f" ({bound.share_from})" if bound.share_from else ""
-        said.append(f"{bound.of}: at most {rounded(bound.most, 0.01)} x{part}{why}.")
+        said.append(f"{bound.of}: at most {bound.most:.3g} x{part}{why}.")
     for test in asked.claim.tests:
         known = asked.bounds.get(test.name, {}).values()
         if known:
@@ -216,7 +225,7 @@ def _table(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
         ]
         for cell in cells
     ]
-    return folded(f"The {len(cells)} cells", table(heads, rows))
+    return folded("The cell" if len(cells) == 1 else f"The {len(cells)} cells", table(heads, rows))
 
 
 def _change(judged: Judged, claim: Claim) -> str:

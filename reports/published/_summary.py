@@ -231,7 +231,9 @@ def widened(path: Path) -> str:
         )
     asked = found.settings
     title = f"**Block-sparse weights, beside dense ones of as many parameters.** {found.text}"
-    about = f"{title}; {asked['steps']} steps of {asked['batch']} contexts; {asked['seeds']} seeds: "
+    about = (
+        f"{title}; {asked['steps']} steps of {asked['batch']} contexts; {asked['seeds']} seeds: "
+    )
     about += f"mean, least and greatest; {found.device}; [{path.stem}](training/{path.name})."
     return f"{about}\n\n{markdown(header, lines)}"
 
