@@ -2,7 +2,9 @@
 
 from datetime import UTC, datetime
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,11 +16,13 @@ from sparsebench.harness._cli import (
     Device,
     Json,
     Timeout,
+    err,
     measuring,
     out,
     print_json,
     wide,
 )
+from sparsebench.harness._cli_survey import budget_s
 
 if TYPE_CHECKING:
     from sparsebench.harness.claims.check import Evidence
@@ -125,24 +129,56 @@ def check(
     ] = 8,
     timeout: Timeout = 120.0,
     to: Annotated[Path | None, typer.Option("--out", help="Folder; default: runs/...")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time to take: 90s, 10m, 2h; default: as long as it takes.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what is missing and what it takes; run nothing.")
+    ] = False,
+    gpu: Annotated[
+        Path | None, typer.Option(help="Runs that tell what things cost: results/published/...")
+    ] = None,
     losses: Losses = None,
     as_json: Json = False,
 ) -> None:
     """Measure what is missing for claims, confirm what is promising, and judge.
 
-    From 6 processes on the best cell of a claim that asks for one is measured again, alone.
+    It first says which runs it will make; with --gpu also about how long they take. From 6
+    processes on the best cell of a claim that asks for one is measured again, alone. With --budget
+    it ends in time; the same command with --out goes on.
     """
     from sparsebench.harness.claims.catalog import chosen
     from sparsebench.harness.claims.check import check as checked
-    from sparsebench.harness.claims.check import to_json
+    from sparsebench.harness.claims.check import evidence, to_json
+    from sparsebench.harness.claims.costs import looks
     from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.elsewhere import costs
     from sparsebench.harness.run.state import Flags
 
-    asked, picked = chosen(names or []), named(device)
+    until = monotonic() + budget_s(budget) if budget else inf
+    asked = chosen(names or [])
+    there = costs(gpu) if gpu else None
+
+    def planned(found: "Evidence") -> None:
+        left = looks(found, picked, replicates, there)
+        for look in left:
+            err.print(look.sentence, soft_wrap=True, highlight=False, markup=False)
+        known = [look.seconds for look in left if look.seconds is not None]
+        total = f", about {sum(known):.0f} s" if known else ""
+        err.print(f"{len(left)} runs of {replicates} processes{total}", highlight=False)
+
+    if plan:
+        picked = device or "cuda:0"  # it need not be here
+        planned(evidence(asked, _runs(runs), data))
+        return
+    picked = named(device)
     flags = Flags(picked, data, timeout, replicates)
     to = to or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-claims"
-    with measuring("claims check") as show:
-        found = checked(asked, flags, _runs(runs), to, show)
+    with measuring("claims check --out") as show:
+        found = checked(asked, flags, _runs(runs), to, show, until=until, planned=planned)
+    if found.left:
+        said = f"not all measured: {', '.join(found.left)}; claims check --out {to} goes on"
+        err.print(said, soft_wrap=True, highlight=False, markup=False)
     if as_json:
         print_json(to_json(found))
     else:

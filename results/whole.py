@@ -1,7 +1,7 @@
 """What a whole model took: the JSON of `sparsebench whole`.
 
 {"schema": "sparsebench/whole@1", "device": "NVIDIA H200", "dtype": "bf16",
- "model": {"layers": 38, "width": 2048, ...}, "active": 24.1,
+ "model": {"layers": 38, "width": 2048, ...}, "active": 24.1, "active_by_layer": [24.0, ...],
  "ways": [{"what": "forward", "mlp": "cublas_ffn", "tokens": 131072, "times_us": [...],
            "peak_bytes": 9131072000, "energy_j": 412.0, "error": 0.004, "detail": ""}, ...]}
 """
@@ -30,6 +30,7 @@ FORWARD: Final = "forward"
 STEP: Final = "step"
 
 Cost = Annotated[FiniteFloat, Field(gt=0)]
+NonNegativeCount = Annotated[FiniteFloat, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Whole:
-    """A model with every way that was measured; `active` units were on in its last layer."""
+    """A model with every way that was measured.
+
+    active           units on for a token, mean over layers
+    active_by_layer  of each layer; of files that have none `active` is of the last layer
+    """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
@@ -73,6 +78,15 @@ class Whole:
     model: Mapping[str, Any]
     active: Cost
     ways: Annotated[Sequence[Way], Field(min_length=1)]
+    active_by_layer: Sequence[NonNegativeCount] = ()
+
+    @property
+    def units_on(self) -> str:
+        """Say how many units were on: 24.0 units on (23.6 to 24.4 by layer)."""
+        if not self.active_by_layer:
+            return f"{self.active:.1f} units on in the last layer"
+        ends = min(self.active_by_layer), max(self.active_by_layer)
+        return f"{self.active:.1f} units on ({ends[0]:.1f} to {ends[1]:.1f} by layer)"
 
     def to_json(self) -> dict[str, Any]:
         """Return the data that `read` reads."""

@@ -245,6 +245,11 @@ def checked(page: str) -> list[str]:
     """Return the figures of a page that its runs do not give."""
     wrong = []
     for title, caption, text in re.findall(r"\*\*(.+)\.\*\* (.+)\.\n\n((?:\|.*\n)+)", page):
+        if file := re.search(r"\(((?:training|whole)/[^/)]+\.json)\)", caption):
+            data = json.loads((HOME / file[1]).read_text())
+            way = trainings if "trained" in data else models
+            wrong += [f"{title}: {each}" for each in way(data, table(text)[1])]
+            continue
         runs = re.findall(r"([^/(]+/[^/]+)\)", caption)
         if not runs:
             continue
@@ -256,6 +261,56 @@ def checked(page: str) -> list[str]:
     for text in re.findall(r"\| question .*\n(?:\|.*\n)+", page):
         wrong += headline(table(text)[1])
     return wrong
+
+
+def trainings(data: dict, lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of a block-sparse model that its trainings do not give, and how many lack.
+
+    Beside each seed stands the dense model of that seed with the fewest parameters of no fewer.
+    """
+    found = pd.DataFrame(data["trained"])
+    dense, expected = found[found.pattern == "dense"], {}
+    for key, own in found[found.pattern != "dense"].groupby(
+        ["pattern", "block", "sparsity", "width"]
+    ):
+        both = []
+        for _, one in own.iterrows():
+            enough = dense[(dense.seed == one.seed) & (dense.parameters >= one.parameters)]
+            if len(enough):
+                both.append((one, enough.loc[enough.parameters.idxmin()]))
+        saved = [100 * (1 - sparse.loss / other.loss) for sparse, other in both]
+        faster = [other.step_us / sparse.step_us for sparse, other in both]
+        label = key[0], str(key[1]), f"{100 * key[2]:.1f} %", str(key[3])
+        expected[label] = [own.loss.mean(), *([both[0][1].width] if both else []), saved, faster]
+    for line in lines:
+        told = expected.pop(tuple(line[:4]), None)
+        figures = [line[5], *re.findall(r"^\d+", line[6])]
+        whole = told and [agrees(*each) for each in zip(figures, told[:-2], strict=True)]
+        for shown, values in zip(line[7:9], told[-2:] if told else (), strict=False):
+            ends = (np.mean(values), min(values), max(values)) if values else ()
+            numbers = re.findall(r"-?[\d.]+", shown)
+            whole += [f"{v:.2f}" == n for v, n in zip(ends, numbers, strict=True)]
+        if not whole or not all(whole):
+            yield f"{line}: found {told}"
+    yield from (f"{label}: no line" for label in expected)
+
+
+def models(data: dict, lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of a whole model whose times, memory or energy its file does not give."""
+    for line, way in zip(lines, data["ways"], strict=True):
+        figures = []
+        if way["times_us"]:
+            us = float(np.median(way["times_us"]))
+            figures = [us / 1e3, 1e6 * way["tokens"] / us, way["peak_bytes"] / 2**30]
+            figures += [1e3 * way["energy_j"] / way["tokens"]] if way["energy_j"] else []
+        shown = [each for each in line[3:7] if each]
+        names = [line[0], line[1].strip("`"), line[2]] == [
+            way["what"],
+            way["mlp"],
+            str(way["tokens"]),
+        ]
+        if not names or len(shown) != len(figures) or not all(map(agrees, shown, figures)):
+            yield f"{line}: found {figures}"
 
 
 def headline(lines: list[list[str]]) -> Iterator[str]:

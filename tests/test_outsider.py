@@ -3,12 +3,20 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import outsider
 import pytest
 from command import sparsebench
 from places import PUBLISHED, ROOT, TESTS
+
+from sparsebench.reports.published._summary import modelled, widened
+from sparsebench.results import whole as wholes
+from sparsebench.results import widths
+from sparsebench.results.store import write_json
+from sparsebench.results.whole import Way, Whole
+from sparsebench.results.widths import Width, Widths
 
 PAGE = PUBLISHED / "README.md"
 
@@ -47,6 +55,53 @@ def test_what_is_changed_on_a_page_is_found_out(what: str) -> None:
     assert old in part
     assert outsider.checked(part) == []
     assert 1 <= len(outsider.checked(part.replace(old, new, 1))) <= 6  # of a line, at most
+
+
+def of_files(folder: Path) -> str:
+    """Write trainings of three seeds and a whole model below a folder; return their tables."""
+    made = []
+    for seed in range(3):
+        wide = Width("dense", 1, 0.0, 512, 400, seed, 1.0 + 0.01 * seed, 90.0, 900, 1.0)
+        narrow = replace(wide, width=256, parameters=10_000_000, loss=1.1, step_us=30.0 + seed)
+        sparse = replace(wide, pattern="uniform", block=32, sparsity=0.797, parameters=9_000_000)
+        rings = replace(sparse, pattern="small_world", block=64, loss=1.2 + 0.02 * seed)
+        made += [wide, narrow, sparse, rings]
+    told = {"steps": 200, "batch": 16, "seeds": 3}
+    trained = Widths(widths.SCHEMA, "A text", "0" * 64, 9, 9, "NVIDIA H200", told, made)
+    ways = [
+        Way("forward", "plain", 64, [11e3, 10e3, 12e3], 2**30, 3.0, 0.0),
+        Way("forward", "ffn_sparse way=sparse", 64, [7500.0], 2**29, None, 0.0),
+        Way("forward", "losing", 64, detail="wrong: 3 values lost in 2 layers"),
+    ]
+    model = {"layers": 2, "width": 64, "hidden": 128, "active": 3}
+    whole = Whole(wholes.SCHEMA, "NVIDIA H200", "bf16", model, 3.2, ways, [3.0, 3.4])
+    texts = []
+    for name, found, written in (("training", trained, widened), ("whole", whole, modelled)):
+        (folder / name).mkdir()
+        write_json(folder / name / "a.json", found.to_json())
+        texts.append(written(folder / name / "a.json"))
+    return "\n\n".join(texts) + "\n"
+
+
+FIGURES = {
+    "a loss saved": ("8.18 [7.27, 9.09]", "8.18 [7.28, 9.09]"),
+    "a step": ("-9.09] | 0.34", "-9.09] | 0.35"),
+    "a loss": ("| 1.2200 |", "| 1.2300 |"),
+    "a line that is gone": ("| uniform | 32 |", "| uniform | 16 |"),
+    "a time": ("| 11 | 5818 |", "| 12 | 5818 |"),
+    "an energy": ("| 46.88 |", "| 46.89 |"),
+}
+
+
+def test_figures_of_files_are_found_and_changed_ones_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = of_files(tmp_path)
+    monkeypatch.setattr(outsider, "HOME", tmp_path)
+    assert outsider.checked(page) == []
+    for what, (old, new) in FIGURES.items():
+        assert old in page, (what, page)
+        assert outsider.checked(page.replace(old, new, 1)), what
 
 
 @pytest.mark.exhaustive

@@ -16,12 +16,14 @@ length is known to a batch of calls, BATCH_S. What the number is and is not:
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.entry import synchronize
 from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.device import identity
 
@@ -58,11 +60,20 @@ def require_meter(identity: str) -> None:
 
 def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
     """Return the energy of a call on a GPU; about window_s + 1 s. NoMeter where none is counted."""
-    if device.type != "cuda":
+    return pieces(call, device, window_s, 1)[0]
+
+
+def pieces(
+    call: Callable[[], Any], device: torch.device, window_s: float, count: int
+) -> list[Energy]:
+    """Return the energies of a call in `count` pieces of a window, one on end of the other."""
+    gpu_id = identity(device)
+    if not gpu_id.startswith("GPU-"):
         raise NoMeter(f"energy: expected an NVIDIA GPU, found {device}")
     try:
-        with board(identity(device)) as gpu:
-            return counted(call, lambda: torch.cuda.synchronize(device), gpu.energy_j, window_s)
+        with board(gpu_id) as gpu:
+            wait = partial(synchronize, device)
+            return counted(call, wait, gpu.energy_j, window_s, count)
     except NoNvml as error:
         raise NoMeter(f"energy: {error}") from error
 
@@ -72,18 +83,26 @@ def counted(
     wait: Callable[[], None],
     meter_j: Callable[[], float | None],
     window_s: float,
-) -> Energy:
-    """Return the energy of a call by a meter in J; `wait` returns when all calls have run."""
+    count: int = 1,
+) -> list[Energy]:
+    """Return `count` energies of a call by a meter in J; `wait` returns when all calls have run.
+
+    A piece begins where the one before it ended: the replay is as long as the window, and unbroken.
+    """
     if meter_j() is None:
         raise NoMeter("energy: expected a counter of the board's energy, found none on this GPU")
     batch = _batch(call, wait)
     _for(WARM_UP_S, batch)
     first_j, _ = _until_move(batch, meter_j)
-    began = perf_counter()
-    calls = _for(window_s, batch)
-    last_j, more = _until_move(batch, meter_j)
-    calls += more
-    return Energy((last_j - first_j) / calls, perf_counter() - began, calls)
+    found = []
+    for _ in range(count):
+        began = perf_counter()
+        calls = _for(window_s / count, batch)
+        last_j, more = _until_move(batch, meter_j)
+        calls += more
+        found.append(Energy((last_j - first_j) / calls, perf_counter() - began, calls))
+        first_j = last_j
+    return found
 
 
 Batch = Callable[[], int]
@@ -98,12 +117,13 @@ def _batch(call: Callable[[], Any], wait: Callable[[], None]) -> Batch:
         return size
 
     size, took_s = 1, 0.0
-    while took_s < BATCH_S:
-        size *= 2
+    while True:
         began = perf_counter()
         run(size)
         took_s = perf_counter() - began
-    return lambda: run(size)
+        if took_s >= BATCH_S:
+            return lambda: run(size)
+        size *= 2
 
 
 def _for(seconds: float, batch: Batch) -> int:

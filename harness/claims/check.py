@@ -2,17 +2,24 @@
 
     claims ─> parts ─> cells in the runs that were given
                     ─> what has no cell, by suite ─> a run a suite          DIR/SUITE
+                                                     (costs.py says how long it takes)
                     ─> the best cell of each `exists` ─> measured alone     DIR/SUITE-confirmed
            ─> verdicts                                                      DIR/verdicts.json
 
 A confirming run has fresh processes, FEWEST or more, and begins from the suite of its screening
 (harness/run/confirm.py). A check of fewer processes is a look, and confirms nothing.
+
+A check has a time to end at. No run starts after it, nothing is confirmed, and a run that it cut
+short is gone on with by the next check into the same folder.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from sparsebench.errors import SuiteError
@@ -35,6 +42,9 @@ from sparsebench.results.statistics import FEWEST
 
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 
+Wanted = tuple[Part, set[str]]
+"""A test with those of its problems that have no cell."""
+
 
 @dataclass
 class Evidence:
@@ -45,6 +55,7 @@ class Evidence:
     files    likewise, over all files of commands
     refused  by claim and test, why it was not run
     runs     paths of the runs, by the name that cells have
+    left     suites that the time did not reach, or not all of
     """
 
     written: Sequence[Written]
@@ -53,6 +64,7 @@ class Evidence:
     files: dict[str, list[Cell]] = field(default_factory=dict)
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
 
     def read(self, paths: Iterable[Path]) -> None:
         """Add the cells of runs and of files of commands; ResultError if one cannot be read."""
@@ -134,24 +146,34 @@ def check(
     runs: Iterable[Path],
     to: Path,
     progress: Progress,
-    engine: Engine = measure,
+    engine: Engine | None = None,
+    until: float = inf,
+    planned: Callable[[Evidence], None] = lambda found: None,
 ) -> Evidence:
     """Measure what no run has, confirm what is promising, and write it all below `to`.
 
     A check that was stopped is gone on with: runs that are below `to` already count. `engine` may
-    measure a run in pieces.
+    measure a run in pieces. `until` is a moment of time.monotonic(), as measure.py has it.
+    `planned` hears what is known, and so what is missing, before anything is measured.
     """
-    found = evidence(written, [*runs, *_begun(to, flags, progress)], flags.data)
+    engine = engine or partial(measure, until=until)
+    found = evidence(written, [*runs, *_begun(to)], flags.data)
     for part in found.all_parts:
         if reason := refused(part, flags.device):
             found.refused[part.written.name, part.test.name] = reason
-    for missing in _missing(found, flags.device):
+    planned(found)
+    found.read(_stopped(to, flags, progress, engine, until))
+    for wanted in missing(found, flags.device):
+        if monotonic() >= until:
+            found.left.append(wanted[0][0].suite.name)
+            continue
         try:
-            found.read([_measured(missing, flags, to, progress, engine)])
+            found.read([_measured(wanted, flags, to, progress, engine)])
         except NoMeter as error:
-            why = {(part.written.name, part.test.name): str(error) for part, _ in missing}
+            why = {(part.written.name, part.test.name): str(error) for part, _ in wanted}
             found.refused |= why
-    if flags.replicates >= FEWEST:
+    found.left += [path.name for path in _unfinished(to)]
+    if flags.replicates >= FEWEST and not found.left:
         for screening, chosen in _promising(found).items():
             found.read([_confirmed(found, screening, chosen, flags, to, progress, engine)])
     to.mkdir(parents=True, exist_ok=True)
@@ -193,12 +215,12 @@ def _test_json(judged: Judged) -> dict[str, Any]:
     }
 
 
-def _missing(found: Evidence, device: str) -> list[list[tuple[Part, set[str]]]]:
+def missing(found: Evidence, device: str) -> list[list[Wanted]]:
     """Return, by suite, the parts that have problems without a cell on such a device, and those.
 
     Parts that ask for energy are apart: it takes seconds a case.
     """
-    by_suite: dict[tuple[str, bool], list[tuple[Part, set[str]]]] = {}
+    by_suite: dict[tuple[str, bool], list[Wanted]] = {}
     for part in found.all_parts:
         name = part.written.name
         if (name, part.test.name) in found.refused:
@@ -206,42 +228,53 @@ def _missing(found: Evidence, device: str) -> list[list[tuple[Part, set[str]]]]:
         own = [cell for cell in found.cells[name] if cell.test == part.test.name]
         known = {cell.problem for cell in own if cell.simulated == simulated(device)}
         if left := part.problems - known:
-            by_suite.setdefault((part.suite.text, _energy(part)), []).append((part, left))
+            by_suite.setdefault((part.suite.text, measures_energy(part)), []).append((part, left))
     return list(by_suite.values())
 
 
 def _measured(
-    missing: list[tuple[Part, set[str]]], flags: Flags, to: Path, progress: Progress, engine: Engine
+    wanted: list[Wanted], flags: Flags, to: Path, progress: Progress, engine: Engine
 ) -> Path:
     """Run what is missing of one suite."""
-    suite = missing[0][0].suite
-    ids = dict.fromkeys(case for part, problems in missing for case in part.cases(problems))
-    given = replace(flags, only=f"case={'|'.join(ids)}", energy=_energy(missing[0][0]))
+    suite = wanted[0][0].suite
+    ids = dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))
+    given = replace(flags, only=f"case={'|'.join(ids)}", energy=measures_energy(wanted[0][0]))
     names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
     path = next(to / name for name in names if not (to / name).exists())
     return engine(suite, given, path, None, progress)
 
 
-def _energy(part: Part) -> bool:
+def measures_energy(part: Part) -> bool:
+    """Say whether a test asks for energy, and its runs need a window of seconds a case."""
     return part.test.metric == "energy_saved"
 
 
-def _begun(to: Path, flags: Flags, progress: Progress) -> list[Path]:
-    """Return the runs that an earlier check left in a folder, after finishing the stopped ones.
+def _begun(to: Path) -> list[Path]:
+    """Return the runs that an earlier check finished in a folder."""
+    runs = sorted(file.parent for file in to.glob("*/run.json"))
+    return [path for path in runs if store.read(path).state["status"] == "finished"]
 
-    A confirming run is left to `_confirmed`, which goes on with its own.
-    """
-    found = []
-    for path in sorted(file.parent for file in to.glob("*/run.json")):
-        run = store.read(path)
-        if run.state["status"] != "finished":
-            if "confirms" in run.state:
-                continue
+
+def _unfinished(to: Path) -> list[Path]:
+    """Return the runs in a folder that were stopped; a confirming one is `_confirmed`'s."""
+    return [
+        path
+        for path in sorted(file.parent for file in to.glob("*/run.json"))
+        if (state := store.read(path).state)["status"] != "finished" and "confirms" not in state
+    ]
+
+
+def _stopped(
+    to: Path, flags: Flags, progress: Progress, engine: Engine, until: float
+) -> Iterator[Path]:
+    """Go on with the stopped runs of an earlier check while there is time, and yield all."""
+    for path in _unfinished(to):
+        if monotonic() < until:
+            run = store.read(path)
             before = run.state["flags"]
             kept = {name: before[name] for name in ("only", "replicates", "energy")}
-            measure(own_suite(run, flags.data), replace(flags, **kept), None, path, progress)
-        found.append(path)
-    return found
+            engine(own_suite(run, flags.data), replace(flags, **kept), None, path, progress)
+        yield path
 
 
 def _promising(found: Evidence) -> dict[str, list[Cell]]:

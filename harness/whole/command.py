@@ -1,21 +1,28 @@
 """What `sparsebench whole` does: the same model around each kernel of its MLP, in one process.
 
-    forward   all kernels side by side, in turn, ROUNDS times; then the energy of each
+    units     gains are calibrated in one pass, units that are on counted in the next, in all layers
+    forward   all kernels side by side, in turn, ROUNDS times; then their energy, in turn, too
     step      one way after the other: the weights, gradients and state of one fill the memory
 
-The file is written after the forward passes, and after each step.
+The file is written after the forward passes, after their energy, and after each step.
 
 Every way is held against the plain model before it is timed: logits of a forward pass, on CHECKED
-tokens; of a step the loss, and gradients of the first layer. What differs by more than FURTHEST has
-no times, and neither has a kernel that says it lost values.
+tokens; of a step the loss, and gradients of the first layer. What differs by more than FURTHEST is
+wrong and has no times, and so is a kernel that lost values in any layer. One that fails has a line
+of why, and the others go on.
+
+The energy of a way is the median of pieces of about PIECE_S, of so many seconds of replay in all,
+half of them after every other way had its first half: the board is then as warm for the first.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 from rich.table import Table
@@ -23,10 +30,20 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.energy import energy
+from sparsebench.harness.bench.energy import pieces, require_meter
 from sparsebench.harness.bench.entry import bound, one_line, synchronize
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.whole.model import Shape, Weights, drawn, forward, mlp, on
+from sparsebench.harness.machine.device import identity
+from sparsebench.harness.whole.model import (
+    Pass,
+    Shape,
+    Weights,
+    calibrate,
+    counted,
+    drawn,
+    forward,
+    mlp,
+)
 from sparsebench.harness.whole.step import MLPS, Mlp, step
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem
@@ -37,6 +54,8 @@ PLAIN = "plain"
 ROUNDS = 5  # after the two calls that are checked, and looked at for memory
 CHECKED = 512  # tokens, the last of them
 FURTHEST = 0.05  # relative; bf16 leaves 0.01 after 38 layers
+PIECE_S, TURNS = 3.0, 2  # of energy: a piece, and how often each way has its turn
+FAILS = Unsupported, RuntimeError, OSError, ValueError  # of a kernel, of the build of one
 
 
 def measure(
@@ -52,38 +71,41 @@ def measure(
 ) -> Whole:
     """Measure forward passes, and training steps of `steps` sequences (0: none).
 
-    window_s  of each energy measurement; 0: none
+    window_s  of replay, for the energy of each way; 0: none
 
-    Raises SuiteError where a file cannot be written.
+    Raises SuiteError where a file cannot be written, or energy cannot be measured (NoMeter).
     """
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
+    if window_s:
+        require_meter(identity(device))
     torch.manual_seed(0)
     compiled = device.type == "cuda"
     weights = drawn(shape, device, DTYPES[dtype])
     tokens = torch.randint(shape.vocab, (shape.sequences, shape.context + 1), device=device)
     total = 1 + len(kernels) + (len(MLPS) if steps else 0)
-    ways, active = _forwards(
-        shape, weights, tokens[:, :-1], kernels, compiled, window_s, lambda i, w: show(i, total, w)
-    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    right: list[Tensor] = []
 
-    def found() -> Whole:
-        made = Whole(SCHEMA, name, dtype, asdict(shape), active, ways)
+    def found(ways: Sequence[Way], units: Sequence[float]) -> Whole:
+        made = Whole(SCHEMA, name, dtype, asdict(shape), fmean(units), ways, units)
         if to:
             write_json(to, made.to_json())
         return made
 
-    found()
+    ways, units = _forwards(
+        *(shape, weights, tokens[:, :-1], kernels, compiled, window_s),
+        lambda i, w: show(i, total, w),
+        found,
+    )
+    right: list[Tensor] = []
     for number, kind in enumerate(MLPS if steps else ()):
         show(1 + len(kernels) + number, total, f"step, {kind}")
         own = replace(shape, sequences=steps)
         way, shown = _stepped(own, weights, tokens[:steps], kind, compiled, right, window_s)
         right = right or shown
         ways.append(way)
-        found()
-    return found()
+        found(ways, units)
+    return found(ways, units)
 
 
 def _forwards(
@@ -94,39 +116,58 @@ def _forwards(
     compiled: bool,
     window_s: float,
     show: Callable[[int, str], None],
-) -> tuple[list[Way], float]:
+    write: Callable[[Sequence[Way], Sequence[float]], object],
+) -> tuple[list[Way], list[float]]:
+    """Return each way, and the units that are on in each layer; `write` keeps what is there."""
     device = tokens.device
     z = weights.wg.new_empty(tokens.numel(), shape.width)
-    common = _allocated(device)
-    plain = partial(mlp, z, weights.wg, weights.wu, weights.wd)
+    run = forward(shape, weights, tokens, z, compiled)
+    show(0, "units on")
+    calibrate(run, shape, weights, z)
+    found, units = counted(run, weights, z)
+    logits, common = _last(found), _allocated(device)
+    del found
     ready: dict[str, Callable[[], Tensor]] = {}
     ways: dict[str, Way] = {}
-    show(0, PLAIN)
-    run = forward(shape, weights, tokens, z, plain, compiled)
-    logits = _last(run())
-    active = on(weights.wg, z)
     for number, name in enumerate([PLAIN, *kernels]):
         show(number, f"forward, {name}")
         way, before = Way(FORWARD, name, tokens.numel()), _allocated(device)
         try:
             launch = None if name == PLAIN else _launch(name, shape, weights, z)
-            if launch:
-                run = forward(shape, weights, tokens, z, partial(_called, launch), compiled)
-            ways[name] = way = _checked(way, run, logits, launch)
-        except (Unsupported, torch.OutOfMemoryError) as error:
-            ways[name] = way = replace(way, detail=one_line(error))
+            plain = partial(mlp, z, weights.wg, weights.wu, weights.wd)
+            ways[name] = way = _checked(way, run, logits, launch, plain)
+        except FAILS as error:
+            ways[name] = way = replace(way, detail=_failed(error))
         if not way.detail:
-            ready[name] = run
+            ready[name] = partial(run, partial(_called, launch) if launch else plain)
             others = before - common  # what the ways before hold
-            ways[name] = replace(way, peak_bytes=_peak(run, device) - others)
+            ways[name] = replace(way, peak_bytes=_peak(ready[name], device) - others)
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(ROUNDS):
-        for name, run in ready.items():
-            times[name].append(_timed(run, device))
-    for name, run in ready.items():
-        joule = energy(run, device, window_s).j_per_call if window_s else None
-        ways[name] = replace(ways[name], times_us=times[name], energy_j=joule)
-    return list(ways.values()), active
+        for name, own in ready.items():
+            times[name].append(_timed(own, device))
+    ways |= {name: replace(ways[name], times_us=times[name]) for name in ready}
+    write([*ways.values()], units)
+    joules: dict[str, list[float]] = {name: [] for name in ready}
+    for turn in range(TURNS if window_s else 0):
+        for name, own in ready.items():
+            show(len(kernels), f"energy, {name}, {turn + 1} of {TURNS}")
+            joules[name] += _joules(own, device, window_s / TURNS)
+    ways |= {name: replace(ways[name], energy_j=median(own)) for name, own in joules.items() if own}
+    write([*ways.values()], units)
+    return [*ways.values()], units
+
+
+def _joules(run: Callable[[], Tensor], device: torch.device, window_s: float) -> list[float]:
+    """Return the energy of a call, by each of the pieces of a window."""
+    count = max(1, round(window_s / PIECE_S))
+    return [piece.j_per_call for piece in pieces(run, device, window_s, count)]
+
+
+def _failed(error: Exception) -> str:
+    """Say why a way has no times: what is not here is no failure."""
+    told = isinstance(error, Unsupported | torch.OutOfMemoryError)
+    return one_line(error) if told else f"failed: {one_line(error)}"
 
 
 def _launch(label: str, shape: Shape, weights: Weights, z: Tensor) -> Launch:
@@ -150,13 +191,30 @@ def _called(launch: Launch) -> Tensor:
     return out
 
 
-def _checked(way: Way, run: Callable[[], Tensor], right: Tensor, launch: Launch | None) -> Way:
-    """Return a way with its error, and with why it is wrong."""
-    found = _last(run())
+def _checked(
+    way: Way,
+    run: Pass,
+    right: Tensor,
+    launch: Launch | None,
+    plain: Callable[[], Tensor],
+) -> Way:
+    """Return a way with its error, and why it is wrong; values lost are those of all layers."""
+    lost: list[int] = []
+
+    def call() -> Tensor:
+        if not launch:
+            return plain()
+        y = _called(launch)
+        lost.append(launch.lost() if launch.lost else 0)
+        return y
+
+    found = _last(run(call))
     error = float((found - right).norm() / right.norm())
-    lost = launch.lost() if launch and launch.lost else 0
-    detail = "" if error <= FURTHEST else f"wrong: logits are {error:.2g} from the right ones"
-    return replace(way, error=error, detail=f"{lost} values lost" if lost else detail)
+    wrong = [f"{sum(lost)} values lost in {sum(map(bool, lost))} layers"] if any(lost) else []
+    if not error <= FURTHEST:
+        wrong += [f"logits are {error:.2g} from the right ones"]
+    known = error if math.isfinite(error) else None
+    return replace(way, error=known, detail=f"wrong: {'; '.join(wrong)}" if wrong else "")
 
 
 def _last(logits: Tensor) -> Tensor:
@@ -183,13 +241,14 @@ def _stepped(
         error = max(float((found - known).norm() / known.norm()) for found, known in pairs)
         if not error <= FURTHEST:
             said = f"wrong: loss or gradients are {error:.2g} from the right ones"
-            return replace(way, error=error, detail=said), shown
+            known = error if math.isfinite(error) else None
+            return replace(way, error=known, detail=said), shown
         peak = _peak(own.run, device)
         times = [_timed(own.run, device) for _ in range(ROUNDS)]
-        joule = energy(own.run, device, window_s).j_per_call if window_s else None
+        joule = median(_joules(own.run, device, window_s)) if window_s else None
         return replace(way, error=error, peak_bytes=peak, times_us=times, energy_j=joule), shown
-    except (Unsupported, torch.OutOfMemoryError) as failed:
-        return replace(way, detail=one_line(failed)), shown
+    except FAILS as failed:
+        return replace(way, detail=_failed(failed)), shown
 
 
 def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
@@ -224,7 +283,7 @@ def table(found: Whole) -> Table:
     shown = Table(box=None, title_justify="left", title_style="bold")
     model = found.model
     sizes = f"{model['layers']} layers of {model['width']} and {model['hidden']}, {found.dtype}"
-    shown.title = f"{sizes}, {found.active:.1f} units on, {found.device}"
+    shown.title = f"{sizes}, {found.units_on}, {found.device}"
     for name in ("what", "MLP"):
         shown.add_column(name)
     for name in ("tokens", "ms", "tokens a s", "of plain", "GiB", "mJ a token", "error"):

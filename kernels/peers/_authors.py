@@ -10,8 +10,10 @@ are never copied, and a row has their digest.
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,17 +71,55 @@ def digest(folder: Path) -> str:
     return known.hexdigest()[:16]
 
 
+def build_root() -> Path:
+    """Return where libraries are kept: $TORCH_EXTENSIONS_DIR, or beside torch's extensions."""
+    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(named) / "sparsebench"
+    from torch.utils.cpp_extension import get_default_build_root  # takes a second, and setuptools
+
+    return Path(get_default_build_root()) / "sparsebench"
+
+
+def kept(folder: Path, build: Callable[[], Any]) -> Any:
+    """Return the extension that `build` makes of a checkout's files; build it once.
+
+    A copy is kept under the digest of the files, of torch and of Python. It is imported as it is:
+    torch's own loader asks ninja in every process, and builds again where a path has changed, as on
+    another machine that the folder was carried to.
+    """
+    of = f"{digest(folder)} {torch.__version__} {sys.implementation.cache_tag}"
+    there = build_root() / f"{folder.name}-{hashlib.sha256(of.encode()).hexdigest()[:16]}"
+    for file in there.glob("*.so"):
+        return _loaded(file.stem, file)
+    module = build()
+    built = Path(module.__file__)
+    there.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(built, there / "new")
+    (there / "new").replace(there / built.name)
+    return module
+
+
+def _loaded(name: str, file: Path) -> Any:
+    """Import an extension; its name is part of its machine code."""
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, file)
+        assert spec
+        assert spec.loader
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
 def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
     """Build kernels/peers/NAME.cu with headers of a checkout, and load it; Unsupported if it fails.
 
     It is kept beside torch's extensions, under the digest of all that it is made from.
     """
-    from torch.utils.cpp_extension import get_default_build_root  # takes a second, and setuptools
-
     source = Path(__file__).with_name(f"{name}.cu")
     made_from = source.read_bytes() + f"{digest(folder)} {target}".encode()
     known = hashlib.sha256(made_from).hexdigest()[:16]
-    file = Path(get_default_build_root()) / "sparsebench" / f"{name}-{known}.so"
+    file = build_root() / f"{name}-{known}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as fresh:

@@ -3,8 +3,14 @@
     gate   X @ Wg.T, relu, packed         words of a value and a place; 31 for each 256 units
     layer  Y = (gate * (X @ Wu.T)) @ Wd.T     a warp a token, of the units that are on
 
-Their extension is built by torch's loader, in about a minute, with the machine's nvcc. It is built
-once: torch keeps it. Both precisions of the second kernel are timed, and the faster one is kept.
+Their extension is built by torch's loader, in about a minute, with the machine's nvcc, and once
+(_authors.kept). No GPU is needed for that, so that it need not wait in a run:
+
+    SPARSEBENCH_PEERS=DIR python -c \
+        "from sparsebench.kernels.peers.twell_authors import extension; extension()"
+
+Of their sources the two kernels' alone are built. Both precisions of the second are timed, and the
+faster one is kept.
 
     needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
     dtype        bf16, relu
@@ -24,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
@@ -33,31 +40,40 @@ REPOSITORY = "github.com/SakanaAI/sparser-faster-llms"
 MARKER = "custom_models/twell_modules/twell.py"
 WIDTH, TILE, SLOTS = 2048, 256, 32  # of k; units of a tile, words of it, the first a count
 CLUSTERS, SCHEDULE = 64, 384
+KERNELS = ["twell_d2t", "twell_gated_t2d"]  # their names
 NUMBERS = count(1)  # of layers in a process: their extension knows a layer by its number
 
 
 def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Launch:
     """Build the extension, and keep the faster precision where none is asked for or pinned."""
-    folder = _authors.checkout(MARKER)
-    assert folder
-    twell, own = _authors.imported(folder / MARKER), (folder / MARKER).parent
+    twell, ext, digest = extension()
     asked = (operands.pinned or {}).get("highest_precision", highest_precision)
     choices = [{"highest_precision": p} for p in ((False, True) if asked is None else (asked,))]
-    layer = Layer(operands, twell)
+    layer = Layer(operands, twell, ext)
     calls = [partial(layer.run, **choice) for choice in choices]
     found = search(calls, operands.device)
-    choice = {**choices[found.best], "digest": _authors.digest(own)}
+    choice = {**choices[found.best], "digest": digest}
     return Launch(calls[found.best], choice, candidates=found.told(choices), lost=layer.lost)
+
+
+def extension() -> tuple[Any, Any, str]:
+    """Return the authors' module, its extension, built or loaded, and the digest of its code."""
+    folder = _authors.checkout(MARKER)
+    if not folder:
+        raise Unsupported(str(_authors.missing(MARKER, REPOSITORY)))
+    twell, own = _authors.imported(folder / MARKER), (folder / MARKER).parent
+    ext = _authors.kept(own, partial(twell.get_ext, algorithms=KERNELS))
+    return twell, ext, _authors.digest(own)
 
 
 class Layer:
     """The authors' two kernels with their buffers."""
 
-    def __init__(self, operands: Operands, twell: Any) -> None:
-        """Build or load the extension, and register the gate's weights."""
+    def __init__(self, operands: Operands, twell: Any, ext: Any) -> None:
+        """Register the gate's weights."""
         wg, self._up, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
         self._down, self._x = wd.t().contiguous(), operands.activations["x"]
-        self._twell, self._ext = twell, twell.get_ext(algorithms=["twell_mlp"])
+        self._twell, self._ext = twell, ext
         self._gate = twell.D2TLayer(next(NUMBERS), wg, ext=self._ext)
         m, n = len(self._x), len(wg)
         self._packed = twell.allocate_packed_output(m, n, device=self._x.device)

@@ -1,8 +1,9 @@
 """The cells of a test, one below the other, with their intervals, the threshold and the bound.
 
-linear, m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  unclear (a square)
-linear, m 64, 90 %     ├─○─┤     :        :  the threshold
-linear, m 64, 95 %        ├──■───:─┤  |   |  the bound of the cell
+m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  unclear (a square)
+m 64, 90 %     ├─○─┤     :        :  the threshold
+m 64, 95 %        ├──■───:─┤  |   |  the bound of the cell
+All cells: linear, bf16           what they share is said once: labels are read on a telephone
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,9 @@ from sparsebench.results.claims.schema import Test
 from sparsebench.results.claims.verdict import state
 
 MOST = 24  # cells drawn; the others are in the table
-LINE = 15  # CSS pixels a cell
-WIDTH = 640
+LINE = 17  # CSS pixels a cell
+WIDTH = 480
+LONGEST = 48  # characters of a label
 APART = 8.0  # largest over least value from which on the axis is logarithmic
 LOOKS: dict[str, dict[str, Any]] = {
     "met": {"marker": "o", "color": OURS},
@@ -50,9 +52,10 @@ def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
         none = METRICS[test.metric].none
         if none is not None:
             axes.axvline(none, color=INK, linewidth=0.7, alpha=0.5)
-        axes.set_yticks(np.arange(len(shown)), [_label(cell) for cell in reversed(shown)])
+        shared, labels = _labels(shown)
+        axes.set_yticks(np.arange(len(shown)), labels[::-1])
         axes.set_ylim(-0.7, len(shown) - 0.3)
-        axes.tick_params(axis="y", length=0, labelsize=8)
+        axes.tick_params(axis="y", length=0, labelsize=10)
         _across(axes, [*(c.value for c in shown), test.limit])
         axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {test.unit}")
         axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
@@ -64,7 +67,9 @@ def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
     said += "Filled: beyond the threshold; open circle: short of it; open square: astride it."
     if left:
         said += f" {left} cells between the best and the worst are left out."
-    return drawn + note(said)
+    who = "The cell" if len(shown) == 1 else "All cells"
+    said += f" {who}: {shared}." if shared else ""
+    return Markup('<div class="forest">%s</div>') % drawn + note(said)
 
 
 def _sample(cells: list[Cell]) -> list[Cell]:
@@ -74,8 +79,14 @@ def _sample(cells: list[Cell]) -> list[Cell]:
     return [*cells[: MOST // 2], *cells[-MOST // 2 :]]
 
 
-def _label(cell: Cell) -> str:
-    return f"{cell.label}{' (confirming)' if cell.confirms else ''}"[:78]
+def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
+    """Return what the labels of all cells share, and the rest of each."""
+    parts = [cell.label.split(", ") for cell in cells]
+    shared = [part for part in parts[0] if all(part in each for each in parts)]
+    own = [", ".join(part for part in each if part not in shared) for each in parts]
+    ends = [" (confirming)" if cell.confirms else "" for cell in cells]
+    labels = [f"{label[:LONGEST]}{end}" for label, end in zip(own, ends, strict=True)]
+    return ", ".join(shared), labels
 
 
 def _across(axes: Axes, values: list[float]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sparsebench.reports.claims.forest import forest
 from sparsebench.reports.claims.losses import losses
@@ -24,7 +24,7 @@ from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
 from sparsebench.results.pruning import Pruning
-from sparsebench.results.words import between, plain, rounded
+from sparsebench.results.words import between, plain
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
 BADGE = {
@@ -71,7 +71,8 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             conditions=conditions(entry),
             bounds=_bounds(entry.asked),
             tests=[_test(entry, test) for test in entry.asked.claim.tests],
-            command=_command(entry.asked),
+            commands=_commands(entry.asked),
+            prose=prose,
             runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
@@ -83,6 +84,13 @@ def alone(found: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
     site = Site(version=version, feed=False)
     yield "style.css", stylesheet()
     yield from pages(found, site)
+
+
+def prose(text: str) -> Markup:
+    """Return a line of a claim with a capital, and what stands in backticks as code."""
+    parts = (text[:1].upper() + text[1:]).split("`")
+    code = Markup("<code>%s</code>")
+    return Markup("").join(code % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
 def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -118,18 +126,21 @@ def badge(entry: Entry) -> str:
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
-def _command(asked: Asked) -> str:
-    """Return what measures a claim again, and judges it."""
+def _commands(asked: Asked) -> list[str]:
+    """Return what measures a claim again, and judges it, a line each."""
     tests, made = asked.claim.tests, []
     if not tests or not all(test.of_file for test in tests):
         made += [f"sparsebench claims check {asked.name} --replicates 8"]
-    if any(test.trained for test in tests):
+    if asked.claim.commands:
+        made += asked.claim.commands
+    elif any(test.trained for test in tests):
         made += ["sparsebench train-lm --pattern small_world,uniform --seeds 8 --out trained.json"]
-    if any(test.whole for test in tests):
+    elif any(test.whole for test in tests):
         made += ["sparsebench whole --energy 30 --out whole.json"]
     if any(test.of_file for test in tests):
-        made += [f"sparsebench claims report {asked.name} --from FILE.json"]
-    return "; ".join(made)
+        files = [word for line in made for word in line.split() if word.endswith(".json")]
+        made += [f"sparsebench claims report {asked.name} --from {' --from '.join(files)}"]
+    return made
 
 
 def conditions(entry: Entry) -> list[tuple[str, str, str, str]]:
@@ -151,7 +162,8 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     if condition.field is None and name.lower() == "gpu":
         values = {cell.device for cell in cells}
     else:
-        values = {plain(cell.fields.get(condition.field or name, "–")) for cell in cells}
+        named = condition.field or name
+        values = {plain(cell.fields[named]) for cell in cells if named in cell.fields} or {"–"}
     few = sorted(values, key=lambda text: (len(text), text))
     more = f" and {len(few) - MOST_VALUES} more" if len(few) > MOST_VALUES else ""
     return ", ".join(few[:MOST_VALUES]) + more
@@ -171,7 +183,7 @@ def _bounds(asked: Asked) -> list[str]:
     for bound in asked.claim.bounds:
         part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
         why = f" ({bound.share_from})" if bound.share_from else ""
-        said.append(f"{bound.of}: at most {rounded(bound.most, 0.01)} x{part}{why}.")
+        said.append(f"{bound.of}: at most {bound.most:.3g} x{part}{why}.")
     for test in asked.claim.tests:
         known = asked.bounds.get(test.name, {}).values()
         if known:
@@ -213,7 +225,7 @@ def _table(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
         ]
         for cell in cells
     ]
-    return folded(f"The {len(cells)} cells", table(heads, rows))
+    return folded("The cell" if len(cells) == 1 else f"The {len(cells)} cells", table(heads, rows))
 
 
 def _change(judged: Judged, claim: Claim) -> str:

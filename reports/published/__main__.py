@@ -18,9 +18,11 @@ from sparsebench.reports.published._summary import (
     figure,
     headline,
     list_of_runs,
+    modelled,
     pruned,
     terminal,
     trained,
+    widened,
 )
 from sparsebench.reports.published._table import rendered
 from sparsebench.reports.published.tables import QUESTIONS, SECTIONS
@@ -42,6 +44,10 @@ verdicts on those that decide. `core-sim` is modelled, not measured. The other r
 the present code; the list below has the commit of each. Dense baselines and peers are better tuned
 since: leads at few tokens, over dense layers and over torch's BSR are smaller now (CHANGELOG.md).
 """
+FILES = {
+    "Training with block-sparse weights": "widths",
+    "A whole model with few units on": "models",
+}
 DIGESTS = """The SHA-256 of its manifest names a bundle. `sparsebench validate` holds published runs
 against this list. So does `sha256sum --check`, which is given these lines in this folder."""
 
@@ -89,6 +95,8 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
         **{table.name: rendered(table, runs) for part in SECTIONS.values() for table in part},
         "pruning": "\n\n".join(map(pruned, sorted((home / "pruning").glob("*.json")))),
         "units": "\n\n".join(map(trained, sorted((home / "sparsity").glob("*.json")))),
+        "widths": "\n\n".join(map(widened, sorted((home / "training").glob("*.json")))),
+        "models": "\n\n".join(map(modelled, sorted((home / "whole").glob("*.json")))),
     }
 
 
@@ -100,6 +108,8 @@ def whole(made: Mapping[str, str]) -> str:
         parts += [f"## {title}", *(made[table.name] for table in tables)]
     parts += ["## What pruning costs", made["pruning"]]
     parts += ["## How few units stay on after training", made["units"]]
+    for title, name in FILES.items():
+        parts += [f"## {title}", made[name]] if made[name] else []
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,14 +1,15 @@
-"""What is no pivot of cases: the list of runs, the headline, the figure's caption, two records.
+"""What is no pivot of cases: the list of runs, the headline, the figure's caption, four records.
 
 runs       a line a published run: what, where, how long, by which commit, verdict or look
 digests    a line a published run: the SHA-256 that names its bundle
 headline   a line a question that the project answers, with its best peer beside it
 figure     the picture of a sweep and what it shows at 90 %
 pruning    results/published/pruning/*.json     trained    results/published/sparsity/*.json
+widened    results/published/training/*.json    modelled   results/published/whole/*.json
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -28,7 +29,8 @@ from sparsebench.reports.published._table import (
     matched,
 )
 from sparsebench.reports.terminal import Answer
-from sparsebench.results import bundle, pruning
+from sparsebench.results import bundle, pruning, widths
+from sparsebench.results import whole as wholes
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.pruning import OUTPUT
 from sparsebench.results.words import part, rounded, significant
@@ -202,4 +204,62 @@ def trained(path: Path) -> str:
     about += f"over: {sizes['layers']} layers of {sizes['width']} with {sizes['hidden']} hidden "
     about += f"units, {found['settings']['steps']} steps, one seed, {found['device']}. Means over "
     about += "layers."
+    return f"{about}\n\n{markdown(header, lines)}"
+
+
+def widened(path: Path) -> str:
+    """Return what block-sparse weights cost in training, a line a model, beside dense ones."""
+    found = widths.read(path)
+    header = ["weights", "block", "sparsity", "width", "parameters", "loss, nats a byte"]
+    header += ["dense of as many parameters", "loss saved, %", "step, times as fast"]
+    lines = []
+    for model in dict.fromkeys(one.model for one in found.trained if one.pattern != widths.DENSE):
+        own = [one for one in found.trained if one.model == model]
+        pairs = [(one, found.beside(one, "parameters")) for one in own]
+        both = [(sparse, dense) for sparse, dense in pairs if dense]
+        saved = [100 * (1 - sparse.loss / dense.loss) for sparse, dense in both]
+        faster = [dense.step_us / sparse.step_us for sparse, dense in both]
+        first, beside = own[0], both[0][1] if both else None
+        shown = f"{beside.width} wide, {beside.parameters / 1e6:.1f} M" if beside else ""
+        lines.append(
+            [
+                *(first.pattern, str(first.block), f"{100 * first.sparsity:.1f} %"),
+                *(str(first.width), f"{first.parameters / 1e6:.1f} M"),
+                f"{np.mean([one.loss for one in own]):.4f}",
+                *(shown, _ends(saved), _ends(faster)),
+            ]
+        )
+    asked = found.settings
+    title = f"**Block-sparse weights, beside dense ones of as many parameters.** {found.text}"
+    about = (
+        f"{title}; {asked['steps']} steps of {asked['batch']} contexts; {asked['seeds']} seeds: "
+    )
+    about += f"mean, least and greatest; {found.device}; [{path.stem}](training/{path.name})."
+    return f"{about}\n\n{markdown(header, lines)}"
+
+
+def _ends(values: Sequence[float]) -> str:
+    """Write a mean with its least and greatest value: 0.41 [0.35, 0.48]."""
+    if not values:
+        return ""
+    return f"{np.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def modelled(path: Path) -> str:
+    """Return what kernels save in a whole model, a line a way."""
+    found = wholes.read(path)
+    header = ["what", "MLP", "tokens", "ms", "tokens a second", "GiB", "mJ a token", ""]
+    lines = []
+    for way in found.ways:
+        numbers = [""] * 4
+        if way.times_us:
+            joule = f"{1e3 * way.energy_j / way.tokens:.2f}" if way.energy_j else ""
+            rate = 1e6 * way.tokens / way.time_us
+            numbers = [f"{way.time_us / 1e3:.0f}", f"{rate:.0f}", f"{way.peak_bytes / 2**30:.1f}"]
+            numbers.append(joule)
+        lines.append([way.what, f"`{way.mlp}`", str(way.tokens), *numbers, way.detail])
+    model = found.model
+    about = f"**A model of {model['layers']} layers, whole.** {model['width']} wide, "
+    about += f"{model['hidden']} hidden units a layer, {found.units_on} of {model['active']:g} "
+    about += f"asked for; one process; {found.device}; [{path.stem}](whole/{path.name})."
     return f"{about}\n\n{markdown(header, lines)}"

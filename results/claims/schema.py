@@ -26,6 +26,7 @@
       - whole: step                                cells: files of `whole`, a forward pass or step;
         ...                                        a kernel is that of the MLP
     bounds: [{of: the layer, density: 0.75, bits: 8, bits_per_element: 0.5, share: 0.8}]
+    commands: [sparsebench whole --out whole.json] what writes the files of such tests
     missing: a B200, and vLLM with this format     why what was claimed itself is not tested
     caveats: [what a reader must know]
 
@@ -260,6 +261,7 @@ class Claim(_Model):
     measure: Measure | None = None
     tests: list[Test] = []
     bounds: list[Bound] = []
+    commands: list[Text] = []
     missing: Text | None = None
     caveats: list[Text] = []
 
@@ -273,6 +275,8 @@ class Claim(_Model):
         for test in self.tests:
             if not (test.measure or self.measure or test.of_file):
                 raise ValueError(f"measure, for the test {test.name}")
+        if self.commands and not any(test.of_file for test in self.tests):
+            raise ValueError("commands where a test is trained or whole")
         names = [test.name for test in self.tests]
         if len(set(names)) < len(names):
             raise ValueError(f"tests of different names, not {', '.join(names)}")

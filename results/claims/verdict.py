@@ -101,9 +101,14 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """Say it in a sentence."""
-        where = f" on {self.device}" if self.device else ""
+        return f"{self.word.capitalize()}{' ' if self.device else ', '}{self.rest}"
+
+    @property
+    def rest(self) -> str:
+        """Return the sentence without its first word: on what, on which basis, and why."""
+        where = f"on {self.device}, " if self.device else ""
         lean = f" (leans to: {self.leans})" if self.leans else ""
-        return f"{self.word.capitalize()}{where}, {self.basis}{lean}: {self.why}"
+        return f"{where}{self.basis}{lean}: {self.why}"
 
 
 def judge(

@@ -1,6 +1,7 @@
 """Claims planned, bounded, measured on the simulated GPU and judged, by the command line."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import catalog, plan
+from sparsebench.harness.claims import check as checking
 from sparsebench.harness.claims.check import Evidence, check, evidence
 from sparsebench.harness.pruning import command
 from sparsebench.harness.pruning.layer import Recipe
+from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import pruning, store
@@ -143,6 +146,51 @@ def test_a_check_that_was_stopped_goes_on(tmp_path: Path) -> None:
     found = check([claim], flags, [], to, quiet)
     assert [path.name for path in to.iterdir() if path.is_dir()] == ["mine"]
     assert found.cells["mine"][0].processes == 2
+
+
+def test_a_check_ends_in_its_time_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still until the first contest is done; then the time is over."""
+    first = written(tmp_path, "quantifier: exists", "quantifier: typical", name="first")
+    second = written(tmp_path, "[0.5, 0.8]", "[0.9, 0.95]", name="second")
+    flags, to = Flags(device(tmp_path, 0.8), replicates=2), tmp_path / "out"
+    now = [0.0]
+    monkeypatch.setattr(measure, "monotonic", lambda: now[0])
+    monkeypatch.setattr(checking, "monotonic", lambda: now[0])
+
+    def late(done: int, total: int, problem: str) -> None:
+        now[0] = 2.0 * (done > 0)
+
+    found = check([first, second], flags, [], to, late, until=1.0)
+    assert found.left == ["second", "first"]
+    assert store.read(to / "first").state["status"] == "interrupted"
+    assert not (to / "second").exists()
+    now[0] = 0.0
+    heard: list[Evidence] = []
+    found = check([first, second], flags, [], to, quiet, until=1.0, planned=heard.append)
+    assert not found.left
+    assert {path.name for path in to.iterdir() if path.is_dir()} == {"first", "second"}
+    assert [cell.processes for cell in found.cells["first"]] == [2, 2]
+    assert heard == [found]
+
+
+def test_a_check_says_what_it_will_measure_and_how_long_that_takes(tmp_path: Path) -> None:
+    claim, gpu = written(tmp_path), PUBLISHED / "nvidia-h200" / "quick"
+    given = "--replicates", "1", "--gpu", gpu, "--plan"
+    done = sparsebench("claims", "check", claim.where, *given)
+    assert done.returncode == 0
+    suite, total = done.stderr.splitlines()
+    assert re.fullmatch(r"mine: 2 contests, 4 cases, about \d+ s.*; for mine", suite), suite
+    assert re.fullmatch(r"1 runs of 1 processes, about \d+ s", total)
+    assert not done.stdout
+    out = "--device", device(tmp_path, 0.8), "--replicates", "1", "--out", tmp_path / "out"
+    done = sparsebench("claims", "check", claim.where, *out, "--budget", "60s")
+    assert done.stderr.splitlines()[:2] == [
+        "mine: 2 contests, 4 cases; for mine",
+        "1 runs of 1 processes",
+    ]
+    assert "inconclusive" in done.stdout
 
 
 def test_what_no_meter_counts_is_not_testable(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ CALL_S = 0.002
 class Board:
     """A clock that a call moves on by CALL_S, and a meter that, as NVML's, moves in steps."""
 
+    call_s = CALL_S
+
     def __init__(self) -> None:
         self.now_s = 0.0
         self.queued = 0
@@ -26,7 +28,7 @@ class Board:
         self.longest = max(self.longest, self.queued)
 
     def wait(self) -> None:
-        self.now_s += CALL_S * self.queued
+        self.now_s += self.call_s * self.queued
         self.queued = 0
 
     def meter_j(self) -> float:
@@ -42,10 +44,25 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
 
 
 def test_a_call_of_2_ms_at_200_w_takes_0_4_j(board: Board) -> None:
-    found = counted(board.call, board.wait, board.meter_j, window_s=2.0)
+    (found,) = counted(board.call, board.wait, board.meter_j, window_s=2.0)
     assert found.j_per_call == pytest.approx(WATT * CALL_S, rel=0.01)
     assert 2.0 <= found.window_s <= 2.0 + 2 * TICK_S
     assert found.calls == round(found.window_s / CALL_S)
+
+
+def test_pieces_of_a_window_are_one_unbroken_replay(board: Board) -> None:
+    found = counted(board.call, board.wait, board.meter_j, window_s=30.0, count=10)
+    assert [piece.j_per_call for piece in found] == [pytest.approx(WATT * CALL_S, rel=0.01)] * 10
+    assert sum(piece.window_s for piece in found) >= 30.0
+    assert board.now_s <= sum(piece.window_s for piece in found) + 1.0
+
+
+def test_a_call_of_a_second_is_a_batch_of_its_own(board: Board) -> None:
+    board.call_s = 1.3
+    (found,) = counted(board.call, board.wait, board.meter_j, window_s=3.0)
+    assert board.longest == 1
+    assert found.calls == 4
+    assert board.now_s <= 8 * 1.3
 
 
 def test_calls_are_back_to_back_for_at_least_10_ms(board: Board) -> None:

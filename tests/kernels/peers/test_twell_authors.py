@@ -21,12 +21,19 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("ffn")
 TWELL = '''
 """What the authors' module is called with, by torch: a word is a value and a place."""
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
 from torch.nn.functional import linear
 
 def get_ext(algorithms):
-    assert algorithms == ["twell_mlp"]
-    return "ext"
+    assert algorithms == ["twell_d2t", "twell_gated_t2d"]
+    with Path(__file__).with_name("builds").open("a") as log:
+        log.write("x")
+    library = Path(__file__).with_name("twell_ext.so")
+    library.write_text("machine code")
+    return SimpleNamespace(__file__=str(library))
 
 def allocate_packed_output(m, n, *, device):
     return torch.zeros(m, n // 8, dtype=torch.int32, device=device)
@@ -62,6 +69,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file.parent.mkdir(parents=True)
     file.write_text(TWELL)
     monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.setattr(_authors, "_loaded", lambda name, file: (name, file.read_text()))
     before = set(sys.modules)
     yield file
     for name in set(sys.modules) - before:
@@ -117,6 +126,17 @@ def test_a_row_has_the_digest_of_the_authors_code(checkout: Path) -> None:
     assert prepared(problem(active=8)).choice == first | {"highest_precision": False}
     (checkout.parent / "kernel.cu").write_text("other")
     assert prepared(problem(active=8)).choice["digest"] != first["digest"]
+
+
+def test_the_extension_is_built_once_and_kept_by_what_it_is_made_from(checkout: Path) -> None:
+    builds = checkout.with_name("builds")
+    twell_authors.extension()
+    assert twell_authors.extension()[1] == ("twell_ext", "machine code")
+    assert builds.read_text() == "x"
+    (checkout.parent / "kernel.cu").write_text("other")
+    twell_authors.extension()
+    assert builds.read_text() == "xx"
+    assert len([*(checkout.parents[3] / "built" / "sparsebench").iterdir()]) == 2
 
 
 def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:

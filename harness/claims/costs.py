@@ -1,0 +1,53 @@
+"""What a check has left to measure, a run for each suite, and about how long that will take.
+
+    run = RUN_S + what plan/elsewhere.py says of its cases + ENERGY_S a case and process
+
+Kernels without rows on that GPU are taken as typical, and named.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparsebench.harness.claims.check import Evidence, Wanted, measures_energy, missing
+from sparsebench.harness.plan.elsewhere import Costs, plan_there
+
+RUN_S = 12.0  # of a run, beside its contests: 11 s of it are ceilings on an H200
+ENERGY_S = 3.5  # of a window, with the wait for the counter
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run that is left to make. Seconds are None where no rows tell."""
+
+    suite: str
+    claims: tuple[str, ...]
+    contests: int
+    cases: int
+    seconds: float | None
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """Say what it is: `announced: 18 contests, 90 cases, about 32 s; for blast-2025`."""
+        time = f", about {self.seconds:.0f} s" if self.seconds is not None else ""
+        typical = f" ({', '.join(self.unknown)} taken as typical)" if self.unknown else ""
+        counts = f"{self.contests} contests, {self.cases} cases"
+        return f"{self.suite}: {counts}{time}{typical}; for {', '.join(self.claims)}"
+
+
+def looks(found: Evidence, device: str, replicates: int, there: Costs | None) -> list[Look]:
+    """Return the runs that a check of so many processes will make, before any confirming one."""
+    return [_look(wanted, replicates, there) for wanted in missing(found, device)]
+
+
+def _look(wanted: Sequence[Wanted], replicates: int, there: Costs | None) -> Look:
+    suite = wanted[0][0].suite
+    cases = [*dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))]
+    claims = tuple(dict.fromkeys(part.written.name for part, _ in wanted))
+    contests = len({problem for _, problems in wanted for problem in problems})
+    if there is None:
+        return Look(suite.name, claims, contests, len(cases), None)
+    told = plan_there(suite, there, f"case={'|'.join(cases)}", replicates)
+    energy_s = ENERGY_S * len(cases) * replicates if measures_energy(wanted[0][0]) else 0.0
+    seconds = RUN_S + told["estimate_s"] + energy_s
+    return Look(suite.name, claims, contests, len(cases), seconds, tuple(told["unknown"]))
