@@ -130,7 +130,11 @@ struct Layer {
   __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
   __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
 };
-struct GridPlace { int cta, ctas; };  // this CTA's number, and how many there are
+struct GridPlace {
+  int cta, ctas;  // this CTA's number, and how many there are
+  // In its cluster. ALONE has 320 columns a warp: it is read again, for a register spills elsewhere.
+  __device__ __forceinline__ int rank() const { return ALONE ? cluster_rank() : cta % SPLIT; }
+};
 
 // ---- lists ----
 
@@ -421,12 +425,12 @@ __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPl
     int third = layer.groups();  // none: a cluster has one group
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
-    const int found = list_rows(list, layer, group, place.cta % SPLIT, first, team, s);
+    const int found = list_rows(list, layer, group, place.rank(), first, team, s);
     const bool more = ALONE && found > first + MOST_ROWS;
     if (!more && team.thread == 0) s.next = after, s.after = third;
     named_barrier_sync(team.barrier, team.threads);
     if (ALONE || found <= layer.limit) return;
-    if (place.cta % SPLIT) continue;
+    if (place.rank()) continue;
 #if GATES == 2
     expand_group(layer, group, team);
 #endif
@@ -457,7 +461,7 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
 struct Steps {
   int first, end;
   __device__ __forceinline__ Steps(const List& list, GridPlace place) {
-    const int rank = ALONE ? 0 : place.cta % SPLIT, ranks = ALONE ? 1 : SPLIT;
+    const int rank = ALONE ? 0 : place.rank(), ranks = ALONE ? 1 : SPLIT;
     first = list.steps * rank / ranks, end = list.steps * (rank + 1) / ranks;
   }
 };
@@ -811,7 +815,7 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
     if (SPLIT > 1) {
       __syncwarp();
       cluster_sync_relaxed();
-      return push_sums(warp.y, place.cta % SPLIT, s);
+      return push_sums(warp.y, place.rank(), s);
     }
     warp.store_y(layer.out_of(group), tokens);
   }
@@ -836,7 +840,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
     mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
     mbarrier_init(smem_address(&s.summed), 1);
-    if (SPLIT > 1) expect_sums(place.cta % SPLIT, s);
+    if (SPLIT > 1) expect_sums(place.rank(), s);
   }
   const ThreadGroup all{(int)threadIdx.x, THREADS, 0};
   if (threadIdx.x == 0) {
@@ -866,7 +870,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
   const bool dry = other >= 0;
   if (!dry) mbarrier_wait(smem_address(&s.summed), 0, "sums of the cluster");
   if (other < LIST_THREADS)
-    reduce_cluster(layer.out_of(own), layer.tokens(own), place.cta % SPLIT, dry);
+    reduce_cluster(layer.out_of(own), layer.tokens(own), place.rank(), dry);
   __syncwarp();
   if (dry) cluster_sync_relaxed();
 }

@@ -74,7 +74,8 @@ def _launches(
     """Yield the layers of a name; the choice of each says what it is."""
     op, pinned = operands.problem.op, operands.pinned or {}
     if name == "few":
-        yield _named(ffn_few.launch_of(layer), f"sparse activations, {op}_few", way=name)
+        launch = ffn_few.launch_of(layer, operands.pinned)
+        yield _named(launch, f"sparse activations, {op}_few", way=name)
     elif name == "dense":
         for kernel, module in dense.items():
             if pinned.get("by", kernel) == kernel:
