@@ -180,13 +180,13 @@ CASES = [
 
 
 WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)]
+PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize("x_by", ["loads", "copies"])
 @pytest.mark.parametrize(
-    ("case", "way"),
-    sampled(((c, WAYS[(i + j) % 3]) for j in (0, 1) for i, c in enumerate(CASES)), 0, 2, 8),
+    ("case", "way", "x_by"),
+    sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
 )
 def test_its_threads_give_the_product_on_a_cpu(
     case: tuple[int, int, int, float, int, int],
