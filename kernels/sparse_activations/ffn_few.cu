@@ -25,6 +25,9 @@
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
+//   X is loaded by the MMA warps. With COPIED_X the producer copies it, 16 tokens a slot, before
+//   Wg; loads ask for 64 bytes of a line, copies for 2 PART.
+//
 //   Then SPLIT CTAs share WIDTH columns of Y. Each takes a segment of the units that are on, in
 //   ascending order. Warps 0 to 8 list the segment. Warps 0 to 7 take UNITS of it in turn, each
 //   warp in stages of its own, so that no warp waits for another:

@@ -170,7 +170,7 @@ def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
     (m, n, k), device = layer.sizes, layer.x.device
     if reason := unsupported_sizes(m, n, k):
         raise Unsupported(reason)
-    ways = [pinned["x_by"]] if pinned else ways_of(m, n)
+    ways = [pinned.get("x_by", "loads")] if pinned else ways_of(m, n)
     operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
     shape = shape_of(m, k, partial(clusters_of, device=device))
     about = n, k, shape, layer.squared, layer.up is not None, layer.x.dtype
