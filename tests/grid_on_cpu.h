@@ -57,6 +57,8 @@ template <int REGISTERS> void warpgroup_reg_dealloc() {}
 
 // ---- flags and words ----
 
+static int cluster_rank() { return cta_number() % cluster_size; }
+
 static void store_flag(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag; }
 template <int FLAGS> u32 load_flags(u32 at) {
   others_first();

@@ -16,6 +16,10 @@ how many rows take as long as dense products:
 
 Where there are too few groups for all SMs, a cluster of up to 8 CTAs shares the units of a group.
 
+`alone`, nothing stands by, which saves the two launches: no group is left. Each CTA of a cluster
+lists and takes a share of the units. Every group then reads its rows, however many. Where all units
+are on, the layer takes some 6 times as long as a dense one at MOST_ALONE tokens.
+
 Where X is not finite, a unit that is off counts as zero; dense products make it NaN.
 """
 
@@ -46,7 +50,8 @@ from sparsebench.kernels.sparse_activations._twell_gate import Tiles
 
 MOST_SPLIT = 8
 MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
-SHARED_BYTES = 192 * 1024  # of 227 KB, of which 30 are the kernel's own
+MOST_ALONE = 512  # tokens; of two CTAs a group, an H200 runs 66 groups at one time
+SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; the kernel's own are 30, or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
 GateProduct = Literal["library", "packed"] | Tiles
@@ -71,20 +76,27 @@ def limit_of(m: int, n: int) -> int:
     return min(n, MOST_ROWS, int(max(by_arithmetic, by_bytes)))
 
 
-def threads_of(k: int) -> tuple[int, int]:
+def threads_of(k: int, alone: bool = False) -> tuple[int, int]:
     """Return how many threads of a CTA multiply, and how many there are."""
     products = 256 if k > 1024 else 128
-    return products, products + (256 if k <= 2048 else 128)
+    return products, products + (256 if k <= (2560 if alone else 2048) else 128)
 
 
-def shared_bytes(k: int) -> int:
+def shared_bytes(k: int, alone: bool = False) -> int:
     """Return the dynamic shared memory of a CTA: X and the stages, eight rows each."""
-    return 6 * GROUP * 16 * threads_of(k)[0]
+    products, threads = threads_of(k, alone)
+    halves = 1 if threads > products + 128 else 2
+    if not alone:
+        return 6 * GROUP * 16 * products
+    columns = 64 * max(2, -(-k // (2 * products * halves)))  # of a warp
+    stages = 5 if halves == 1 and columns <= 256 else 4
+    return (halves + stages) * GROUP * columns * products // 16
 
 
-def clusters(split: int, k: int, device: torch.device) -> int:
+def clusters(split: int, k: int, device: torch.device, alone: bool = False) -> int:
     """Return how many clusters of `split` CTAs run at one time."""
-    return clusters_at_once(split, threads_of(k)[1], SHARED_BYTES, device)
+    bytes_ = ALONE_BYTES if alone else SHARED_BYTES
+    return clusters_at_once(split, threads_of(k, alone)[1], bytes_, device)
 
 
 def constants_of(
@@ -94,6 +106,7 @@ def constants_of(
     gated: bool,
     dtype: torch.dtype,
     stored: bool | Tiles = False,
+    alone: bool = False,
 ) -> Constants:
     """Return what ffn_sparse.cu is compiled for; G is `stored` as a bitmap, in tiles, or whole."""
     half, tiles = dtype == torch.float16, stored if isinstance(stored, Tiles) else None
@@ -102,6 +115,7 @@ def constants_of(
         "GATED": gated,
         "GATES": 2 if tiles else int(stored is True),
         "FP16": half,
+        "ALONE": alone,
     }
     sizes = {"TILE": tiles.tile, "CAPACITY": tiles.capacity} if tiles else {}
     named = {"K": k, "SPLIT": split} | flags | sizes
@@ -121,20 +135,22 @@ def launch(
     squared: bool,
     bits: Tensor | None = None,
     tiles: Tiles | None = None,
+    alone: bool = False,
 ) -> BoundKernel:
     """Return the kernel that writes Y of all groups that it does not leave to `rest`.
 
     x and y [m, k], gates g [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without wu,
     H is act(g). With the `bits` of _packed_gate.py, g is packed; with `tiles`, `bits` are the words
-    of _twell_gate.py, and g is their dense tiles.
+    of _twell_gate.py, and g is their dense tiles. `alone`, it leaves no group, whatever the limit.
     """
     (m, k), n, device = x.shape, len(wd_t), x.device
     stored = tiles or bits is not None
-    constants = constants_of(k, split, squared, wu is not None, x.dtype, stored)
-    kernel, code = load("ffn_sparse", "up_and_down", constants, SHARED_BYTES, device)
-    groups, (_, threads) = len(rest.heavy), threads_of(k)
+    constants = constants_of(k, split, squared, wu is not None, x.dtype, stored, alone)
+    most = ALONE_BYTES if alone else SHARED_BYTES
+    kernel, code = load("ffn_sparse", "up_and_down", constants, most, device)
+    groups, (_, threads) = len(rest.heavy), threads_of(k, alone)
     grid = groups * split if split > 1 else min(groups, multiprocessors(device))
-    shared = shared_bytes(k)
+    shared = shared_bytes(k, alone)
     loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
     gates = x.new_empty(grid * LISTS * MOST_ROWS * GROUP) if tiles else None
@@ -144,14 +160,17 @@ def launch(
     return BoundKernel(loaded, args, (*kept, *more), y)
 
 
-def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
+def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = False) -> Launch:
     """Return the layer after this product of the gate. Raises Unsupported."""
     m, n, k = layer.sizes
+    if alone and m > MOST_ALONE:
+        raise Unsupported(f"option way: alone takes at most {MOST_ALONE} tokens, found {m}")
     device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
     tiles = gate if isinstance(gate, Tiles) else None
-    split, squared = split_of(m, partial(clusters, k=k, device=device)), layer.squared
+    split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
+    split, squared = max(split, 2) if alone else split, layer.squared
     gated, stored = layer.up is not None, tiles or gate == "packed"
-    ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored)])
+    ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored, alone)])
     gates: Launch | _packed_gate.Gate | _twell_gate.Gate
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
@@ -174,16 +193,17 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct) -> Launch:
         squared=squared,
         bits=bits,
         tiles=tiles,
+        alone=alone,
     )
     # Of groups that are left, the launch before has written G as a matrix where it was in tiles.
     told = None if tiles else bits
-    dense = _remainder.products(x, g, up, wd, y, rest, squared=squared, bits=told)
-    steps: list[Callable[[], object]] = [gates, sparse, *dense]
+    products = partial(_remainder.products, x, g, up, wd, y, rest, squared=squared, bits=told)
+    steps: list[Callable[[], object]] = [gates, sparse, *([] if alone else products())]
 
     def run() -> Tensor:
         for step in steps:
             step()
         return y
 
-    choice = {"gate": gates.choice, "split": split, "limit": limit}
+    choice = {"gate": gates.choice, "split": split} | ({} if alone else {"limit": limit})
     return Launch(run, choice, sparse.code, gates.candidates)

@@ -25,6 +25,9 @@
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
+//   X is loaded by the MMA warps. With COPIED_X the producer copies it, 16 tokens a slot, before
+//   Wg; loads ask for 64 bytes of a line, copies for 2 PART.
+//
 //   Then SPLIT CTAs share WIDTH columns of Y. Each takes a segment of the units that are on, in
 //   ascending order. Warps 0 to 8 list the segment. Warps 0 to 7 take UNITS of it in turn, each
 //   warp in stages of its own, so that no warp waits for another:
@@ -50,7 +53,7 @@
 //
 // Compiled with -DN and -DK (multiples of 8), -DTOKENS=8|16|32|64, -DCTAS=1|2|4 that share K,
 // -DCLUSTERS of CTAS each, -DSPLIT (CTAS; or 2 where CTAS is 1: the hardware's cluster then holds
-// two of ours), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1. Loops that run once or twice
+// two of ours), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1, -DCOPIED_X=0|1. Loops that run once or twice
 // are not unrolled: the instructions themselves, 8 KB, have to be read from memory.
 
 #include "ffn_ptx.cuh"
@@ -111,6 +114,9 @@ constexpr int AT_RING = round_up(AT_LIST + 2 * ((N + SPLIT - 1) / SPLIT), 128);
 constexpr int RING_BYTES = AT_BARRIERS - AT_RING;
 constexpr int SLOTS = min_of(MOST_SLOTS, RING_BYTES / SLOT_BYTES);
 static_assert(RING_BYTES > 0 && SLOTS >= 1, "too many units, or too long rows");
+// With COPIED_X, the first steps of the ring are X, 16 tokens each.
+constexpr int X_STEPS = COPIED_X ? (TOKENS + ROWS - 1) / ROWS : 0;
+static_assert(X_STEPS <= SLOTS, "too little room for X");
 
 extern __shared__ __align__(128) char shared[];
 
@@ -177,7 +183,7 @@ __device__ __forceinline__ u16* active_units() { return (u16*)(shared + AT_ACTIV
 // ---- copies ----
 
 // Slots that are filled while the other warps start: an SM gets 33 KB a microsecond from memory.
-constexpr int FIRST = min_of((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS);
+constexpr int FIRST = min_of((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS - X_STEPS);
 
 struct Producer {
   const Work& work;
@@ -193,18 +199,29 @@ struct Producer {
     const int slot = step % SLOTS, bytes = work.bytes();
     if (bytes) bulk_load(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
   }
+  __device__ __forceinline__ void load_x(const char* x, int m) const {
+    const int lane = threadIdx.x % 32;
+    #pragma unroll 1
+    for (int step = 0; step < X_STEPS; step++) {
+      const int token = ROWS * step + lane, rows = max(0, min(ROWS, m - ROWS * step));
+      if (lane == 0) mbarrier_arrive_expect_tx(bars.full(step), rows * work.bytes());
+      __syncwarp();
+      if (lane < rows) load_row(step, lane, x + 2 * ((u64)token * K + work.rank * PART));
+    }
+  }
   __device__ __forceinline__ void load_gates(int tile, int end, const char* wg) const {
     const int lane = threadIdx.x % 32;
     for (; tile < end; tile++) {
-      const int rows = work.rows(tile);
-      producer_acquire(tile);
-      if (lane == 0) mbarrier_arrive_expect_tx(bars.full(tile % SLOTS), rows * work.bytes());
+      const int rows = work.rows(tile), step = X_STEPS + tile;
+      producer_acquire(step);
+      if (lane == 0) mbarrier_arrive_expect_tx(bars.full(step % SLOTS), rows * work.bytes());
       __syncwarp();
-      if (lane < rows) load_row(tile, lane, wg + own(ROWS * tile + lane));
+      if (lane < rows) load_row(step, lane, wg + own(ROWS * tile + lane));
     }
   }
   // Bring the rest of Wg into L2 before there is room for it in the ring, and before X has arrived,
   // but after the first slot has: queued behind all of Wg, 5.4 us of memory's time, X came last.
+  // With COPIED_X, the first slot is of X.
   __device__ __forceinline__ void prefetch_gates(int tile, const char* wg) const {
     if (tile < work.tiles) mbarrier_wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
@@ -231,7 +248,7 @@ struct Producer {
       const int found = before + __popc(mask);
       if (is_on) active_units()[row] = unit;
       for (int up = before / ROWS; GATED && up * ROWS < found; up++) {
-        const int step = work.tiles + up, first = max(before, up * ROWS);
+        const int step = X_STEPS + work.tiles + up, first = max(before, up * ROWS);
         const u32 full = bars.full(step % SLOTS);
         if (first % ROWS == 0) producer_acquire(step);
         if (lane == 0) expect_tx(full, (min(found, up * ROWS + ROWS) - first) * work.bytes());
@@ -242,7 +259,7 @@ struct Producer {
       before = found;
     }
     if (GATED && before % ROWS && lane == 0)
-      mbarrier_arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
+      mbarrier_arrive(bars.full((X_STEPS + work.tiles + before / ROWS) % SLOTS));
     __syncwarp();  // Wd is prefetched last: Wu is needed first
     #pragma unroll 1
     for (int i = lane; i < before; i += 32)
@@ -269,6 +286,29 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
       *(uint4*)x[i][j] = pred ? __ldcg(from + at) : uint4{};
     }
+}
+
+// COPIED_X: X comes by bulk copies, whole lines, through the ring. ldmatrix reads it as fragments, so
+// that no word is exchanged. Tokens beyond m are zeros.
+__device__ __forceinline__ void read_x(X& x, int m, Barriers bars) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = warp / K_WARPS * WIDE * 8, column = warp % K_WARPS * COLUMNS;
+  const u32 own = smem_address(shared) + AT_RING + lane % 8 * STRIDE + 2 * column + lane / 8 * 16;
+  #pragma unroll
+  for (int j = 0; j < WIDE; j++) {
+    const int token = first + 8 * j, slot = token / ROWS;
+    mbarrier_wait(bars.full(slot), 0, "X");
+    #pragma unroll
+    for (int i = 0; i < COLUMNS / 32; i++) {
+      ldmatrix_x4(x[i][j], own + slot * SLOT_BYTES + token % ROWS * STRIDE + 64 * i);
+      #pragma unroll
+      for (int word = 0; word < 4; word++)
+        if (token + lane / 4 >= m) x[i][j][word] = 0;
+    }
+  }
+  __syncwarp();
+  if (lane == 0)
+    for (int step = 0; step < X_STEPS; step++) mbarrier_arrive(bars.empty(step));
 }
 
 // Two accumulators for eight tokens where tokens are few: an mma waits for the one before it.
@@ -301,20 +341,25 @@ __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
   }
 }
 
-__device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers bars) {
+__device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers bars, int m) {
   int steps = work.tiles;
-  #pragma unroll
-  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) quad_transpose(x[i / WIDE][i % WIDE]);
-  named_barrier_sync<2, LIST_THREADS>();  // X has arrived
+  if (COPIED_X) {
+    read_x(x, m, bars);
+  } else {
+    #pragma unroll
+    for (int i = 0; i < COLUMNS / 32 * WIDE; i++) quad_transpose(x[i / WIDE][i % WIDE]);
+    named_barrier_sync<2, LIST_THREADS>();  // X has arrived
+  }
   for (int step = 0; step < steps; step++) {
-    mbarrier_wait(bars.full(step % SLOTS), step / SLOTS & 1, "a full slot");
+    const int of_ring = X_STEPS + step, slot = of_ring % SLOTS;
+    mbarrier_wait(bars.full(slot), of_ring / SLOTS & 1, "a full slot");
     mbarrier_wait(bars.reduced(step % 2), step / 2 & 1 ^ 1, "room for sums");
-    mma_tile(x, smem_address(shared) + AT_RING + step % SLOTS * SLOT_BYTES,
+    mma_tile(x, smem_address(shared) + AT_RING + slot * SLOT_BYTES,
                   (float*)shared + step % 2 * PARTIAL);
     asm volatile("" : "+r"(step));  // makes the compiler compute addresses again; kept, they spill
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(bars.empty(step % SLOTS));
+      mbarrier_arrive(bars.empty((X_STEPS + step) % SLOTS));
       mbarrier_arrive(bars.summed(step % 2));
     }
     if (GATED && step == work.tiles - 1) steps += (count_active(work.tiles) + ROWS - 1) / ROWS;
@@ -725,11 +770,12 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   X own;
   if (warp < MMA_WARPS) {
     if (CTAS > 1) cluster_arrive_relaxed();  // before the loads of X, which take up to 5 us
-    load_x(own, (const uint4*)x, work.rank, m);
+    if (!COPIED_X) load_x(own, (const uint4*)x, work.rank, m);
   } else {
     if (warp == PRODUCER) {  // at once: no other thread writes where these copies land
       if (threadIdx.x % 32 == 0) bars.init_all(), fence_barrier_init(), fence_proxy_async();
       __syncwarp();
+      producer.load_x(x, m);
       producer.load_gates(0, min(FIRST, work.tiles), wg);
     }
     zero_padding(work);
@@ -744,9 +790,10 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     Reducer{work, bars, h, counts, (int)threadIdx.x - FIRST_REDUCER, 0, 0}.run();
   } else {
     if (warp < MMA_WARPS) {
-      mma_mainloop(own, work, bars);
+      mma_mainloop(own, work, bars, m);
     } else {
-      named_barrier_sync<2, LIST_THREADS>();  // X has arrived; earlier copies would delay it
+      // Without COPIED_X, X has arrived; earlier copies would delay it.
+      if (!COPIED_X) named_barrier_sync<2, LIST_THREADS>();
       producer.load_gates(FIRST, work.tiles, wg);
       producer.load_ups(wu, wd, words);
       scan_words(words);

@@ -11,10 +11,13 @@ once. With few units on it reads little more than Wg; with all on, as much as a 
     33 to 64             2  (4)        the same
 
 An H200 runs 66 clusters of two at one time, but only 30 of four: each is in one GPC.
+
+X comes by loads or by bulk copies. From COPIES_FROM tokens on, `prepare` times both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +28,11 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    ahead,
     clusters_at_once,
     load,
 )
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.sparse_activations import _layer
 from sparsebench.kernels.sparse_activations._layer import MOST_K, Layer, layer_of
@@ -38,6 +43,10 @@ TOKENS_TO_SPLIT = 16
 MOST_N = 28672  # shared memory for lists
 PART, X_SIZE = 2048, 64 * 1024  # columns of K, and values of X in registers, of a CTA
 WARPS, SHARED_BYTES = 11, 226 * 1024
+COPIES_FROM, MOST_COPIED_N = 33, 16384  # tokens; with more units, X has no room beside their lists
+
+XBy = Literal["loads", "copies"]
+"""How X comes into the registers: by loads of 16 bytes, or by bulk copies through shared memory."""
 
 # x, wg, wu, wd transposed, y, h, words, counters; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
@@ -89,7 +98,13 @@ def clusters_of(ctas: int, device: torch.device) -> int:
 
 
 def constants_of(
-    n: int, k: int, shape: tuple[int, int, int], squared: bool, gated: bool, dtype: torch.dtype
+    n: int,
+    k: int,
+    shape: tuple[int, int, int],
+    squared: bool,
+    gated: bool,
+    dtype: torch.dtype,
+    x_by: XBy = "loads",
 ) -> Constants:
     """Return what the kernel is compiled for; `shape` is what `shape_of` returned."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
@@ -98,6 +113,7 @@ def constants_of(
         "SQUARED": squared,
         "GATED": gated,
         "FP16": dtype == torch.float16,
+        "COPIED_X": x_by == "copies",
     }
     return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
 
@@ -108,8 +124,20 @@ def words_of(n: int, clusters: int) -> int:
     return clusters * -(-eights // 6)
 
 
+def ways_of(m: int, n: int) -> list[XBy]:
+    """Return the ways that are timed for X of m tokens, the default first."""
+    return ["loads", "copies"] if m >= COPIES_FROM and n <= MOST_COPIED_N else ["loads"]
+
+
 def launch(
-    x: Tensor, wg: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, *, squared: bool
+    x: Tensor,
+    wg: Tensor,
+    wu: Tensor | None,
+    wd_t: Tensor,
+    y: Tensor,
+    *,
+    squared: bool,
+    x_by: XBy = "loads",
 ) -> BoundKernel:
     """Return the kernel that writes Y.
 
@@ -121,7 +149,7 @@ def launch(
     if reason := unsupported_sizes(m, n, k):
         raise Unsupported(reason)
     shape = tokens, ctas, clusters = shape_of(m, k, partial(clusters_of, device=device))
-    constants = constants_of(n, k, shape, squared, wu is not None, x.dtype)
+    constants = constants_of(n, k, shape, squared, wu is not None, x.dtype, x_by)
     kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
     loaded = Loaded(
         kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
@@ -133,15 +161,25 @@ def launch(
 
 
 def prepare(operands: Operands) -> Launch:
-    """Copy Wd.T and compile for the sizes. Raises Unsupported."""
-    return launch_of(layer_of(operands))
+    """Copy Wd.T, compile for the sizes, and take the faster way for X. Raises Unsupported."""
+    return launch_of(layer_of(operands), operands.pinned)
 
 
-def launch_of(layer: Layer) -> Launch:
-    """Return the launch of a layer; nothing is chosen. Raises Unsupported."""
+def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
+    """Return the launch of a layer with the pinned way for X, or the faster. Raises Unsupported."""
+    (m, n, k), device = layer.sizes, layer.x.device
+    if reason := unsupported_sizes(m, n, k):
+        raise Unsupported(reason)
+    ways = [pinned.get("x_by", "loads")] if pinned else ways_of(m, n)
     operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
-    kernel = launch(*operands, squared=layer.squared)
-    return Launch(kernel, code=kernel.code)
+    shape = shape_of(m, k, partial(clusters_of, device=device))
+    about = n, k, shape, layer.squared, layer.up is not None, layer.x.dtype
+    ahead("ffn_few", [constants_of(*about, way) for way in ways])
+    kernels = [launch(*operands, squared=layer.squared, x_by=way) for way in ways]
+    found = search(kernels, device)
+    choices = [{"x_by": way} for way in ways]
+    best = kernels[found.best]
+    return Launch(best, choices[found.best], best.code, found.told(choices))
 
 
 KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)

@@ -92,7 +92,13 @@ template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc()
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
-// ---- flags in shared memory of a cluster: a byte each ----
+// ---- a cluster: this CTA's rank; flags in shared memory, a byte each ----
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
 
 __device__ __forceinline__ void store_flag(u32 to, u32 flag, int cta) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %2;\n"

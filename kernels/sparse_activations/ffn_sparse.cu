@@ -37,6 +37,11 @@
 // as zeros. Copies have warps of their own: each step takes 600 instructions to copy, which held up
 // the MMA warps, two to a scheduler, when these copied their own columns.
 //
+// ALONE, nothing stands by. Each CTA of a cluster lists and takes the units of a share of its own,
+// every SPLIT-th line of G, and no group is left, however many units are on: what has no room in a
+// list is the next list, to the same sums of Y. A row of up to 2560 columns then has one half, with
+// 320 columns a warp and four stages.
+//
 // U is summed over K in the order of the warps and kept in fp32. H is rounded once. Y is summed in
 // the order of the units, then of the CTAs. So the bits are the same at every call. A row that no
 // token of the group needs is not read. A group with more rows than `limit` is left to a dense
@@ -54,25 +59,31 @@
 //       dense product is written to G as a matrix.
 //
 // Compiled with -DK (a multiple of 8, at most 4096), -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2),
-// -DGATED=0|1, -DGATES=0|1|2, -DFP16=0|1; with GATES=2, -DTILE=256|128|64 and -DCAPACITY.
+// -DGATED=0|1, -DGATES=0|1|2, -DFP16=0|1, -DALONE=0|1; with GATES=2, -DTILE=256|128|64 and
+// -DCAPACITY. ALONE needs SPLIT of 2 or more, and GATES 0 or 1.
 
 #include "ffn_ptx.cuh"
 
 using u16 = unsigned short;
+static_assert(!ALONE || (SPLIT > 1 && GATES != 2), "ALONE");
 
-constexpr int HALVES = K > 2048 ? 2 : 1;  // of a row; a warp has 256 columns of each
 constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // whole warpgroups, as list and load warps together
-constexpr int HALF = 256 * MMA_WARPS, PITCH = 2 * HALF;  // columns; bytes
+constexpr int HALVES = K > MMA_WARPS * (ALONE ? 320 : 256) ? 2 : 1;  // of a row
+constexpr int LINES = (K + 64 * MMA_WARPS * HALVES - 1) / (64 * MMA_WARPS * HALVES);
+constexpr int COLUMNS = ALONE ? 64 * (LINES > 2 ? LINES : 2) : 256;  // of a warp, in each half
+constexpr int HALF = COLUMNS * MMA_WARPS, PITCH = 2 * HALF;  // columns; bytes
 constexpr int MMA_THREADS = 32 * MMA_WARPS;
 constexpr int LIST_THREADS = HALVES == 1 ? 128 : 64, LOAD_THREADS = LIST_THREADS;
 constexpr int THREADS = MMA_THREADS + LIST_THREADS + LOAD_THREADS;
-constexpr int GROUP = 8, ROWS = 16, STAGES = HALVES == 1 ? 5 : 4, STAGE_BYTES = 8 * PITCH;
+constexpr int GROUP = 8, ROWS = 16, STAGE_BYTES = 8 * PITCH;
+constexpr int STAGES = HALVES == 1 && COLUMNS <= 256 ? 5 : 4;
 constexpr int X_PITCH = HALVES * PITCH;
-constexpr int MOST_ROWS = 1536;  // of a list
+constexpr int MOST_ROWS = ALONE ? 512 : 1536;  // of a list
 constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is written
 constexpr int END = -1;  // no group
 // Registers of a thread of an MMA warp, and of any other; a CTA has 64 K.
-constexpr int MMA_REGISTERS = HALVES == 1 ? 152 : 224, OTHER_REGISTERS = HALVES == 1 ? 104 : 56;
+constexpr int MMA_REGISTERS = HALVES == 2 ? 224 : COLUMNS > 256 ? 184 : 152;
+constexpr int OTHER_REGISTERS = HALVES == 2 ? 56 : COLUMNS > 256 ? 72 : 104;
 #if GATES == 2
 constexpr int CHUNK = 256;  // units that a list warp takes at a time, of eight tokens
 constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // of a tile; of a token, in a chunk
@@ -80,7 +91,7 @@ constexpr int CHUNKS = TILES > 1 || HALVES > 1 ? 1 : 3;  // loaded at a time
 #else
 // Pieces of eight units that a list thread loads at a time: each load takes 2 to 3 us while rows
 // are being copied.
-constexpr int PIECES = (GATES == 1 ? 3 : 1) * (HALVES == 1 ? 2 : 1);
+constexpr int PIECES = ALONE ? 1 : (GATES == 1 ? 3 : 1) * (HALVES == 1 ? 2 : 1);
 constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that it loads at a time
 #endif
 constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // else all threads have enough
@@ -89,6 +100,7 @@ extern __shared__ __align__(1024) char shared[];  // X, then the stages; in the 
 
 struct List {
   int group, steps;
+  bool more;  // ALONE: the next list is of the same group
   alignas(16) u32 rows[MOST_ROWS + ROWS];  // unit << 8 | tokens that it is on for
   u16* gates;  // of GATES 2: [row][token], in global memory
 };
@@ -118,7 +130,11 @@ struct Layer {
   __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
   __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
 };
-struct GridPlace { int cta, ctas; };  // this CTA's number, and how many there are
+struct GridPlace {
+  int cta, ctas;  // this CTA's number, and how many there are
+  // In its cluster. ALONE has 320 columns a warp: it is read again, for a register spills elsewhere.
+  __device__ __forceinline__ int rank() const { return ALONE ? cluster_rank() : cta % SPLIT; }
+};
 
 // ---- lists ----
 
@@ -147,7 +163,7 @@ __device__ __forceinline__ void list_units(List& list, const u32 (&masks)[2], in
   #pragma unroll
   for (int j = 0; j < 8; j++) {
     const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
-    if (mask && to < MOST_ROWS) list.rows[to] = (u32)(unit + j) << 8 | mask;
+    if (mask && to < MOST_ROWS && (!ALONE || to >= 0)) list.rows[to] = (u32)(unit + j) << 8 | mask;
     to += mask != 0;
   }
 }
@@ -163,6 +179,7 @@ __device__ __forceinline__ void end_list(List& list, int found, int group,
   const int listed = min(found, MOST_ROWS), steps = listed ? (listed + ROWS - 1) / ROWS : 1;
   for (int row = listed + team.thread; row < steps * ROWS; row += team.threads) list.rows[row] = 0;
   if (team.thread == 0) list.group = group, list.steps = steps;
+  if (ALONE && team.thread == 0) list.more = found > MOST_ROWS;
 }
 
 #if GATES != 2
@@ -213,9 +230,32 @@ struct ActiveMask {
   }
 };
 
+#if ALONE
+// List the units of this CTA's share that are on for any token of a group, in ascending order, from
+// number `first` of them on; pad the last step. Return how many there are, of which the next
+// MOST_ROWS at most are listed. A share is every SPLIT-th line of G, 64 units. Warps without a
+// piece load nothing: beyond the last piece all would ask for the same 16 bytes.
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int rank,
+                                         int first, const ThreadGroup& team, Shared& s) {
+  const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
+  const int share = (pieces + 8 * SPLIT - 1) / (8 * SPLIT) * 8;
+  int found = 0, turn = 0;
+  for (int at = team.thread; at - team.thread < share; at += team.threads, turn++) {
+    const int piece = (at / 8 * SPLIT + rank) * 8 + at % 8;
+    ActiveMask active{};
+    if (at < share && piece < pieces) active.load(layer, group, tokens, piece, 0);
+    int all;
+    const int before = exclusive_scan(units_on(active.masks[0]), team, turn, s, all);
+    list_units(list, active.masks[0], 8 * piece, found + before - first);
+    found += all;
+  }
+  end_list(list, found - first, group, team);
+  return found;
+}
+#else
 // List the units of a group that are on for any token, in ascending order; pad the last step.
 // Return how many there are, of which MOST_ROWS at most are listed.
-__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int, int,
                                          const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
   int found = 0, turn = 0;
@@ -236,6 +276,7 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   end_list(list, found, group, team);
   return found;
 }
+#endif
 #else
 
 // ---- lists, from TwELL words ----
@@ -289,7 +330,7 @@ struct Chunk {
 
 // List the units of a group that are on for any token, in ascending order, with their gates; pad
 // the last step. Return how many there are, of which MOST_ROWS at most are listed.
-__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group,
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int, int,
                                          const ThreadGroup& team, Shared& s) {
   const int warp = team.thread / 32, warps = team.threads / 32, lane = threadIdx.x % 32;
   const int chunks = (layer.n + CHUNK - 1) / CHUNK;
@@ -372,20 +413,24 @@ __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const 
 }
 
 // List the first group, from s.next on, that is not left to a dense product, or END. Meanwhile
-// prefetch X of the group after it, and take the group after that from the counter.
-__device__ __forceinline__ void list_next(List& list, const Layer& layer, GridPlace place,
+// prefetch X of the group after it, and take the group after that from the counter. ALONE, no group
+// is left: the group's rows beyond this list are the next list.
+__device__ __forceinline__ void list_next(int number, const Layer& layer, GridPlace place,
                                           const ThreadGroup& team, Shared& s) {
+  List& list = s.lists[number % LISTS];
+  const int first = number * MOST_ROWS;  // of ALONE
   for (;;) {
     const int group = s.next, after = s.after;
     if (group >= layer.groups()) break;
     int third = layer.groups();  // none: a cluster has one group
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
-    const int found = list_rows(list, layer, group, team, s);
-    if (team.thread == 0) s.next = after, s.after = third;
+    const int found = list_rows(list, layer, group, place.rank(), first, team, s);
+    const bool more = ALONE && found > first + MOST_ROWS;
+    if (!more && team.thread == 0) s.next = after, s.after = third;
     named_barrier_sync(team.barrier, team.threads);
-    if (found <= layer.limit) return;
-    if (place.cta % SPLIT) continue;
+    if (ALONE || found <= layer.limit) return;
+    if (place.rank()) continue;
 #if GATES == 2
     expand_group(layer, group, team);
 #endif
@@ -403,7 +448,7 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
     if (i) {
       if (i >= LISTS)
         mbarrier_wait(smem_address(&s.used[i % LISTS]), (i / LISTS - 1) % 2, "a free list");
-      list_next(s.lists[i % LISTS], layer, place, team, s);
+      list_next(i, layer, place, team, s);
     }
     if (team.thread == 0) mbarrier_arrive(smem_address(&s.listed[i % LISTS]));
     if (s.lists[i % LISTS].group == END) return;
@@ -416,8 +461,8 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
 struct Steps {
   int first, end;
   __device__ __forceinline__ Steps(const List& list, GridPlace place) {
-    const int rank = place.cta % SPLIT;
-    first = list.steps * rank / SPLIT, end = list.steps * (rank + 1) / SPLIT;
+    const int rank = ALONE ? 0 : place.rank(), ranks = ALONE ? 1 : SPLIT;
+    first = list.steps * rank / ranks, end = list.steps * (rank + 1) / ranks;
   }
 };
 
@@ -462,7 +507,7 @@ __device__ __forceinline__ void load_step(Pipeline& pipeline, const char* w, con
       const char* from = w + (u64)(row >> 8) * (2 * K) + PITCH * half + 16 * lane;
       const u32 to = tile + swizzled(number, lane);
       #pragma unroll
-      for (int j = 0; j < MMA_WARPS; j++)
+      for (int j = 0; j < PITCH / 512; j++)
         cp_async_16(to + 512 * j, from + 512 * j,
                 (row & 0xff) && (HALVES * HALF == K || HALF * half + 256 * j + 8 * lane < K),
                 evict_last_policy());
@@ -481,7 +526,7 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
     const char* from = (const char*)(layer.x + (u64)(group * GROUP + token) * K) + 16 * lane;
     const u32 to = smem_address(shared) + swizzled(token, lane, X_PITCH);
     #pragma unroll
-    for (int j = 0; j < HALVES * MMA_WARPS; j++)
+    for (int j = 0; j < X_PITCH / 512; j++)
       cp_async_16(to + 512 * j, from + 512 * j,
                   token < tokens && (HALVES * HALF == K || 256 * j + 8 * lane < K),
               evict_first_policy());
@@ -524,35 +569,38 @@ __device__ __forceinline__ void load_groups(const Layer& layer, GridPlace place,
 
 // The first column of a warp in a half of K.
 __device__ __forceinline__ int column_of(int half) {
-  return HALF * half + threadIdx.x / 32 * 256;
+  return HALF * half + threadIdx.x / 32 * COLUMNS;
 }
 
 // X of a group as fragments of B: [half][k / 8]; a lane has words of token lane / 4.
-using Tokens = u32[HALVES][32];
+constexpr int PIECES_OF_HALF = COLUMNS / 32;  // 32 columns each
+using Tokens = u32[HALVES][COLUMNS / 8];
 
 __device__ __forceinline__ void load_x_fragments(Tokens& x, int number, Shared& s) {
   const int lane = threadIdx.x % 32;
   mbarrier_wait(smem_address(&s.x_full), number % 2, "X");
   #pragma unroll
-  for (int i = 0; i < 8 * HALVES; i++) {
-    const int piece = column_of(i / 8) / 8 + 4 * (i % 8) + lane / 8;
+  for (int i = 0; i < PIECES_OF_HALF * HALVES; i++) {
+    const int half = i / PIECES_OF_HALF, of_half = i % PIECES_OF_HALF;
+    const int piece = column_of(half) / 8 + 4 * of_half + lane / 8;
     u32 four[4];
     ldmatrix_x4(four, smem_address(shared) + swizzled(lane % 8, piece, X_PITCH));
     #pragma unroll
-    for (int j = 0; j < 4; j++) x[i / 8][i % 8 * 4 + j] = four[j];
+    for (int j = 0; j < 4; j++) x[half][of_half * 4 + j] = four[j];
   }
   __syncwarp();
   if (lane == 0) mbarrier_arrive(smem_address(&s.x_empty));
 }
 
 // Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
-using Sums = float[HALVES][16][4];
+using Sums = float[HALVES][COLUMNS / 16][4];
 
 // A warp writes 32 columns at a time, the `i`-th: a lane has eight columns of token lane / 4, which
 // are 16 bytes at `piece_of(i)`.
 __device__ __forceinline__ int piece_of(int i) {
   const int warp = threadIdx.x / 32 % MMA_WARPS;
-  return (HALF * (i / 8) + 256 * warp) / 8 + 4 * (i % 8) + threadIdx.x % 4;
+  const int half = i / PIECES_OF_HALF, of_half = i % PIECES_OF_HALF;
+  return (HALF * half + COLUMNS * warp) / 8 + 4 * of_half + threadIdx.x % 4;
 }
 __device__ __forceinline__ uint4 eight_columns(const float (*d)[4]) {
   u32 words[4];
@@ -595,7 +643,7 @@ struct MmaWarp {
     const u32 upper = pipeline.tile();
     pipeline.advance();
     pipeline.consumer_wait();
-    return (row < 8 ? upper : pipeline.tile()) + threadIdx.x / 32 * 512;
+    return (row < 8 ? upper : pipeline.tile()) + threadIdx.x / 32 * (2 * COLUMNS);
   }
   __device__ __forceinline__ void release_rows() {
     __syncwarp();
@@ -613,7 +661,7 @@ struct MmaWarp {
     for (int half = 0; half < HALVES; half++) {
       const u32 tile = wait_rows(row);
       #pragma unroll
-      for (int i = 0; i < 16; i++) {
+      for (int i = 0; i < COLUMNS / 16; i++) {
         u32 a[4];
         ldmatrix_x4(a, tile + swizzled(row % 8, i % 4 * 2 + lane / 16) + i / 4 * 128);
         mma_m16n8k16(u[i % 2], a, x[half][2 * i], x[half][2 * i + 1]);
@@ -652,7 +700,7 @@ struct MmaWarp {
     for (int half = 0; half < HALVES; half++) {
       const u32 tile = wait_rows(row);
       #pragma unroll
-      for (int i = 0; i < 16; i++) {
+      for (int i = 0; i < COLUMNS / 16; i++) {
         u32 a[4];
         ldmatrix_x4_trans(a, tile + swizzled(row % 8, i % 4 * 2 + lane / 8 % 2) + i / 4 * 128);
         mma_m16n8k16(y[half][i], a, h[0], h[1]);
@@ -672,15 +720,17 @@ struct MmaWarp {
   // Sum over this CTA's steps of a group. The gates of the first step have been loaded.
   __device__ __forceinline__ void mainloop(const Layer& layer, int number, GridPlace place,
                                            Shared& s) {
+    constexpr int OF_HALF = COLUMNS / 4;
     #pragma unroll
-    for (int i = 0; i < HALVES * 64; i++) y[i / 64][i / 4 % 16][i % 4] = 0;
+    for (int i = 0; i < HALVES * OF_HALF; i++)
+      if (!ALONE || number == 0) y[i / OF_HALF][i % OF_HALF / 4][i % 4] = 0;
     if (GATED) load_x_fragments(x, number, s);
     const List& list = s.lists[number % LISTS];
     const Steps steps(list, place);
     for (int step = steps.first; step < steps.end; step++, turn++) {
       store_gate(s);
       if (step + 1 < steps.end) load_gate(layer, list, step + 1);
-      else if (SPLIT == 1) load_first_gate(layer, number + 1, place, s);
+      else if (SPLIT == 1 || ALONE) load_first_gate(layer, number + 1, place, s);
       if (GATED) mma_up(s);
       if (GATED && step > steps.first) mma_down();
       named_barrier_sync(2, MMA_THREADS);  // and the other buffer has been read
@@ -692,8 +742,8 @@ struct MmaWarp {
   __device__ __forceinline__ void store_y(u16* out, int tokens) const {
     const int token = threadIdx.x % 32 / 4;
     #pragma unroll
-    for (int i = 0; i < 8 * HALVES; i++) {
-      const uint4 v = eight_columns(y[i / 8] + i % 8 * 2);
+    for (int i = 0; i < PIECES_OF_HALF * HALVES; i++) {
+      const uint4 v = eight_columns(y[i / PIECES_OF_HALF] + i % PIECES_OF_HALF * 2);
       if (token < tokens && piece_of(i) < K / 8)
         store_once((uint4*)(out + (u64)token * K) + piece_of(i), v);
     }
@@ -704,7 +754,7 @@ struct MmaWarp {
 // Each CTA adds up some of the pieces, 32 columns each, of all warps. All CTAs push their sums of
 // these to it, over its X and stages: no CTA reads the shared memory of another.
 
-constexpr int PIECES_OF_WARP = 8 * HALVES;
+constexpr int PIECES_OF_WARP = PIECES_OF_HALF * HALVES;
 __device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
 constexpr int MOST_PIECES = (PIECES_OF_WARP + SPLIT - 1) / SPLIT, PIECE_BYTES = 2 * 32 * 16;
 
@@ -727,7 +777,7 @@ __device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
     const u32 to = map_shared_rank(own, owner), barrier = map_shared_rank(summed, owner);
     #pragma unroll
     for (int i = 2 * first_piece(owner); i < 2 * first_piece(owner + 1); i++) {
-      const float (&d)[4] = y[i / 16][i % 16];
+      const float (&d)[4] = y[i / (COLUMNS / 16)][i % (COLUMNS / 16)];
       st_async(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
     }
   }
@@ -757,13 +807,15 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
   warp.load_first_gate(layer, 0, place, s);
   for (int i = 0; s.lists[i % LISTS].group != END; i++) {
     const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
+    const bool more = ALONE && s.lists[i % LISTS].more;
     warp.mainloop(layer, i, place, s);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
+    if (more) continue;
     if (SPLIT > 1) {
       __syncwarp();
       cluster_sync_relaxed();
-      return push_sums(warp.y, place.cta % SPLIT, s);
+      return push_sums(warp.y, place.rank(), s);
     }
     warp.store_y(layer.out_of(group), tokens);
   }
@@ -788,7 +840,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
     mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
     mbarrier_init(smem_address(&s.summed), 1);
-    if (SPLIT > 1) expect_sums(place.cta % SPLIT, s);
+    if (SPLIT > 1) expect_sums(place.rank(), s);
   }
   const ThreadGroup all{(int)threadIdx.x, THREADS, 0};
   if (threadIdx.x == 0) {
@@ -799,7 +851,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
   wait_on_dependent_grids();
   prefetch_x(layer, place.cta / SPLIT, all);
   __syncthreads();
-  list_next(s.lists[0], layer, place, all, s);
+  list_next(0, layer, place, all, s);
   const int group = s.lists[0].group;
   if (group == END) return;  // so do all CTAs of a cluster
   const int other = threadIdx.x - MMA_THREADS;
@@ -812,12 +864,13 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     else load_groups(layer, place, other - LIST_THREADS, s);
   }
   if (SPLIT == 1) return;
+  const int own = ALONE ? place.cta / SPLIT : group;  // not kept in a register
   // Instructions are read from memory the first time, 1 us for every few dozen. So list warps,
   // which end early, run this code once without effect.
   const bool dry = other >= 0;
   if (!dry) mbarrier_wait(smem_address(&s.summed), 0, "sums of the cluster");
   if (other < LIST_THREADS)
-    reduce_cluster(layer.out_of(group), layer.tokens(group), place.cta % SPLIT, dry);
+    reduce_cluster(layer.out_of(own), layer.tokens(own), place.rank(), dry);
   __syncwarp();
   if (dry) cluster_sync_relaxed();
 }

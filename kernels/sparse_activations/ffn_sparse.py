@@ -7,7 +7,8 @@
     few       ffn_few.py        one launch, up to 64 tokens
     library   _grouped.py       groups of eight tokens, after a gate by a library
     packed    _grouped.py       groups of eight tokens, after a gate that writes who is on
-    sparse    few where it can run; else library and packed
+    alone     _grouped.py       as library, but nothing stands by: up to 512 tokens
+    sparse    few where it can run; else library and packed; alone as well, from 33 tokens to 512
     best      those of `sparse`, and the dense cublas_ffn and ffn_dense_triton
 
 `Launch.choice` names what was kept, as `chosen` and `way`.
@@ -25,8 +26,10 @@ from sparsebench.kernels.dense import cublas_ffn, ffn_dense_triton
 from sparsebench.kernels.sparse_activations import _grouped, ffn_few
 from sparsebench.kernels.sparse_activations._layer import Layer, layer_of, unsupported
 
-Way = Literal["best", "sparse", "library", "packed", "few"]
-Name = Literal["few", "library", "packed", "dense"]
+Way = Literal["best", "sparse", "library", "packed", "alone", "few"]
+Name = Literal["few", "library", "packed", "alone", "dense"]
+
+ALONE_FROM = 33  # tokens; up to 32, ffn_few.py reads less: there is no G
 
 DENSE = {"cublas_ffn": cublas_ffn, "ffn_dense_triton": ffn_dense_triton}
 
@@ -60,6 +63,8 @@ def _names(way: Way, layer: Layer) -> list[Name]:
     sparse: list[Name] = ["few"]
     if ffn_few.unsupported_sizes(*layer.sizes):
         sparse = ["library", "packed"] if layer.up is not None else ["library"]
+    if ALONE_FROM <= len(layer.x) <= _grouped.MOST_ALONE:
+        sparse.append("alone")
     return [*sparse, "dense"] if way == "best" else sparse
 
 
@@ -69,7 +74,8 @@ def _launches(
     """Yield the layers of a name; the choice of each says what it is."""
     op, pinned = operands.problem.op, operands.pinned or {}
     if name == "few":
-        yield _named(ffn_few.launch_of(layer), f"sparse activations, {op}_few", way=name)
+        launch = ffn_few.launch_of(layer, operands.pinned)
+        yield _named(launch, f"sparse activations, {op}_few", way=name)
     elif name == "dense":
         for kernel, module in dense.items():
             if pinned.get("by", kernel) == kernel:
@@ -79,7 +85,8 @@ def _launches(
                 choice = {"by": kernel, "dense": launch.choice}
                 yield _named(replace(launch, choice=choice), f"dense, {kernel}", way=name)
     else:
-        launch = _grouped.prepare(operands, layer, name)
+        gate: _grouped.GateProduct = "packed" if name == "packed" else "library"
+        launch = _grouped.prepare(operands, layer, gate, alone=name == "alone")
         yield _named(launch, f"sparse activations, {op}_sparse way={name}", way=name)
 
 

@@ -91,6 +91,11 @@ def test_what_the_kernel_cannot_do_is_refused(
     assert ffn_few.unsupported_sizes(*sizes) == reason
 
 
+def test_x_by_copies_is_tried_from_33_tokens_on() -> None:
+    assert ffn_few.ways_of(32, 5632) == ffn_few.ways_of(64, 16392) == ["loads"]
+    assert ffn_few.ways_of(33, 5632) == ["loads", "copies"]
+
+
 # ---- its code ----
 
 
@@ -105,6 +110,19 @@ def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> 
     ways = ((False, True, torch.bfloat16), (True, False, torch.float16))
     for squared, gated, dtype in ways[: 2 if k == 2048 else 1]:
         constants = ffn_few.constants_of(n, k, shape, squared, gated, dtype)
+        assert_compiles_cleanly("ffn_few", constants, tmp_path)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("n", "k"), sampled([(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024)], 0, 1)
+)
+def test_with_x_by_copies_it_compiles_without_a_spill(n: int, k: int, tmp_path: Path) -> None:
+    shape = ffn_few.shape_of(64, k, AT_ONCE)
+    assert "copies" in ffn_few.ways_of(64, n)
+    for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
+        constants = ffn_few.constants_of(n, k, shape, squared, gated, dtype, "copies")
         assert_compiles_cleanly("ffn_few", constants, tmp_path)
 
 
@@ -162,15 +180,19 @@ CASES = [
 
 
 WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)]
+PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize(
-    ("case", "way"),
-    sampled(((c, WAYS[(i + j) % 3]) for j in (0, 1) for i, c in enumerate(CASES)), 0, 2, 8),
+    ("case", "way", "x_by"),
+    sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
 )
 def test_its_threads_give_the_product_on_a_cpu(
-    case: tuple[int, int, int, float, int, int], way: tuple[str, bool, bool, bool], folder: Path
+    case: tuple[int, int, int, float, int, int],
+    way: tuple[str, bool, bool, bool],
+    x_by: ffn_few.XBy,
+    folder: Path,
 ) -> None:
     (m, n, k, part, ctas, clusters), (dtype, squared, gated, late) = case, way
     torch.manual_seed(0)
@@ -183,7 +205,8 @@ def test_its_threads_give_the_product_on_a_cpu(
     words = torch.zeros(ffn_few.words_of(n, clusters), dtype=torch.int64)
     counts = torch.zeros(2, dtype=torch.int32)
     kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
-    kernel = on_cpu(ffn_few.constants_of(n, k, shape, squared, gated, x.dtype), late, folder)
+    constants = ffn_few.constants_of(n, k, shape, squared, gated, x.dtype, x_by)
+    kernel = on_cpu(constants, late, folder)
     seen = []
     for token, column in ((None, 0), (None, 0), (m // 2, 3)):
         if token is not None:

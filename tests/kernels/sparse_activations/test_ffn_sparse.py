@@ -46,7 +46,7 @@ from sparsebench.results.record import Problem
 CPU = torch.device("cpu")
 OP = load_op("ffn")
 DENSE, MLP_DENSE = ffn_sparse.DENSE, [f"dense, {name}" for name in mlp_sparse.DENSE]
-GROUPED = "library", "packed"
+GROUPED = "library", "packed", "alone"
 
 
 def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
@@ -111,7 +111,7 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers be made without a GPU: each launch says who made it."""
 
     def named(name: str, **choice: Any) -> Any:
-        return lambda *_: Launch(lambda: torch.tensor(len(name)), choice)
+        return lambda *_, **__: Launch(lambda: torch.tensor(len(name)), choice)
 
     for module, name in (
         (ffn_few, "launch_of"),
@@ -125,12 +125,21 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("m", "op", "way", "chosen"),
     [
-        (64, "ffn", "best", ["sparse activations, ffn_few", *(f"dense, {k}" for k in DENSE)]),
+        (32, "ffn", "best", ["sparse activations, ffn_few", *(f"dense, {k}" for k in DENSE)]),
         (64, "ffn", "library", ["sparse activations, ffn_sparse way=library"]),
         (65, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED]),
+        (512, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED]),
+        (513, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED[:2]]),
+        (
+            33,
+            "ffn",
+            "sparse",
+            [f"sparse activations, ffn_{w}" for w in ("few", "sparse way=alone")],
+        ),
+        (32, "ffn", "sparse", ["sparse activations, ffn_few"]),
         (64, "mlp", "few", ["sparse activations, mlp_few"]),
-        (65, "mlp", "sparse", ["sparse activations, mlp_sparse way=library"]),
-        (65, "mlp", "best", ["sparse activations, mlp_sparse way=library", *MLP_DENSE]),
+        (513, "mlp", "sparse", ["sparse activations, mlp_sparse way=library"]),
+        (513, "mlp", "best", ["sparse activations, mlp_sparse way=library", *MLP_DENSE]),
     ],
 )
 def test_a_portfolio_names_what_it_chose(
@@ -177,6 +186,19 @@ def test_it_compiles_without_a_spill(
 ) -> None:
     for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
         constants = _grouped.constants_of(k, split, squared, gated, dtype, stored)
+        assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
+
+
+@compiled
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("k", sampled([2560, 2048, 200, 1032]))
+@pytest.mark.parametrize("split", sampled([8, 7, 3, 2]))
+def test_with_nothing_that_stands_by_it_compiles_without_a_spill(
+    k: int, split: int, tmp_path: Path
+) -> None:
+    for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
+        constants = _grouped.constants_of(k, split, squared, gated, dtype, alone=True)
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
@@ -242,6 +264,18 @@ CASES = [
     (40, 96, 4096, 0.04, 1, 24),
     (100, 96, 72, 0.01, 1, 96),
 ]
+# The same alone: units for one CTA of a cluster only, several lists of a group, nothing on, 320
+# columns a warp, and two halves of 192.
+ALONE = [
+    (11, 48, 72, 0.2, 2, None),
+    (5, 3600, 72, 1.0, 2, None),
+    (9, 1096, 264, 0.0, 3, None),
+    (8, 200, 2560, 0.1, 2, None),
+    (20, 1088, 1032, 0.05, 7, None),
+    (3, 72, 3064, 0.5, 2, None),
+    (33, 2056, 72, 0.03, 8, None),
+    (17, 1800, 72, 0.9, 3, None),
+]
 # dtype, squared, gated, how G is stored
 KINDS = [
     ("bf16", False, True, False),
@@ -254,11 +288,12 @@ KINDS = [
 ]
 PAIRS = [(case, KINDS[(i + j) % 4]) for i, case in enumerate(CASES) for j in (0, 1)]
 PAIRS += [(case, KINDS[4 + (i + j) % 3]) for i, case in enumerate(CASES) for j in (0, 1)]
+PAIRS += [(case, KINDS[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
 
 
 @compiled
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25), ids=str)
+@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
 def test_its_threads_give_the_product_on_a_cpu(
     case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
 ) -> None:
@@ -277,9 +312,10 @@ def test_its_threads_give_the_product_on_a_cpu(
     gates = torch.full((16, _grouped.LISTS * _grouped.MOST_ROWS * 8), 7.0, dtype=as_stored)
     kept = x, in_memory, wu, wd_t, y, rest.left, rest.heavy, bits, gates
     pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in kept))
-    bytes_ = ctypes.c_size_t(_grouped.shared_bytes(k))
-    sizes = (ctypes.c_int * 3)(m, n, limit)
-    constants = _grouped.constants_of(k, split, squared, gated, as_stored, stored)
+    alone = limit is None
+    bytes_ = ctypes.c_size_t(_grouped.shared_bytes(k, alone))
+    sizes = (ctypes.c_int * 3)(m, n, 0 if alone else limit)
+    constants = _grouped.constants_of(k, split, squared, gated, as_stored, stored, alone)
     groups = len(rest.heavy)
     grid = groups * split if split > 1 else min(2, groups)
     on_cpu(constants, tmp_path, late=squared).call(pointers, sizes, grid, bytes_)
@@ -289,7 +325,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     right, spread = h @ wd_t.double(), (h.square() @ wd_t.double().square()).sqrt()
     group = torch.arange(m) // _remainder.GROUP
     rows = torch.stack([(~(g <= 0))[group == i].any(0).sum() for i in range(groups)])
-    heavy = (rows > limit).nonzero()[:, 0].tolist()
+    heavy = [] if alone else (rows > limit).nonzero()[:, 0].tolist()
     assert sorted(rest.heavy[: rest.left[0]].tolist()) == heavy
     left = torch.isin(group, torch.tensor(heavy))
     assert (y[left] == 7).all()
@@ -485,11 +521,12 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
             redraw(these.problem, OP, these.activations, 1)
             assert_right(again(), these)
     these = gpu_case(64)
-    launch = ffn_sparse.prepare(these, way="sparse")
+    launch = ffn_sparse.prepare(these, way="few")
     few = {"chosen": "sparse activations, ffn_few", "way": "few"}
-    assert launch.choice == ffn_sparse.prepare(these, way="few").choice == few
+    assert few.items() <= launch.choice.items()
     assert torch.equal(ffn_few.prepare(these)(), launch())
     assert_right(ffn_sparse.prepare(replace(these, pinned=launch.choice))(), these)
+    assert ffn_sparse.prepare(these, way="sparse").choice["way"] in ("few", "alone")
     asked = problem(300, 1024, 512, op="mlp", active=8)
     launch = mlp_sparse.prepare(given(asked, GPU))
     again = mlp_sparse.prepare(replace(given(asked, GPU), pinned=launch.choice))
