@@ -3,8 +3,8 @@
     CUDA, compute capability 9.0, fp16 or bf16,
       blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
       blocks of 16x16 and 32x32, n and k of 8     bsr_small
-      blocks of 24, 40, 48, 80, 96 and others     bsr_strips; also sides that are not the same, of
-      into which tiles of 16 to 80 go, likewise   which one is no multiple of 64
+      blocks with a side of 24, 40, 48, 80, ...   bsr_strips, if a multiple of 8 from 16 to 64 or
+                                                  80 goes into both sides, likewise
       any multiples of 8, likewise, dW            bsr_wgrad where tiles of 40 to 64 go into the
                                                   blocks, else bsr_wgrad_small
     other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
@@ -219,7 +219,8 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
     elif not any(side % SIDE for side in call.block):
         ours = _large if call.m > FEW else None
     else:
-        ours = _strips if all(bsr_strips.depth_of(side) for side in call.block) else None
+        odd = any(side & (side - 1) for side in call.block)  # no power of two: what was measured
+        ours = _strips if odd and all(map(bsr_strips.depth_of, call.block)) else None
     if hopper and ours:
         reason, kernels = unsupported_on_hopper(problem, device), ours
     else:
