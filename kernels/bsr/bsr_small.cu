@@ -59,84 +59,20 @@
 // Macros: BLOCK=16|32 TOKENS=64|128 FEATURES=256|128|64|32 WARPGROUPS=1|2|4 ROOM=24|12|5 (KB of
 // blocks in a step) TRANSPOSED=0|1 ONCE=0|1, the rest of bsr_small.constants_of, and hopper.cuh's.
 
-#include "hopper.cuh"
+#include "strips.cuh"
 
 constexpr int ROWS = FEATURES / BLOCK / WARPGROUPS;  // of a warpgroup
 constexpr int UNITS = FEATURES / 32 / WARPGROUPS, TILES = TOKENS / 64;
 constexpr int STRIP_BYTES = TOKENS * 64, BLOCK_BYTES = BLOCK * BLOCK * 2;
 constexpr int MOST_BYTES = STRIPS * 32 * FEATURES * 2;
 constexpr int W_BYTES = MOST_BYTES < ROOM * 1024 ? MOST_BYTES : ROOM * 1024;
-constexpr int STAGE_BYTES = STRIPS * STRIP_BYTES + W_BYTES;
-constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
+using Pipeline = Strips<STRIP_BYTES, W_BYTES>;
 
-// The host writes these (_small_steps.py). A share is what one warpgroup multiplies in a step.
-struct alignas(16) Share {
-  u32 counts;  // blocks of each row, 4 bits each
-  int first;   // the share's first block in the chunk (8 bits), and the flags LAST and END
-  u64 places;  // of each block, 3 bits each
-};
-struct alignas(16) Step {
-  int blocks, token, group, first;  // `blocks` of the packed W from `first` on are the chunk
-  u64 strips, unused;               // four numbers of strips, 16 bits each
-  Share shares[WARPGROUPS];
-};
-struct Starts { int at[WORKERS]; };  // of each worker's steps
 // What is copied first, in an argument: read from memory, it comes 0.6 to 1 us later.
 struct First { u64 strips; u32 tile_and_blocks; int first; };  // tile of tokens: upper 24 bits
 struct Firsts { First of[WORKERS]; };
 
-__device__ __forceinline__ void st_shared(u32 to, const void* sixteen_bytes) {
-  const uint4 v = *(const uint4*)sixteen_bytes;
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Branches depend on these values. The shuffles tell ptxas that the lanes of a warp agree.
-// Otherwise it serialises wgmma: it waits for each product.
-__device__ __forceinline__ uint4 ld_shared(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return uint4{__shfl_sync(~0u, v.x, 0), __shfl_sync(~0u, v.y, 0), __shfl_sync(~0u, v.z, 0),
-               __shfl_sync(~0u, v.w, 0)};
-}
-
-// Keep an address in a register. Otherwise ptxas computes it at every step, from the CTA's number.
-__device__ __forceinline__ u32 opaque(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-
-// ---- the ring of stages, and a thread's position in it (stage, phase) ----
-
-struct Pipeline {
-  u32 tiles, notes, full, empty;  // shared memory
-  int stage;
-  u32 phase;
-  __device__ __forceinline__ u32 x() const { return tiles + stage * STAGE_BYTES; }
-  __device__ __forceinline__ u32 w() const { return x() + STRIPS * STRIP_BYTES; }
-  __device__ __forceinline__ u32 note() const { return notes + (1 + WARPGROUPS) * 16 * stage; }
-  __device__ __forceinline__ u32 share(int i) const { return note() + 16 * (1 + i); }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full_barrier(), phase, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty_barrier(), phase, "a free stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
-};
-
 // ---- producers ----
-
-__device__ __forceinline__ void write_note(const Pipeline& pipe, const Step& step) {
-  st_shared(pipe.note(), &step);
-  #pragma unroll
-  for (int i = 0; i < WARPGROUPS; i++) st_shared(pipe.share(i), &step.shares[i]);
-  mbarrier_arrive(pipe.full_barrier());
-}
 
 __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, const Step& step) {
   const int bytes = step.blocks * BLOCK_BYTES;
@@ -238,9 +174,6 @@ __device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w_tile, u
   wgmma_commit();
 }
 
-// Where the sums of a work item go. Lane j holds the number of unit j (32 features); -1 is no unit.
-struct Item { int token, unit_of_lane; bool last; };
-
 // Store the sums. A warp has 16 of each 64 tokens. A lane holds two neighbouring features of a
 // token; after the transpose, eight.
 __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int width,
@@ -248,7 +181,7 @@ __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int w
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    const int unit = __shfl_sync(~0u, item.unit_of_lane, u), feature = unit * 32 + lane % 4 * 8;
+    const int unit = __shfl_sync(~0u, item.seat_of_lane, u), feature = unit * 32 + lane % 4 * 8;
     #pragma unroll
     for (int t = 0; t < TILES; t++)
       #pragma unroll
@@ -268,45 +201,13 @@ __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int w
   }
 }
 
-__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {  // by each warp
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-}
-
-// Add up the products of the next work item of the list; return where its sums go.
-__device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgroup,
-                                         const int* units) {
-  const int lane = threadIdx.x % 32;
-  #pragma unroll
-  for (int i = 0; i < ROWS * TILES * BLOCK / 2; i++) (&sums[0][0][0])[i] = 0.f;
-  pipe.consumer_wait();
-  const uint4 note = ld_shared(pipe.note());
-  Item item{(int)note.y, 0, false};
-  if (lane < UNITS) item.unit_of_lane = units[(note.z * WARPGROUPS + warpgroup) * UNITS + lane];
-  int in_use = -1;  // stage that products in flight read
-  for (;;) {
-    pipe.consumer_wait();
-    const uint4 share = ld_shared(pipe.share(warpgroup));
-    wgmma_step(sums, pipe.x(), pipe.w(), share);
-    wgmma_wait<1>();
-    if (in_use >= 0) consumer_release(pipe, in_use);
-    in_use = pipe.stage;
-    pipe.advance();
-    if (share.y & LAST) {
-      wgmma_wait<0>();
-      consumer_release(pipe, in_use);
-      item.last = share.y & END;
-      return item;
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Starts starts,
                 const __grid_constant__ Firsts firsts, const char* w, const Step* steps,
                 const int* units, char* y, int m, int width) {
   extern __shared__ char shared[];
-  __shared__ uint4 notes[STAGES * (1 + WARPGROUPS)];
-  __shared__ u64 full[STAGES], empty[STAGES];
+  __shared__ uint4 notes[Pipeline::STAGES * (1 + WARPGROUPS)];
+  __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   launch_dependent_grids();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
@@ -316,10 +217,10 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
     if (warp < 2) prefetch_map(&x);
   }
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
-  Pipeline pipe{opaque(tiles), opaque(smem_address(notes)), opaque(smem_address(full)),
-                opaque(smem_address(empty)), 0, 0};
+  Pipeline pipe{{opaque(tiles), opaque(smem_address(notes))},
+                {opaque(smem_address(full)), opaque(smem_address(empty)), 0, 0}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < Pipeline::STAGES; i++) {
       mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
       mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
     }
@@ -332,7 +233,9 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
   } else {
     Sums sums;
     for (;;) {
-      const Item item = mainloop(sums, pipe, warpgroup, units);
+      const Item item = mainloop<UNITS>(
+          sums, pipe, warpgroup, units,
+          [&](u32 x, u32 w, uint4 share) { wgmma_step(sums, x, w, share); });
       epilogue(sums, y, m, width, item);
       if (item.last) break;
     }

@@ -15,7 +15,6 @@ missing. Other blocks are cut to 32 or 16. bsr_small_dgrad.py is the same kernel
 pattern.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -42,6 +41,7 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._packed import Plan, bind, too_large
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -51,7 +51,6 @@ from sparsebench.kernels.bsr._small_steps import (
     UNIT,
     Lists,
     cut,
-    gathered,
     lists_of,
     sources,
     swizzle,
@@ -66,7 +65,6 @@ SHARED_BYTES = RING_BYTES + 2048  # aligning to 1024 may take 1023
 ARGUMENTS = Layout("128s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
 CUT_TOKENS = 256  # up to so many, blocks above 32 are cut; with more, bsr_wgmma wins
 TRIED = 4  # configurations that a short search times, the best by the byte model
-LARGEST = 2**31 - 1  # int32 of the kernel
 
 
 @dataclass(frozen=True)
@@ -95,28 +93,6 @@ def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> li
             own = _lists(w, config, transposed).costs(min(m, config.tokens), w.block[0])
             costs[config] = max(own.sum() * -(-m // config.tokens) / workers, own.max())
     return sorted(costs, key=lambda config: costs[config])
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A launch without operands: it depends on pattern, tokens and configuration alone.
-
-    source         int32, on the device: where the 16-byte pieces of the packed W are in the values
-    lists          on the device: steps, units
-    arguments      (address of x, strides of x, address of the packed W, address of y) -> arguments
-    activations    [m, k], or [m, n] if transposed
-    blocks         [blocks, b, b]
-    out            [m, n], or [m, k] if transposed
-    """
-
-    loaded: Loaded
-    source: Tensor
-    lists: tuple[Tensor, ...]
-    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
-    activations: tuple[int, int]
-    blocks: tuple[int, int, int]
-    out: tuple[int, int]
-    dtype: torch.dtype
 
 
 def launch(
@@ -174,17 +150,6 @@ def first_of(steps: Ints, tokens: int) -> Ints:
     return firsts
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
-    """Pack the values; return a plan's kernel on them, with a new output. Raises Unsupported."""
-    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
-    found = x.shape, values.shape, x.dtype, values.dtype
-    if found != expected or not values.is_contiguous():
-        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
-    y, w = x.new_empty(plan.out), gathered(values, plan.source)
-    args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
-    return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
-
-
 def constants_of(
     config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool, once: bool
 ) -> Constants:
@@ -206,18 +171,11 @@ def constants_of(
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Say why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
-    depth, width = (n, k) if transposed else (k, n)
     if reason := cuda.unsupported_operands(x, w, transposed):
         return reason
     if r != c or r not in BLOCKS:
         return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
-    if max(width, depth) > 2**20 or max(len(values) * r * c // 8, len(x)) > LARGEST - 256:
-        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
-        return (
-            "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
-            f"found {found}"
-        )
-    return None
+    return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:

@@ -41,7 +41,7 @@
 // Macros: HEIGHT=16..96 and DEPTH=16..64 (multiples of 8) or 80 TOKENS=64|128|256 ROWS=1..8 WARPGROUPS=1|2
 // STRIPS=1|2|4 ROOM (KB of tiles in a step), the rest of bsr_strips.constants_of, and hopper.cuh's.
 
-#include "hopper.cuh"
+#include "strips.cuh"
 
 constexpr bool SKEW = DEPTH % 16 != 0;
 constexpr int BOX = SKEW ? DEPTH + 8 : DEPTH;
@@ -53,77 +53,13 @@ constexpr int TILES = TOKENS / 64, PIECES = HEIGHT / 8;     // of 64 tokens; of 
 constexpr int FIRST_BYTES = TOKENS * PITCH, STRIP_BYTES = FIRST_BYTES + TOKENS * PITCH_2;
 constexpr int LOADED_BYTES = TOKENS * BOX * 2;
 constexpr int TILE_BYTES = HEIGHT * DEPTH * 2, STEP_BYTES = HEIGHT * 16;  // 8 of k
-constexpr int STAGE_BYTES = STRIPS * STRIP_BYTES + ROOM * 1024;
-constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
-
-// The host writes these (_small_steps.py). A share is what one warpgroup multiplies in a step.
-struct alignas(16) Share {
-  u32 counts;  // tiles of each row, 4 bits each
-  int first;   // the share's first tile in the chunk (8 bits), and the flags LAST and END
-  u64 places;  // of each tile, 3 bits each
-};
-struct alignas(16) Step {
-  int tiles, token, group, first;  // `tiles` of the packed W from `first` on are the chunk
-  u64 strips, unused;              // four numbers of strips, 16 bits each
-  Share shares[WARPGROUPS];
-};
+using Pipeline = Strips<STRIP_BYTES, ROOM * 1024>;
 struct Maps { TensorMap first, second; };  // of a strip's boxes
-struct Starts { int at[WORKERS]; };  // of each worker's steps
-
-__device__ __forceinline__ void st_shared(u32 to, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Branches depend on these values. The shuffles tell ptxas that the lanes of a warp agree.
-// Otherwise it serialises wgmma: it waits for each product.
-__device__ __forceinline__ uint4 ld_shared(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return uint4{__shfl_sync(~0u, v.x, 0), __shfl_sync(~0u, v.y, 0), __shfl_sync(~0u, v.z, 0),
-               __shfl_sync(~0u, v.w, 0)};
-}
-
-// Keep an address in a register. Otherwise ptxas computes it at every step, from the CTA's number.
-__device__ __forceinline__ u32 opaque(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-
-// ---- the ring of stages, and a thread's position in it (stage, phase) ----
-
-struct Pipeline {
-  u32 tiles, notes, full, empty;  // shared memory
-  int stage;
-  u32 phase;
-  __device__ __forceinline__ u32 x() const { return tiles + stage * STAGE_BYTES; }
-  __device__ __forceinline__ u32 w() const { return x() + STRIPS * STRIP_BYTES; }
-  __device__ __forceinline__ u32 note() const { return notes + (1 + WARPGROUPS) * 16 * stage; }
-  __device__ __forceinline__ u32 share(int i) const { return note() + 16 * (1 + i); }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full_barrier(), phase, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty_barrier(), phase, "a free stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
-};
 
 // ---- producers ----
 
-__device__ __forceinline__ void write_note(const Pipeline& pipe, const Step& step) {
-  st_shared(pipe.note(), *(const uint4*)&step);
-  #pragma unroll
-  for (int i = 0; i < WARPGROUPS; i++) st_shared(pipe.share(i), *(const uint4*)&step.shares[i]);
-  mbarrier_arrive(pipe.full_barrier());
-}
-
 __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, const Step& step) {
-  const int bytes = step.tiles * TILE_BYTES;
+  const int bytes = step.blocks * TILE_BYTES;
   mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
   if (bytes) bulk_load(pipe.w(), w + (u64)step.first * TILE_BYTES, bytes, pipe.full_barrier());
 }
@@ -224,9 +160,6 @@ __device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w, Zeros 
   wgmma_commit();
 }
 
-// Where the sums of a work item go. Lane j holds the number of row j; -1 is no row.
-struct Item { int token, row_of_lane; bool last; };
-
 // Store the sums. A warp has 16 of each 64 tokens. A lane holds two neighbouring features of a
 // token; after the transpose of four pieces, eight.
 __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int width,
@@ -235,7 +168,7 @@ __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int w
   #pragma unroll
   for (int first = 0; first < ROWS * PIECES; first += 4) {
     const int mine = first + lane % 4;
-    const int row = __shfl_sync(~0u, item.row_of_lane, mine / PIECES);
+    const int row = __shfl_sync(~0u, item.seat_of_lane, mine / PIECES);
     const int feature = row * HEIGHT + mine % PIECES * 8;
     const bool there = mine < ROWS * PIECES && row >= 0 && feature < width;
     #pragma unroll
@@ -258,50 +191,18 @@ __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int w
   }
 }
 
-__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {  // by each warp
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-}
-
-// Add up the products of the next work item of the list; return where its sums go.
-__device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgroup, Zeros zeros,
-                                         const int* rows) {
-  const int lane = threadIdx.x % 32;
-  #pragma unroll
-  for (int i = 0; i < ROWS * TILES * HEIGHT / 2; i++) (&sums[0][0][0])[i] = 0.f;
-  pipe.consumer_wait();
-  const uint4 note = ld_shared(pipe.note());
-  Item item{(int)note.y, 0, false};
-  if (lane < ROWS) item.row_of_lane = rows[(note.z * WARPGROUPS + warpgroup) * ROWS + lane];
-  int in_use = -1;  // stage that products in flight read
-  for (;;) {
-    pipe.consumer_wait();
-    const uint4 share = ld_shared(pipe.share(warpgroup));
-    wgmma_step(sums, pipe.x(), pipe.w(), zeros, share);
-    wgmma_wait<1>();
-    if (in_use >= 0) consumer_release(pipe, in_use);
-    in_use = pipe.stage;
-    pipe.advance();
-    if (share.y & LAST) {
-      wgmma_wait<0>();
-      consumer_release(pipe, in_use);
-      item.last = share.y & END;
-      return item;
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts starts,
                const char* w, const Step* steps, const int* rows, char* y, int m, int width) {
   extern __shared__ char shared[];
-  __shared__ uint4 notes[STAGES * (1 + WARPGROUPS)];
-  __shared__ u64 full[STAGES], empty[STAGES];
+  __shared__ uint4 notes[Pipeline::STAGES * (1 + WARPGROUPS)];
+  __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   const u32 below = (smem_address(shared) + 1023) & ~1023u, tiles = below + 2048;
-  const u32 above = tiles + STAGES * STAGE_BYTES;
-  Pipeline pipe{opaque(tiles), opaque(smem_address(notes)), opaque(smem_address(full)),
-                opaque(smem_address(empty)), 0, 0};
+  const u32 above = tiles + Pipeline::STAGES * Pipeline::STAGE_BYTES;
+  Pipeline pipe{{opaque(tiles), opaque(smem_address(notes))},
+                {opaque(smem_address(full)), opaque(smem_address(empty)), 0, 0}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < Pipeline::STAGES; i++) {
       mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
       mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
     }
@@ -324,7 +225,9 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
     const Zeros zeros{opaque(below), opaque(above)};
     Sums sums;
     for (;;) {
-      const Item item = mainloop(sums, pipe, warpgroup, zeros, rows);
+      const Item item = mainloop<ROWS>(
+          sums, pipe, warpgroup, rows,
+          [&](u32 x, u32 w, uint4 share) { wgmma_step(sums, x, w, zeros, share); });
       epilogue(sums, y, m, width, item);
       if (item.last) break;
     }

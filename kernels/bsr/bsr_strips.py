@@ -14,7 +14,6 @@ columns where a tile's width is an odd multiple of 8; there, a NaN of X in the e
 a block reaches its rows. bsr_strips_dgrad.py is the same kernel over W.T.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -42,6 +41,7 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._packed import Plan, bind, too_large
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -49,7 +49,6 @@ from sparsebench.kernels.bsr._small_steps import (
     Layout,
     Lists,
     cut,
-    gathered,
     listed,
     worked,
 )
@@ -66,7 +65,6 @@ SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # aligning to 1024 may take 1023
 # Maps of x, starts; w, steps, rows, y; m and width.
 ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", *"PPPPii")
 TRIED = 8  # configurations that a short search times, the best by the byte model
-LARGEST = 2**31 - 1  # int32 of the kernel
 
 
 @dataclass(frozen=True)
@@ -203,29 +201,6 @@ def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
     return sorted(costs, key=lambda config: costs[config])
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A launch without operands: it depends on pattern, tokens and configuration alone.
-
-    source         int32, on the device: where the 16-byte pieces of the packed W are in the blocks
-    lists          on the device: steps, rows
-    arguments      (address of x, strides of x, address of the packed W, address of y) -> arguments
-    activations    [m, k], or [m, n] if transposed
-    blocks         [blocks, r, c]
-    out            [m, n], or [m, k] if transposed
-    """
-
-    loaded: Loaded
-    source: Tensor
-    lists: tuple[Tensor, ...]
-    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
-    activations: tuple[int, int]
-    blocks: tuple[int, int, int]
-    out: tuple[int, int]
-    dtype: torch.dtype
-    transposed: bool
-
-
 def launch(
     x: Tensor,
     w: Bsr,
@@ -299,18 +274,6 @@ def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
     return tiles.pieces[torch.from_numpy(lists.order)].transpose(1, 2).flatten()
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
-    """Pack the values; return a plan's kernel on them, with a new output. Raises Unsupported."""
-    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
-    found = x.shape, values.shape, x.dtype, values.dtype
-    if found != expected or not values.is_contiguous():
-        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
-    turned = values.transpose(1, 2).contiguous() if plan.transposed else values
-    y, w = x.new_empty(plan.out), gathered(turned.view(-1, 1, 8), plan.source)
-    args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
-    return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
-
-
 def constants_of(
     config: Config, height: int, depth: int, room: int, dtype: torch.dtype
 ) -> Constants:
@@ -332,20 +295,14 @@ def constants_of(
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Say why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
-    depth, width = (n, k) if transposed else (k, n)
+    depth = n if transposed else k
     if reason := cuda.unsupported_operands(x, w, transposed):
         return reason
     if not depth_of(r) or not depth_of(c):
         return f"expected sides of blocks that a multiple of 8 from 16 to 64 divides, found {r}x{c}"
     if depth % 8:
         return f"expected a multiple of 8 columns to read, found {depth}"
-    if max(width, depth) > 2**20 or max(len(values) * r * c // 8, len(x)) > LARGEST - 256:
-        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
-        return (
-            "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
-            f"found {found}"
-        )
-    return None
+    return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:

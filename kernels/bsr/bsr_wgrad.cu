@@ -56,7 +56,7 @@
 // hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor, strides), mbarrier,
 // cp.async.bulk.tensor, memory consistency model.
 
-#include "split_k.cuh"
+#include "tokens.cuh"
 
 #if WIDE == 4
 #define COLUMNS 256
@@ -65,15 +65,13 @@
 #endif
 
 constexpr int ROW_BYTES = 128;
-constexpr int TILE_BYTES = DEPTH * ROW_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
-constexpr int STAGES = RING_BYTES / STAGE_BYTES;  // 4, 9 of six tiles; 3, 6 of nine
-constexpr int PRODUCERS = 4, BOXES_EACH = (TILES + PRODUCERS - 1) / PRODUCERS;
+using Pipeline = Tokens<TILES, ROW_BYTES>;  // 4, 9 stages of six tiles; 3, 6 of nine
+constexpr int BOXES_EACH = (TILES + PRODUCERS - 1) / PRODUCERS;
 constexpr int SUMS = SIDE * SIDE * WIDE / GROUP;  // of a thread
 constexpr int UNITS = SUMS / UNIT;
 
 __device__ __forceinline__ constexpr int box_of(int side) { return side + side % 16; }
 
-struct Maps { TensorMap dy, x; };
 
 // The host writes these (Work in _wgrad_schedule.py): for each piece one Loads and two Sums.
 struct alignas(16) Loads {
@@ -86,28 +84,6 @@ struct alignas(16) Sums {
   int tiles;             // of dW: up to four; an empty half has none
   Part part;
   int out[4];            // where each tile is in the values and in its boxes (tiles_of)
-};
-
-// ---- the ring of stages, and a thread's position in it (stage, phase) ----
-
-struct Pipeline {
-  u32 tiles, full, empty;  // shared memory
-  int stage;
-  u32 phase;
-  __device__ __forceinline__ u32 tile(int i) const {
-    return tiles + stage * STAGE_BYTES + i * TILE_BYTES;
-  }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full_barrier(), phase, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty_barrier(), phase, "a free stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
 };
 
 // ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
@@ -130,7 +106,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
       #pragma unroll
       for (int i = 0; i < BOXES_EACH; i++) {
         const TensorMap* map = boxes[i] & 1 ? &maps.dy : &maps.x;
-        const u32 to = pipe.tile(rank + PRODUCERS * i);
+        const u32 to = pipe.box(rank + PRODUCERS * i);
         if (boxes[i] >= 0) tma_load(to, map, boxes[i] & ~1, token, pipe.full_barrier());
       }
       pipe.advance();
@@ -141,32 +117,15 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
 
 // ---- consumers ----
 
-__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {
-  if (threadIdx.x % GROUP == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-}
-
-// Add up the products of one half of a piece. The products of one step stay in flight.
-__device__ __forceinline__ void mainloop(float (&d)[SUMS], Pipeline& pipe, int dy, int x,
-                                         int count) {
+// Begin the products of a step.
+__device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pipe, int dy, int x) {
   constexpr int STEP = 16 * ROW_BYTES >> 4;
+  const u64 a = smem_descriptor(pipe.box(dy));
+  const u64 b = smem_descriptor(pipe.box(x), ROW_BYTES, Pipeline::BOX_BYTES);
+  wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < SUMS; i++) d[i] = 0.f;
-  int in_use = -1;  // stage that products in flight read
-  for (; count > 0; count--) {
-    pipe.consumer_wait();
-    const u64 a = smem_descriptor(pipe.tile(dy));
-    const u64 b = smem_descriptor(pipe.tile(x), ROW_BYTES, TILE_BYTES);
-    wgmma_fence();
-    #pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++) WGMMA(COLUMNS, a + i * STEP, b + i * STEP, 1, 1);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (in_use >= 0) consumer_release(pipe, in_use);
-    in_use = pipe.stage;
-    pipe.advance();
-  }
-  wgmma_wait<0>();
-  if (in_use >= 0) consumer_release(pipe, in_use);
+  for (int i = 0; i < DEPTH / 16; i++) WGMMA(COLUMNS, a + i * STEP, b + i * STEP, 1, 1);
+  wgmma_commit();
 }
 
 // Release the stages of a piece in which this half has no tiles. One thread waits for each stage,
@@ -215,7 +174,7 @@ __device__ __forceinline__ void consumer(const Sums* list, int begin, int end, P
     if (tiles == 0) {
       skip_piece(pipe, count, half);
     } else {
-      mainloop(d, pipe, sums.dy, sums.x, count);
+      mainloop(d, pipe, count, [&] { wgmma_step(d, pipe, sums.dy, sums.x); });
       if (__shfl_sync(~0u, sums.part.of, 0) > 1) {
         const int units = UNITS / WIDE * sums.tiles;
         before = store_partial(d, units, partials, counters, sums.part, half);
@@ -246,11 +205,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* sums,
            const int* starts, char* values, int width, float* partials, u32* counters) {
   extern __shared__ char shared[];
-  __shared__ u64 full[STAGES], empty[STAGES];
+  __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
-  Pipeline pipe{tiles, smem_address(full), smem_address(empty), 0, 0};
+  Pipeline pipe{{tiles}, {smem_address(full), smem_address(empty), 0, 0}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < Pipeline::STAGES; i++) {
       mbarrier_init(pipe.full + 8 * i, PRODUCERS);  // producer warps
       mbarrier_init(pipe.empty + 8 * i, 2);         // consumer warpgroups
     }

@@ -16,6 +16,7 @@ Sums are fp32 over all tokens, always added in the same order: equal operands gi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ from sparsebench.kernels.bsr._gradient import Gradient
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
 from sparsebench.kernels.bsr._wgrad_schedule import ALIGNED, TILES, sides_of, work_of
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 THREADS = 384
 RING_BYTES = 216 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 1024  # aligning to 1024 may take 1023
@@ -47,6 +51,7 @@ PARTIAL = 2 * SIDE * SIDE  # fp32 sums in a column of an item: one tile of each 
 # Tensor maps of dy and x; loads, sums, starts, values; width; partials, counters.
 ARGUMENTS = Layout("256s", *"PPPPiPP")
 LARGEST = 2**31 - 1  # int32 of the kernel
+C = TypeVar("C", bound="DataclassInstance")  # a kernel's Config
 
 
 @dataclass(frozen=True)
@@ -199,16 +204,30 @@ def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Divide the work; take a table's configuration, or time all four."""
+    own = unsupported_operands, configurations, launch
+    return prepared("bsr_wgrad", Config, operands, tuned, *own)
+
+
+def prepared(
+    name: str,
+    config: Callable[..., C],
+    operands: Operands,
+    tuned: Tuned,
+    unsupported: Callable[[Tensor, Tensor, Bsr], str | None],
+    configurations: Callable[[Bsr, int, int], list[C]],
+    launch: Callable[[Tensor, Tensor, Bsr, C], BoundKernel],
+) -> Launch:
+    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(pattern, Bsr)
-    if reason := unsupported_operands(dy, x, pattern):
+    if reason := unsupported(dy, x, pattern):
         raise Unsupported(reason)
     blocks = len(pattern.columns)
     sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
     workers = multiprocessors(x.device)
     searched = [] if operands.pinned else configurations(pattern, len(x), workers)
-    configs, by = choose("bsr_wgrad", Config, operands, sizes, tuned, searched)
-    candidates = [Gradient(launch(dy, x, pattern, config), pattern) for config in configs]
+    configs, by = choose(name, config, operands, sizes, tuned, searched)
+    candidates = [Gradient(launch(dy, x, pattern, each), pattern) for each in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 

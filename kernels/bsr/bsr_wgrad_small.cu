@@ -42,16 +42,14 @@
 // of bsr_wgrad_small.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor,
 // strides), mbarrier, cp.async.bulk.tensor, memory consistency model.
 
-#include "split_k.cuh"
+#include "tokens.cuh"
 
 constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH;
-constexpr int STRIP_BYTES = DEPTH * ROW_BYTES, STAGE_BYTES = STRIPS * STRIP_BYTES;
-constexpr int STAGES = RING_BYTES / STAGE_BYTES;
-constexpr int PRODUCERS = 4, BOXES_EACH = STRIPS / PRODUCERS;
+using Pipeline = Tokens<STRIPS, ROW_BYTES>;
+constexpr int BOXES_EACH = STRIPS / PRODUCERS;
 constexpr int QUADS = 2 * UNITS;     // units of split_k.cuh: two strips of dY x one of X
 constexpr int SUMS = QUADS * UNIT;   // of a thread
 
-struct Maps { TensorMap dy, x; };
 struct Starts { int at[WORKERS]; };  // of each worker's pieces
 
 // The host writes these (Work in _wgrad_small_schedule.py): for each piece one Loads and two Sums.
@@ -70,28 +68,6 @@ struct alignas(16) Sums {
 static_assert(UNITS % 2 == 0, "the host's rows of Sums have no padding");
 struct alignas(16) Places { int at[8][4]; };  // of each 8 x 8 in the values, / 8; or -1
 
-// ---- the ring of stages, and a thread's position in it (stage, phase) ----
-
-struct Pipeline {
-  u32 strips, full, empty;  // shared memory
-  int stage;
-  u32 phase;
-  __device__ __forceinline__ u32 strip(int i) const {
-    return strips + stage * STAGE_BYTES + i * STRIP_BYTES;
-  }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full_barrier(), phase, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty_barrier(), phase, "a free stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
-};
-
 // ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
 
 __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, int at, int end,
@@ -101,7 +77,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
     #pragma unroll
     for (int i = 0; i < BOXES_EACH; i++) {
       boxes[i] = loads[at].boxes[rank + PRODUCERS * i];
-      bytes += boxes[i] >= 0 ? STRIP_BYTES : 0;
+      bytes += boxes[i] >= 0 ? Pipeline::BOX_BYTES : 0;
     }
     int token = loads[at].step * DEPTH;
     const int stride = loads[at].stride * DEPTH;
@@ -111,7 +87,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
       #pragma unroll
       for (int i = 0; i < BOXES_EACH; i++) {
         const TensorMap* map = boxes[i] & 1 ? &maps.dy : &maps.x;
-        const u32 to = pipe.strip(rank + PRODUCERS * i);
+        const u32 to = pipe.box(rank + PRODUCERS * i);
         if (boxes[i] >= 0) tma_load(to, map, boxes[i] >> 1, token, pipe.full_barrier());
       }
       pipe.advance();
@@ -122,39 +98,23 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
 
 // ---- consumers ----
 
-__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {
-  if (threadIdx.x % GROUP == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-}
-
 __device__ __forceinline__ void wgmma_unit(float* d, u64 dy, u64 x) {
   WGMMA(64, dy, x, 1, 1);
 }
 
-// Add up the products of one half of a piece. The products of one step stay in flight.
-__device__ __forceinline__ void mainloop(float (&d)[SUMS], Pipeline& pipe,
-                                         const uint2 (&operands)[UNITS], int count) {
+// Begin the products of a step.
+__device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pipe,
+                                           const uint2 (&operands)[UNITS]) {
   constexpr u32 STEP = 16 * ROW_BYTES >> 4;
+  const u64 base = smem_descriptor(pipe.box(0), ROW_BYTES, 0);
+  wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < SUMS; i++) d[i] = 0.f;
-  int in_use = -1;  // stage that products in flight read
-  for (; count > 0; count--) {
-    pipe.consumer_wait();
-    const u64 base = smem_descriptor(pipe.strip(0), ROW_BYTES, 0);
-    wgmma_fence();
+  for (u32 step = 0; step < DEPTH / 16; step++)
     #pragma unroll
-    for (u32 step = 0; step < DEPTH / 16; step++)
-      #pragma unroll
-      for (int u = 0; u < UNITS; u++)
-        wgmma_unit(d + 2 * u * UNIT, base + (operands[u].x + step * STEP),
-                   base + (operands[u].y + step * STEP));
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (in_use >= 0) consumer_release(pipe, in_use);
-    in_use = pipe.stage;
-    pipe.advance();
-  }
-  wgmma_wait<0>();
-  if (in_use >= 0) consumer_release(pipe, in_use);
+    for (int u = 0; u < UNITS; u++)
+      wgmma_unit(d + 2 * u * UNIT, base + (operands[u].x + step * STEP),
+                 base + (operands[u].y + step * STEP));
+  wgmma_commit();
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* line) {
@@ -199,7 +159,8 @@ __device__ __forceinline__ void consumer(const Sums* list, const Places* places,
     uint2 operands[UNITS];
     #pragma unroll
     for (int u = 0; u < UNITS; u++) operands[u] = mine.operands[u];
-    mainloop(d, pipe, operands, __shfl_sync(~0u, mine.count, 0));
+    mainloop(d, pipe, __shfl_sync(~0u, mine.count, 0),
+             [&] { wgmma_step(d, pipe, operands); });
     if (__shfl_sync(~0u, mine.part.of, 0) > 1) {
       before = store_partial(d, quads, partials, counters, mine.part, half);
     } else {
@@ -228,11 +189,11 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
            const Places* places, const __grid_constant__ Starts starts, char* values, int width,
            float* partials, u32* counters) {
   extern __shared__ char shared[];
-  __shared__ u64 full[STAGES], empty[STAGES];
+  __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   const u32 strips = (smem_address(shared) + 1023) & ~1023u;  // where strips may start
-  Pipeline pipe{strips, smem_address(full), smem_address(empty), 0, 0};
+  Pipeline pipe{{strips}, {smem_address(full), smem_address(empty), 0, 0}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < Pipeline::STAGES; i++) {
       mbarrier_init(pipe.full + 8 * i, PRODUCERS);  // producer warps
       mbarrier_init(pipe.empty + 8 * i, 2);         // consumer warpgroups
     }

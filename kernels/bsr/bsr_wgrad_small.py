@@ -33,12 +33,10 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_wgrad
-from sparsebench.kernels.bsr._gradient import Gradient
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
 from sparsebench.kernels.bsr._wgrad_small_schedule import (
     PIECE,
@@ -189,17 +187,8 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Divide the work; take a table's configuration, or time a few."""
-    dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
-    assert isinstance(pattern, Bsr)
-    if reason := unsupported_operands(dy, x, pattern):
-        raise Unsupported(reason)
-    blocks = len(pattern.columns)
-    sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
-    workers = multiprocessors(x.device)
-    searched = [] if operands.pinned else configurations(pattern, len(x), workers)
-    configs, by = choose("bsr_wgrad_small", Config, operands, sizes, tuned, searched)
-    candidates = [Gradient(launch(dy, x, pattern, config), pattern) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device)
+    own = unsupported_operands, configurations, launch
+    return bsr_wgrad.prepared("bsr_wgrad_small", Config, operands, tuned, *own)
 
 
 KERNEL = Kernel(

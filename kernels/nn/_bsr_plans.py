@@ -3,7 +3,10 @@
     CUDA, compute capability 9.0, fp16 or bf16,
       blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
       blocks of 16x16 and 32x32, n and k of 8     bsr_small
-      blocks of other multiples of 8, likewise    bsr_wgrad for dW from 40 on, or bsr_wgrad_small
+      blocks with a side of 24, 40, 48, 80, ...   bsr_strips, if a multiple of 8 from 16 to 64 or
+                                                  80 goes into both sides, likewise
+      any multiples of 8, likewise, dW            bsr_wgrad where tiles of 40 to 64 go into the
+                                                  blocks, else bsr_wgrad_small
     other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU                                           torch, dense products: a reference, not a kernel
 
@@ -48,7 +51,9 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._common.tuned_table import blocked, lookup, multiprocessors
 from sparsebench.kernels.bsr import (
+    _packed,
     bsr_small,
+    bsr_strips,
     bsr_triton,
     bsr_triton_dgrad,
     bsr_triton_wgrad,
@@ -211,8 +216,11 @@ def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
         ours = None if any(side % PIECE for side in call.block) else _wgrad_on_hopper
     elif call.block in {(b, b) for b in bsr_small.BLOCKS}:
         ours = _small
+    elif not any(side % SIDE for side in call.block):
+        ours = _large if call.m > FEW else None
     else:
-        ours = _large if call.m > FEW and not any(side % SIDE for side in call.block) else None
+        odd = any(side & (side - 1) for side in call.block)  # no power of two: what was measured
+        ours = _strips if odd and all(map(bsr_strips.depth_of, call.block)) else None
     if hopper and ours:
         reason, kernels = unsupported_on_hopper(problem, device), ours
     else:
@@ -254,7 +262,19 @@ def _small(call: Call, w: Bsr) -> Multiply:
     default = bsr_small.configurations(w, call.m, workers, transposed)[0]
     config = _tuned(name, call, w, default)
     plan = bsr_small.plan(w, call.m, config, transposed=transposed)
-    return lambda a, values: bsr_small.bind(plan, a, values)()
+    return lambda a, values: _packed.bind(plan, a, values)()
+
+
+def _strips(call: Call, w: Bsr) -> Multiply:
+    x, dy = _activations(call)
+    transposed = call.op == "dgrad"
+    if reason := bsr_strips.unsupported_operands(dy if transposed else x, w, transposed):
+        raise Unsupported(reason)
+    name = "bsr_strips_dgrad" if transposed else "bsr_strips"
+    tiles, workers = bsr_strips.tiles_of(w, transposed), multiprocessors(w.columns.device)
+    config = _tuned(name, call, w, bsr_strips.configurations(tiles, call.m, workers)[0])
+    plan = bsr_strips.plan(w, call.m, config, tiles, transposed=transposed)
+    return lambda a, values: _packed.bind(plan, a, values)()
 
 
 def _in_triton(call: Call, w: Bsr) -> Multiply:

@@ -44,6 +44,7 @@ from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
 from sparsebench.kernels.sparse_activations import _packed_gate, _remainder, _twell_gate
+from sparsebench.kernels.sparse_activations._gate import Gate
 from sparsebench.kernels.sparse_activations._layer import Layer
 from sparsebench.kernels.sparse_activations._remainder import GROUP
 from sparsebench.kernels.sparse_activations._twell_gate import Tiles
@@ -171,19 +172,19 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = F
     split, squared = max(split, 2) if alone else split, layer.squared
     gated, stored = layer.up is not None, tiles or gate == "packed"
     ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored, alone)])
-    gates: Launch | _packed_gate.Gate | _twell_gate.Gate
+    gates: Launch | Gate
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
         product = cublas.Product(layer.x, layer.gate.t(), g)
         gates = cublas.fastest_way(product, pinned)
     elif tiles:
         gates = _twell_gate.prepare(layer.x, layer.gate, tiles, pinned)
-        g, bits = gates.dense, gates.words
+        g, bits = gates.values, gates.on
     elif layer.up is None:
         raise Unsupported("option way: a packed product needs a layer with a gate")
     else:
         gates = _packed_gate.prepare(layer.x, layer.gate, pinned)
-        g, bits = gates.values, gates.bits
+        g, bits = gates.values, gates.on
     rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
     x, up, wd, y = layer.x, layer.up, layer.wd, layer.y
     sparse = launch(

@@ -16,7 +16,6 @@ ffn_sparse.cu reads the bits of eight tokens at a time; _remainder.py reads a va
 
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,32 +23,12 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.cuda import BoundKernel, ahead
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.cuda import ahead
+from sparsebench.kernels.sparse_activations._gate import Gate, fastest
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
 
 EIGHT = 8  # tokens to a byte
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Gates as described above, and the kernel that writes them in this configuration."""
-
-    values: Tensor
-    bits: Tensor
-    program: BoundKernel
-    config: Config
-    candidates: tuple[Mapping[str, Any], ...] = ()  # as of a Launch
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Return the configuration, as a row holds it."""
-        return asdict(self.config)
-
-    def __call__(self) -> Tensor:
-        """Enqueue the product on the current stream."""
-        return self.program()
 
 
 def packed(w: Tensor) -> Spense:
@@ -78,6 +57,4 @@ def prepare(x: Tensor, w: Tensor, pinned: Mapping[str, Any] | None) -> Gate:
     constants = [spense_wgmma.constants_of(each, x.dtype, packed=True) for each in configs]
     ahead("spense_wgmma", constants)
     gates = [launch(x, tiles, config) for config in configs]
-    found = search(gates, x.device)
-    told = found.told([asdict(config) for config in configs])
-    return replace(gates[found.best], candidates=tuple(told))
+    return fastest(gates, x.device)

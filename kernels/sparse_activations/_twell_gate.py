@@ -15,14 +15,13 @@ of which 32 bytes, a count and seven entries, are all that most tiles have.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.twell import Twell
 from sparsebench.kernels._common.cuda import (
     TMA_ALIGNMENT,
     BoundKernel,
@@ -32,8 +31,8 @@ from sparsebench.kernels._common.cuda import (
     load,
     tensor_map,
 )
-from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels.sparse_activations._gate import Gate, fastest
 
 TOKENS, UNITS = 128, 256  # of a CTA tile
 BOX_TOKENS, BOX = 64, 64  # of X; columns of k
@@ -79,33 +78,6 @@ def configurations() -> list[Config]:
     return [Config(2), Config(1)]
 
 
-@dataclass(frozen=True)
-class Gate:
-    """The words and the dense tiles, and the kernel that writes them in this configuration."""
-
-    words: Tensor
-    dense: Tensor
-    tiles: Tiles
-    program: BoundKernel
-    config: Config
-    candidates: tuple[Mapping[str, Any], ...] = ()  # as of a Launch
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Return the configuration, as a row holds it."""
-        return asdict(self.config)
-
-    def __call__(self) -> Tensor:
-        """Enqueue the product on the current stream."""
-        return self.program()
-
-    def stored(self) -> Twell:
-        """Return what was written as a format: dense tiles spill what is beyond the capacity."""
-        shape = len(self.dense), self.dense.shape[1]
-        sizes = asdict(self.tiles)
-        return Twell.from_words(self.words, shape, **sizes, dense=self.dense)
-
-
 def launch(x: Tensor, w: Tensor, tiles: Tiles, config: Config, *, watchdog: bool = False) -> Gate:
     """Return the gate of x [m, k] and a weight [n, k], fp16 or bf16. Raises Unsupported."""
     (m, k), n, device = x.shape, len(w), x.device
@@ -123,16 +95,14 @@ def launch(x: Tensor, w: Tensor, tiles: Tiles, config: Config, *, watchdog: bool
         for t, rows in ((x, BOX_TOKENS), (w, UNITS // config.cluster))
     ]
     args = ARGUMENTS(b"".join(maps), words.data_ptr(), dense.data_ptr(), m, n, k)
-    return Gate(words, dense, tiles, BoundKernel(loaded, args, (x, w, dense), words), config)
+    return Gate(dense, words, BoundKernel(loaded, args, (x, w, dense), words), config)
 
 
 def prepare(x: Tensor, w: Tensor, tiles: Tiles, pinned: Mapping[str, Any] | None) -> Gate:
     """Take the pinned configuration, or the fastest. Raises Unsupported."""
     configs = [Config(**pinned)] if pinned else configurations()
     gates = [launch(x, w, tiles, config) for config in configs]
-    found = search(gates, x.device)
-    told = found.told([asdict(config) for config in configs])
-    return replace(gates[found.best], candidates=tuple(told))
+    return fastest(gates, x.device)
 
 
 def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:

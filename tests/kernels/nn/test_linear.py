@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.triton import BoundKernel, box
-from sparsebench.kernels.bsr import bsr_small, bsr_wgmma, bsr_wgrad
+from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma, bsr_wgrad
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of, repack
 
@@ -81,7 +81,7 @@ def test_the_triton_kernels_give_the_same_in_tritons_interpreter():
     assert_passes(__file__, "-k", "those_of_nn_linear or same_bits or shares_with_the_old")
 
 
-LARGE, SMALL = _bsr_plans._large, _bsr_plans._small
+LARGE, SMALL, STRIPS = _bsr_plans._large, _bsr_plans._small, _bsr_plans._strips
 WGRAD, TRITON = _bsr_plans._wgrad_on_hopper, _bsr_plans._in_triton
 
 
@@ -93,6 +93,11 @@ WGRAD, TRITON = _bsr_plans._wgrad_on_hopper, _bsr_plans._in_triton
         ((9, 0), torch.bfloat16, (16, 16), (1000, 520), SMALL, SMALL, WGRAD),
         ((9, 0), torch.float16, (32, 32), (512, 512), SMALL, SMALL, WGRAD),
         ((9, 0), torch.bfloat16, (64, 32), (512, 512), TRITON, TRITON, WGRAD),
+        ((9, 0), torch.bfloat16, (24, 24), (1000, 520), STRIPS, STRIPS, WGRAD),
+        ((9, 0), torch.float16, (80, 96), (1000, 520), STRIPS, STRIPS, WGRAD),
+        ((9, 0), torch.bfloat16, (64, 24), (512, 512), STRIPS, STRIPS, WGRAD),
+        ((9, 0), torch.bfloat16, (8, 24), (512, 512), TRITON, TRITON, WGRAD),
+        ((8, 0), torch.bfloat16, (48, 48), (512, 512), TRITON, TRITON, TRITON),
         ((9, 0), torch.bfloat16, (32, 12), (512, 512), TRITON, TRITON, TRITON),
         ((9, 0), torch.float32, (64, 64), (512, 512), TRITON, TRITON, TRITON),
         ((9, 0), torch.bfloat16, (64, 64), (512, 515), TRITON, TRITON, TRITON),
@@ -317,10 +322,10 @@ def driver(monkeypatch) -> Driver:
     monkeypatch.setattr(cuda, "_set_device", lambda: lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for kernel in (bsr_small, bsr_wgmma, bsr_wgrad):
+    for kernel in (bsr_small, bsr_strips, bsr_wgmma, bsr_wgrad):
         monkeypatch.setattr(kernel, "load", lambda *given: (SimpleNamespace(ptr=1), "code"))
-    small = {16: _bsr_plans._small, 64: _bsr_plans._large}
-    monkeypatch.setattr(_bsr_plans, "chosen", lambda call, device: small[call.block[0]])
+    kinds = {16: _bsr_plans._small, 24: _bsr_plans._strips, 64: _bsr_plans._large}
+    monkeypatch.setattr(_bsr_plans, "chosen", lambda call, device: kinds[call.block[0]])
     cuda.tensor_map.cache_clear()
     yield driver
     cuda.tensor_map.cache_clear()
@@ -376,6 +381,24 @@ def test_a_launch_has_the_addresses_of_its_own_operands(driver):
     plan = next(iter(pattern_of(layer).plans.values()))
     with pytest.raises(Unsupported, match="planned for"):
         plan(kept[0].half(), layer.values)
+
+
+@pytest.mark.parametrize("op", ["linear", "dgrad"])
+def test_a_layer_of_odd_blocks_takes_the_default_of_its_kernel(op, driver, monkeypatch):
+    w = layer_of(120, 192, (24, 48), dtype=torch.bfloat16).bsr
+    call = _bsr_plans.Call(op, 300, w.shape, w.block, torch.bfloat16)
+    multiply = _bsr_plans._strips(call, w)
+    transposed = op == "dgrad"
+    (read, written), driver.size = (w.shape if transposed else w.shape[::-1]), 512
+    x = torch.zeros(300, read, dtype=torch.bfloat16)
+    y = multiply(x, w.values)
+    assert y.shape == (300, written)
+    tiles = bsr_strips.tiles_of(w, transposed)
+    tokens = bsr_strips.configurations(tiles, 300, 1)[0].tokens  # a CPU counts as one
+    (box,) = bsr_strips.boxes_of(tiles.depth)
+    assert struct.unpack_from("6q", driver.launches[-1], 0) == map_of(x, (tokens, box))
+    with pytest.raises(Unsupported, match="planned for"):
+        multiply(x.half(), w.values)
 
 
 def test_equal_addresses_give_the_same_arguments(driver):
@@ -569,6 +592,11 @@ ON_GPU = [
     (64, torch.float32, 256, 320),
     ((48, 24), torch.float16, 300, 430),
     (8, torch.bfloat16, 136, 72),
+    (24, torch.bfloat16, 1000, 520),
+    (40, torch.float16, 520, 1000),
+    (48, torch.bfloat16, 768, 1536),
+    (80, torch.float16, 1000, 776),
+    ((96, 24), torch.bfloat16, 1000, 520),
 ]
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, as a whole
 

@@ -188,6 +188,21 @@ def test_torch_compile_takes_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block", [24, 40, 48, 80, 96])
+def test_a_matrix_in_odd_blocks_is_multiplied_and_differentiated(block: int) -> None:
+    dense, x = (torch.randn(m, 960, device="cuda").bfloat16() for m in (480, 300))
+    w = Bsr.from_dense(dense, block=block)
+    x.requires_grad_()
+    values = w.values.requires_grad_()
+    y = sparsebench.matmul(x, replace(w, values=values))
+    y.sum().backward()
+    torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=0.5)
+    torch.testing.assert_close(x.grad, dense.sum(0).expand_as(x), rtol=2e-2, atol=0.5)
+    right = w.sample(torch.ones(480, 300).bfloat16().cuda() @ x.detach()).values
+    torch.testing.assert_close(values.grad, right, rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [None, "bsr_triton"])
 def test_a_captured_graph_is_right_after_the_weight_has_gone(kernel: str | None) -> None:
     dense = weight(torch.bfloat16).cuda()

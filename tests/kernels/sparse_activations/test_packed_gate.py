@@ -209,13 +209,13 @@ def test_who_is_on_is_right_on_a_hopper_gpu(config: Config, name: str) -> None:
             gates = []
             for _ in range(2):
                 gate.values.fill_(float("nan"))
-                gate.bits.fill_(0xFF)
+                gate.on.fill_(0xFF)
                 gate()
-                gates.append((gate.values.clone(), gate.bits.clone()))
+                gates.append((gate.values.clone(), gate.on.clone()))
             right = (x.double() @ w.to(dtype).double().T).to(dtype)
-            assert_packed(gate.values, gate.bits, right, None)
+            assert_packed(gate.values, gate.on, right, None)
             for seen in zip(*gates, strict=True):
                 assert torch.equal(*(t.view(torch.uint8) for t in seen)), (m, n, k)
             gate.values.fill_(7.0)
             gate()
-            assert_packed(gate.values, gate.bits, right, 7.0)
+            assert_packed(gate.values, gate.on, right, 7.0)
