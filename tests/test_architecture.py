@@ -70,7 +70,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
     "pruning": {"inputs"},
     "train_lm": {"patterns"},
-    "whole": {"catalog", "bench", "train_lm"},
+    "whole": {"catalog", "machine", "bench", "train_lm"},
 }
 WAYS_IN = {
     "cli",
