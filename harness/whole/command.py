@@ -30,10 +30,9 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.energy import pieces, require_meter
+from sparsebench.harness.bench.energy import pieces, require_meter_on
 from sparsebench.harness.bench.entry import bound, one_line, synchronize
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.machine.device import identity
 from sparsebench.harness.whole.model import (
     Pass,
     Shape,
@@ -78,7 +77,7 @@ def measure(
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
     if window_s:
-        require_meter(identity(device))
+        require_meter_on(device)
     torch.manual_seed(0)
     compiled = device.type == "cuda"
     weights = drawn(shape, device, DTYPES[dtype])

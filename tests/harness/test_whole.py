@@ -141,8 +141,7 @@ def test_energy_is_the_median_of_pieces_of_the_window(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(energy, "perf_counter", clock)
     monkeypatch.setattr(energy, "board", board)
-    for module in (energy, command):
-        monkeypatch.setattr(module, "identity", lambda device: "GPU-fake")
+    monkeypatch.setattr(energy, "identity", lambda device: "GPU-fake")
     honest = command.pieces
 
     def pieces(run: object, device: object, window_s: float, many: int) -> object:
