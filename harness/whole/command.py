@@ -12,7 +12,8 @@ wrong and has no times, and so is a kernel that lost values in any layer. One th
 of why, and the others go on.
 
 The energy of a way is the median of pieces of about PIECE_S, of so many seconds of replay in all,
-half of them after every other way had its first half: the board is then as warm for the first.
+half of them after every other way had its first half: the board is then as warm for the first. Of
+forward passes the kernels that are named have one, and the plain model where none is.
 """
 
 import gc
@@ -147,11 +148,11 @@ def _forwards(
             times[name].append(_timed(own, device))
     ways |= {name: replace(ways[name], times_us=times[name]) for name in ready}
     write([*ways.values()], units)
-    joules: dict[str, list[float]] = {name: [] for name in ready}
+    joules: dict[str, list[float]] = {name: [] for name in ready if name != PLAIN or not kernels}
     for turn in range(TURNS if window_s else 0):
-        for name, own in ready.items():
+        for name in joules:
             show(len(kernels), f"energy, {name}, {turn + 1} of {TURNS}")
-            joules[name] += _joules(own, device, window_s / TURNS)
+            joules[name] += _joules(ready[name], device, window_s / TURNS)
     ways |= {name: replace(ways[name], energy_j=median(own)) for name, own in joules.items() if own}
     write([*ways.values()], units)
     return [*ways.values()], units
