@@ -148,7 +148,7 @@ def whole(
         int, typer.Option("--training", help="Sequences of a training step; 0: none.", min=0)
     ] = 8,
     energy: Annotated[
-        float, typer.Option(help="Seconds of each energy measurement; 0: none.", min=0)
+        float, typer.Option(help="Seconds of replay for the energy of each; 0: none.", min=0)
     ] = 0.0,
     peers: Peers = None,
     device: Device = None,

@@ -262,7 +262,8 @@ def _condition(case: Mapping[Any, Any]) -> str:
     said = [percent(case["level"])] if case["level"] > 0 else []
     said += [f"blocks of {block}"] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
-        said.append(f"{case['active']:g} of {case['n']} units on")
+        units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # of a decoding step
+        said.append(f"{case['active']:g} of {units} units on")
     if pd.notna(case.get("source")):
         said.append(str(case["source"]).rpartition("/")[2])
     return ", ".join(said)

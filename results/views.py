@@ -81,7 +81,10 @@ def asked(found: pd.DataFrame) -> pd.DataFrame:
     """Add `shape`; where weights have one sparsity, the level is the fraction of units off."""
     level, of_units = found.level, _of_units(found)
     if of_units.any():
-        level = level.mask(of_units, 1 - found.active / found.n.astype("float64"))
+        units = found.n.astype("float64")
+        if "intermediate" in found:  # of a whole decoding step
+            units = units.fillna(found.intermediate.astype("float64"))
+        level = level.mask(of_units, 1 - found.active / units)
     digits = 2 if level.round(3).nunique() > COLUMNS else 4
     sizes = zip(found.n, found.k, strict=True)
     shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]

@@ -211,7 +211,10 @@ def _redraw(contest: RunningContest) -> None:
     contest.draw = operands.unseen(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):
         own = layer.dense
-        operands.redraw(layer.problem, contest.op, own.activations, contest.draw, own.recorded)
+        operands.redraw(
+            *(layer.problem, contest.op, own.activations, contest.draw),
+            *(own.recorded, own.weights),
+        )
         contest.guard.renew({f"the operand {name}{_where(number)}" for name in own.activations})
     for entry in contest.entries:
         if entry.running:

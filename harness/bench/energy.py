@@ -58,6 +58,11 @@ def require_meter(identity: str) -> None:
         raise NoMeter(f"energy: {error}") from error
 
 
+def require_meter_on(device: torch.device) -> None:
+    """Raise NoMeter where a device does not count its energy."""
+    require_meter(identity(device))
+
+
 def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
     """Return the energy of a call on a GPU; about window_s + 1 s. NoMeter where none is counted."""
     return pieces(call, device, window_s, 1)[0]

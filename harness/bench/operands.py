@@ -79,7 +79,7 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     recorded = {}
     if op.recorded and problem.source:
         recorded = {name: _recording(problem, op, name, device, data) for name in op.activations}
-    redraw(problem, op, activations, 0, recorded)
+    redraw(problem, op, activations, 0, recorded, weights)
     nnz = {name: int(is_stored(w).sum()) for name, w in weights.items()}
     size = sum(w.numel() for w in weights.values())
     sparsity = (size - sum(nnz.values())) / size
@@ -103,14 +103,19 @@ def redraw(
     activations: Mapping[str, Tensor],
     draw: int,
     recorded: Mapping[str, Tensor] = NONE,
+    weights: Mapping[str, Tensor] = NONE,
 ) -> None:
-    """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave."""
+    """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave.
+
+    `weights` are those of the problem, dense, for an op that settles activations by them.
+    """
     for name in op.activations:
         if op.recorded and problem.source:
             _play(recorded[name], activations[name], draw)
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
+    op.settle(problem, weights, activations)
 
 
 def unseen(last: int, recordings: Sequence[Tensor]) -> int:
@@ -135,7 +140,7 @@ def rewrite(
         weight.copy_(fresh.weights[name])
     for name, recording in own.recorded.items():
         recording.copy_(fresh.recorded[name])
-    redraw(problem, op, own.activations, draw, own.recorded)
+    redraw(problem, op, own.activations, draw, own.recorded, own.weights)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:

@@ -68,6 +68,9 @@ class Op:
                   default: none, and the op takes none
     adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
                   was drawn, in place and to the same bits on every device; default: leaves it
+    settle        (problem, weights, activations) rewrites activations that follow from other
+                  operands, once all are drawn, in place and to the same bits on every device;
+                  default: none do
     keeps_first   (problem, weight's name) to whether pruning leaves its column 0 whole; default: no
     parts         the problem to the rows of an output that is several results, one below the other,
                   each held against its own size; default: one
@@ -91,6 +94,7 @@ class Op:
     dense: Callable[[Problem], Problem] = lambda problem: problem
     recorded: Callable[[Mapping[str, Tensor]], dict[str, float | str]] | None = None
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
+    settle: Callable[[Problem, Mapping[str, Tensor], Mapping[str, Tensor]], None] = lambda *_: None
     keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
     sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields

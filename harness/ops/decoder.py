@@ -19,6 +19,12 @@ Of caches there are `caches`, which layers take in turn: a large model's layer d
 the L2 cache. Weights drawn with zeros, and cached values, are scaled by a power of two, such that
 attention and MLP add about as much to the stream as it has.
 
+With `active`, that many of a layer's units are on for a sequence, on average, and only those count
+as work (ffn.py). Column 0 of S is 1 in every layer: no row 0 of Wo and Wd has a value. Column 0 of
+Wg is -1: so gains[2 layer + 1, 0] is what the sum of the other columns has to exceed. It follows
+from the operands, layer by layer in fp64 (`settle`), and is then rounded to the dtype, which moves
+the mean by up to 3 %. Wd is scaled up by a power of two, for what few units add is little.
+
     pruned  mlp: the pattern holds for Wg, Wu and Wd; all: for Wqkv and Wo as well; never for Wh
     fp8     Wqkv, Wo, Wg, Wu, Wd as in ffn.py; all else in bf16. A kernel rounds what it multiplies
             with them to e4m3, at a scale of 1
@@ -30,11 +36,13 @@ logits after 8 layers of Qwen3-32B, of a small model 0.5 % after 2 and 1.6 % aft
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import log2
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
@@ -71,6 +79,7 @@ class DecoderFields(Fields):
     caches: PositiveInt = 1
     activation: Literal["silu", "relu", "relu2"] = "silu"
     pruned: Literal["mlp", "all"] = "mlp"
+    active: float | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -84,6 +93,13 @@ class DecoderFields(Fields):
             raise ValueError(f"caches up to layers, {self.layers}, not {self.caches}")
         if self.dtype == "fp8" and self.sparsity > SPARSEST_FP8:
             raise ValueError(f"sparsity up to {SPARSEST_FP8} in fp8, not {self.sparsity}")
+        if self.active is None:
+            return self
+        if self.activation == "silu" or self.dtype == "fp8" or self.pattern != "dense":
+            expected = "relu or relu2, 16 or 32 bits and the pattern dense where active is given"
+            raise ValueError(f"{expected}, not {self.activation}, {self.dtype}, {self.pattern}")
+        if self.active >= self.intermediate:
+            raise ValueError(f"active below intermediate, {self.intermediate}, not {self.active}")
         return self
 
 
@@ -130,15 +146,44 @@ def definition(
     wh, gains, keys, values, s = (t.to(wg.dtype) for t in (wh, gains, keys, values, x))
     keys, values = (_by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
     for layer in range(len(gains) // 2):
-        heads = _heads(linear(_norm(s, gains[2 * layer]), wqkv), keys)
-        q, k = _turned(_unit(heads.q), keys.shape[3]), _turned(_unit(heads.k), keys.shape[3])
-        p, own = _attention(q, k, keys[layer % caches])
-        attended = p @ values[layer % caches] + own * heads.v
-        s = s + linear(attended.reshape(len(x), -1), wo)
+        s = s + _attended(_norm(s, gains[2 * layer]), wqkv, wo, keys, values, layer % caches)
         z = _norm(s, gains[2 * layer + 1])
         s = s + linear(act_of(linear(z, wg), activation) * linear(z, wu), wd)
     y = linear(_norm(s, gains[-1]), wh)
     return y.bfloat16() if stored == torch.float8_e4m3fn else y
+
+
+def settle(
+    problem: Problem, weights: Mapping[str, Tensor], activations: Mapping[str, Tensor]
+) -> None:
+    """Write the gains of column 0 before each MLP, where `active` is given."""
+    if problem.fields.get("active") is None:
+        return
+    wqkv, wo, wg, wu, wd = (weights[name].double() for name in LAYER)
+    gains, m, caches = activations["gains"], problem["m"], problem["caches"]
+    keys, values, s = (activations[name].double() for name in ("keys", "values", "x"))
+    keys, values = (_by_sequence(t, m, caches, wqkv, wo) for t in (keys, values))
+    count = round(problem["active"] * m)
+    for layer in range(problem["layers"]):
+        z = _norm(s, gains[2 * layer].double())
+        s = s + _attended(z, wqkv, wo, keys, values, layer % caches)
+        z = _norm(s, gains[2 * layer + 1].double())
+        z[:, 0] = 0
+        unit = (s.square().mean(1, True) + EPSILON).sqrt()  # 1 over what a gain of 1 makes of 1
+        last = (linear(z, wg) * unit).flatten().topk(count + 1).values[-2:]
+        gains[2 * layer + 1, 0] = last.mean()
+        z = _norm(s, gains[2 * layer + 1].double())
+        s = s + linear(act_of(linear(z, wg), problem["activation"]) * linear(z, wu), wd)
+
+
+def _attended(
+    z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor, cache: int
+) -> Tensor:
+    """Return what attention adds to the stream [m, hidden], from its norm and one of the caches."""
+    heads = _heads(linear(z, wqkv), keys)
+    q, k = (_turned(_unit(t), keys.shape[3]) for t in (heads.q, heads.k))
+    p, own = _attention(q, k, keys[cache])
+    return linear((p @ values[cache] + own * heads.v).reshape(len(z), -1), wo)
 
 
 def spread(
@@ -228,7 +273,8 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
     Where Wo has no non-zero, nothing need be attended to.
     """
-    multiplied = problem["layers"] * sum(nnz[name] for name in LAYER) + nnz["wh"]
+    off = (1 - share(problem)) * (nnz["wu"] + nnz["wd"])
+    multiplied = problem["layers"] * (sum(nnz[name] for name in LAYER) - off) + nnz["wh"]
     tokens = problem["context"] + 1 if nnz["wo"] else 0
     attended = problem["heads"] * problem["head_dim"] * tokens
     return float(2 * problem["m"] * (multiplied + 2 * problem["layers"] * attended))
@@ -237,10 +283,22 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of each layer's non-zeros and cache, of the head, of X and of Y."""
     wide, m = OUTPUTS[problem["dtype"]].itemsize, problem["m"]
-    weights = itemsize * sum(nnz[name] for name in LAYER)
+    off = (1 - share(problem)) ** m * (nnz["wu"] + nnz["wd"])  # for all sequences
+    weights = itemsize * (sum(nnz[name] for name in LAYER) - off)
     cache = 2 * m * problem["kv_heads"] * problem["head_dim"] * problem["context"]
     rest = nnz["wh"] + m * (problem["hidden"] + problem["vocab"])
     return int(problem["layers"] * (weights + wide * cache) + wide * rest)
+
+
+def share(problem: Problem) -> float:
+    """Return the part of a layer's units that is on for a sequence; 1 where it is chance."""
+    active = problem.fields.get("active")
+    return 1.0 if active is None else float(active / problem["intermediate"])
+
+
+def all_active(problem: Problem) -> Problem:
+    """Return the problem with every unit on: what a dense product computes."""
+    return replace(problem, fields={**problem.fields, "active": None})
 
 
 def prunes(fields: Mapping[str, Any], weight: str) -> bool:
@@ -264,8 +322,22 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
         power = round(-log2(1 - problem["sparsity"]) / 2)
     elif name == "wh" and problem["dtype"] == "fp8":  # drawn as if it were stored in fp8
         power = round(log2(unit_scale(problem["hidden"])))
+    active = problem.fields.get("active") is not None
+    if name == "wd" and active:
+        power += round(-log2(_square_of_few(share(problem)) / 0.5) / 2)
     if power:
         operand.copy_(operand.float() * 2.0**power)
+    if active:
+        if name in ("wo", "wd"):
+            operand[0] = 0
+        elif name in ("wg", "x"):
+            operand[:, 0] = -1 if name == "wg" else 1
+
+
+def _square_of_few(part: float) -> float:
+    """Return the mean square of max(g - c, 0), g normal, where c is exceeded by a part of all."""
+    c = NormalDist().inv_cdf(1 - part)
+    return (1 + c * c) * part - c * NormalDist().pdf(c)
 
 
 def _by_squares(x: Tensor, w: Tensor) -> Tensor:
@@ -353,6 +425,8 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    dense=all_active,
+    settle=settle,
     adjust=adjust,
     sizes=sizes,
     example=EXAMPLE,

@@ -12,7 +12,8 @@ wrong and has no times, and so is a kernel that lost values in any layer. One th
 of why, and the others go on.
 
 The energy of a way is the median of pieces of about PIECE_S, of so many seconds of replay in all,
-half of them after every other way had its first half: the board is then as warm for the first.
+half of them after every other way had its first half: the board is then as warm for the first. Of
+forward passes the kernels that are named have one, and the plain model where none is.
 """
 
 import gc
@@ -30,10 +31,9 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.energy import pieces, require_meter
+from sparsebench.harness.bench.energy import pieces, require_meter_on
 from sparsebench.harness.bench.entry import bound, one_line, synchronize
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.machine.device import identity
 from sparsebench.harness.whole.model import (
     Pass,
     Shape,
@@ -78,7 +78,7 @@ def measure(
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
     if window_s:
-        require_meter(identity(device))
+        require_meter_on(device)
     torch.manual_seed(0)
     compiled = device.type == "cuda"
     weights = drawn(shape, device, DTYPES[dtype])
@@ -148,11 +148,11 @@ def _forwards(
             times[name].append(_timed(own, device))
     ways |= {name: replace(ways[name], times_us=times[name]) for name in ready}
     write([*ways.values()], units)
-    joules: dict[str, list[float]] = {name: [] for name in ready}
+    joules: dict[str, list[float]] = {name: [] for name in ready if name != PLAIN or not kernels}
     for turn in range(TURNS if window_s else 0):
-        for name, own in ready.items():
+        for name in joules:
             show(len(kernels), f"energy, {name}, {turn + 1} of {TURNS}")
-            joules[name] += _joules(own, device, window_s / TURNS)
+            joules[name] += _joules(ready[name], device, window_s / TURNS)
     ways |= {name: replace(ways[name], energy_j=median(own)) for name, own in joules.items() if own}
     write([*ways.values()], units)
     return [*ways.values()], units

@@ -207,7 +207,7 @@ def _decided(test: Test, valued: list[Cell], failed: int, unmeasured: int) -> De
         if unmeasured:
             return _open(f"{unmeasured} cells are not measured", cells)
         whole = state(test, pooled)
-        which = f"all {len(cells)} cells together" if len(cells) > 1 else cells[0].label
+        which = f"all {len(cells)} cells together" if len(cells) > 1 else "the only cell"
         said = f"{which}: {_value(test, pooled)}"
         if whole == "met" and not failed:
             return Word.REPRODUCED, f"{said}.", [pooled], None

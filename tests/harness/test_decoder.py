@@ -12,8 +12,9 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.check import Expected, check
 from sparsebench.harness.bench.entry import bound
-from sparsebench.harness.bench.operands import operands
+from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ops import decoder
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results.record import Contender, Problem, Status
 
@@ -135,6 +136,71 @@ def test_a_layer_that_is_left_out_is_wrong() -> None:
     assert check(bound(OP.definition, asked)(**{**given, "gains": gains}), expected).reason
 
 
+FEW = {"activation": "relu", "active": 4, "intermediate": 256, "hidden": 64, "m": 6}
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtype": "bf16"}, {"m": 1, "activation": "relu2"}])
+def test_as_many_units_are_on_in_every_layer(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = problem(**{**FEW, **fields})
+    found = operands(asked, OP, CPU, None)
+    counts: list[float] = []
+    honest = decoder.act_of
+
+    def act(z: Tensor, activation: str) -> Tensor:
+        counts.append(float((z > 0).sum()) / len(z))
+        return honest(z, activation)
+
+    monkeypatch.setattr(decoder, "act_of", act)
+    for draw in (0, 3):
+        redraw(asked, OP, found.activations, draw, weights=found.weights)
+        gains = found.activations["gains"].clone()
+        counts.clear()
+        everything = {**found.weights, **found.activations}
+        bound(OP.definition, asked)(**{name: t.double() for name, t in everything.items()})
+        assert counts == [pytest.approx(4, abs=0.35)] * 3
+        redraw(asked, OP, found.activations, draw, weights=found.weights)
+        assert torch.equal(gains, found.activations["gains"])
+
+
+def test_few_units_on_count_for_as_much_as_the_rest() -> None:
+    asked = problem(**FEW, layers=8)
+    given = exact(asked)
+    right = bound(OP.definition, asked)(**given)
+    for half in (0, 1):
+        gains = given["gains"].clone()
+        gains[14 + half] = 0
+        wrong = bound(OP.definition, asked)(**{**given, "gains": gains})
+        assert float((wrong - right).norm() / right.norm()) > 0.04
+
+
+def test_only_units_that_are_on_are_work() -> None:
+    few, every = problem(**FEW), problem(**{**FEW, "active": None})
+    nnz = {"wqkv": 10, "wo": 10, "wg": 1024, "wu": 1024, "wd": 1024, "wh": 10}
+    assert OP.dense(few) == every
+    part = 4 / 256
+    assert OP.flops(every, nnz) - OP.flops(few, nnz) == 2 * 6 * 3 * (1 - part) * 2048
+    saved = OP.fewest_bytes(every, nnz, 4) - OP.fewest_bytes(few, nnz, 4)
+    assert saved == pytest.approx(3 * 4 * (1 - part) ** 6 * 2048, abs=1)
+    assert OP.held_bytes(few) == OP.held_bytes(every)
+
+
+def test_a_contest_of_few_units_is_right_on_a_cpu() -> None:
+    asked = problem(**FEW, dtype="bf16")
+    contenders = [Contender("dense", "torch_dense", baseline=True), Contender("dense", "reference")]
+    rows, _ = contest.run(asked, contenders, CPU, None)
+    assert [row.status for row in rows] == [Status.OK] * 2, [row.detail for row in rows]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gains_that_are_settled_are_the_same_bits_on_a_gpu(dtype: str) -> None:
+    asked = problem(**FEW, dtype=dtype, layers=6)
+    here, there = (operands(asked, OP, torch.device(d), None) for d in ("cpu", "cuda:0"))
+    assert here.digest == there.digest
+
+
 class Largest(TorchDispatchMode):
     """The elements of the largest tensor that an operation makes."""
 
@@ -192,6 +258,7 @@ contenders:
         ({"CACHES": "3"}, "expected caches up to layers, 2, not 3"),
         ({"DTYPE": "fp8"}, "expected sparsity up to 0.9 in fp8, not 0.95"),
         ({"DTYPE": "tf32"}, "found 'tf32'"),
+        ({"CACHES": "1, active: 4"}, "expected relu or relu2, 16 or 32 bits and the pattern dense"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
