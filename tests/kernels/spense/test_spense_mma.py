@@ -37,8 +37,9 @@ ALONE, AHEAD = CONFIGS[:4], CONFIGS[4:]
 NAMES = "bf16", "fp16"
 NEEDED = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
-# As those of spense_wgmma, and n that is no multiple of 8; fewer columns than a box.
+# As those of spense_wgmma, and n that is no multiple of 8; fewer columns than a box; all 2:4.
 ODD = [(3, 70, 8, 0.0, "rows"), (130, 258, 264, 0.5, "rows"), (9, 74, 648, 0.5, "columns")]
+ODD += [(70, 322, 1048, 0.0, "rows")]
 
 
 def test_a_work_item_has_one_kind_of_tiles() -> None:
@@ -135,7 +136,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
             *((shape, config, 5, True) for config in AHEAD for shape in [*SHAPES, *ODD]),
             *((shape, config, 2, False) for config in AHEAD for shape in [*SHAPES, *ODD]),
         ],
-        *(1, 3, 19, 28, 46, 58, 72, -2),
+        *(1, 3, 21, 30, 65, 79),
     ),
     ids=str,
 )
@@ -331,6 +332,8 @@ ampere = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_products_are_right_on_a_gpu(config: Config, dtype: str) -> None:
+    if config.kib >= spense_mma.kib_of(torch.device("cuda")):
+        pytest.skip(f"expected {config.kib} KiB of shared memory for a CTA, found fewer")
     for shape in [*LARGE, *SHAPES, *ODD]:
         x, w = on_gpu(shape, dtype)
         program = spense_mma.launch(x, w, config)
