@@ -256,6 +256,19 @@ def test_the_tile_that_holds_all_tokens_is_tried_first(m: int) -> None:
     assert all(config in CONFIGS and config.tokens < max(2 * m, 17) for config in found)
 
 
+@pytest.mark.parametrize(("ahead", "timed"), [(True, {True, False}), (False, {False})])
+def test_a_search_without_ahead_times_only_what_ran_before(
+    ahead: bool, timed: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
+    monkeypatch.setattr(spense_mma, "kib_of", lambda device: KIB["sm_90"])
+    monkeypatch.setattr(spense_mma, "launch", lambda x, w, config: config)
+    monkeypatch.setattr(spense_mma, "fastest_launch", lambda configs, *rest: configs)
+    problem = Problem("linear", {"dtype": "fp16"})
+    found: Any = spense_mma.prepare(Operands(problem, {"w": w}, {"x": x}, torch.mm), ahead=ahead)
+    assert {config.ahead for config in found} == timed
+
+
 @pytest.mark.parametrize("target", KIB)
 @pytest.mark.parametrize("dense", [True, False])
 def test_its_stages_fit_into_what_the_multiprocessor_has(target: str, dense: bool) -> None:
