@@ -48,6 +48,9 @@ static void copy(u32 to, const char* from, int bytes, bool there) {
 }
 static void copy_16(u32 to, const char* from, bool there) { copy(to, from, 16, there); }
 static void copy_8(u32 to, const char* from) { copy(to, from, 8, true); }
+static void copy_16_if(u32 to, const char* from, bool there) { if (there) copy_16(to, from, true); }
+static void copy_8_if(u32 to, const char* from, bool there) { if (there) copy_8(to, from); }
+template <class T> T opaque(T value) { return value; }
 static void cp_async_commit() { copies[now].groups.emplace_back(); }
 template <int LEFT> void cp_async_wait() {
   auto& groups = copies[now].groups;

@@ -95,7 +95,7 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
         return _named(x, w, CSR.get(x.device.type, CSR["cuda"]), {})
     if isinstance(w, Spense):
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
-            return _named(x, w, "spense_mma", {})
+            return _named(x, w, "spense_mma", {"ahead": False})  # until a GPU has run the others
         grows = torch.is_grad_enabled() and x.requires_grad
         seen = grows or torch.compiler.is_compiling()
         op = _spense_op.linear if seen else _spense_op.eager

@@ -3,7 +3,7 @@
 For any NVIDIA GPU of compute capability 8.0 or newer. On Hopper spense_wgmma is faster; it reads
 the same packed bytes.
 
-    spense_mma.cu     the kernel; draws its pipeline and the registers of mma.sp
+    spense_mma.cu     the kernel; draws its two main loops and the registers of mma.sp
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
     this file         the choice of a configuration, the launch, and what is unsupported
 
@@ -14,6 +14,7 @@ the same packed bytes.
     W         any split
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import ROW_BYTES, ROW_STEP, ROWS, VALUE_BYTES, Spense
+from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
@@ -32,11 +33,13 @@ from sparsebench.results.record import Problem
 LEAST = (8, 0)  # compute capability
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
-THREADS = 128
-W_BYTES = 2 * (VALUE_BYTES + 512)  # of a stage: half a tile and half its metadata, of two rows
-MOST_SHARED_BYTES = 99 * 1024  # that a CTA may have on compute capability 8.6 and 8.9
-RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
-CTAS = 2  # of an SM: registers are the limit
+W_BYTES = VALUE_BYTES + 512  # of a stage, each row of tiles: half a tile, and half its metadata
+HALF_BYTES = (
+    VALUE_BYTES // 2 + 512
+)  # where all tiles are sparse and their rows lie half as far apart
+LEAST_KIB = 99  # of shared memory that a CTA may have on compute capability 8.6 and 8.9
+RESERVED_KIB = 1  # of an SM's shared memory, for each CTA
+LEAST_STAGES = 3  # fewer would not overlap copies and mma
 ALIGNMENT = 16  # bytes that cp.async copies at a time
 # Activations: x, bytes of a row, m, k; Weights; y, work items, starts, workspace, counters; n.
 ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")
@@ -45,74 +48,118 @@ LARGEST = 2**31 - 1  # an int32
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel: how many tokens of X a work item has, one of TOKENS."""
+    """One way to run the kernel.
+
+    tokens  of X in a work item: one of TOKENS
+    rows    of W's tiles in a work item: 2 (two CTAs an SM) or, from 64 tokens on, 4 (one CTA)
+    kib     of shared memory that a CTA takes, at most: as many stages as fit
+    ahead   what the next products need is loaded during the ones before, across boxes
+    """
 
     tokens: int
+    rows: int = 2
+    kib: int = LEAST_KIB
+    ahead: bool = False
 
     @property
-    def stages(self) -> int:
+    def threads(self) -> int:
+        """Return the threads of a CTA: two warps for each row of tiles."""
+        return 64 * self.rows
+
+    @property
+    def ctas(self) -> int:
+        """Return how many CTAs share an SM: registers are the limit."""
+        return 4 // self.rows
+
+    def w_bytes(self, dense: bool) -> int:
+        """Return the bytes of a row of tiles in a stage; `dense`: if W has a dense tile."""
+        return (VALUE_BYTES if dense else HALF_BYTES) if self.ahead else W_BYTES
+
+    def stages(self, dense: bool) -> int:
         """Return how many stages the pipeline has: all that shared memory has room for."""
-        return MOST_SHARED_BYTES // self._stage_bytes
+        return self.kib * 1024 // self._stage_bytes(dense)
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, dense: bool) -> int:
         """Return the bytes of all stages."""
-        return self.stages * self._stage_bytes
+        return self.stages(dense) * self._stage_bytes(dense)
 
-    @property
-    def _stage_bytes(self) -> int:
-        return self.tokens * ROW_BYTES + W_BYTES
+    def _stage_bytes(self, dense: bool) -> int:
+        return self.tokens * ROW_BYTES + self.rows * self.w_bytes(dense)
 
 
-def configurations(m: int) -> list[Config]:
-    """Return the configurations to time for m tokens, the likeliest first: at most two.
+def configurations(m: int, kib: int) -> list[Config]:
+    """Return the configurations to time for m tokens, the default first: at most five.
+
+    kib  of an SM's shared memory
 
     The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
-    fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]]
-    return [Config(tokens) for tokens in fitting[:-3:-1]]
+    fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]][:-3:-1]
+    return [Config(tokens) for tokens in fitting] + _ahead(fitting, kib)
 
 
-def space() -> list[Config]:
-    """Return the configurations of a wide search: all."""
-    return [Config(tokens) for tokens in TOKENS]
+def space(kib: int) -> list[Config]:
+    """Return the configurations of a wide search, with `kib` of an SM's shared memory: all."""
+    return [Config(tokens) for tokens in TOKENS] + _ahead(TOKENS, kib)
 
 
-def workers(device: torch.device, config: Config) -> int:
+def _ahead(several: Iterable[int], kib: int) -> list[Config]:
+    """Return those that load ahead and have stages enough, whatever W is."""
+    found = [
+        Config(tokens, rows, kib * rows // 4 - RESERVED_KIB, ahead=True)
+        for rows in (2, 4)
+        for tokens in several
+        if rows == 2 or tokens >= 64
+    ]
+    return [config for config in found if config.stages(dense=True) >= LEAST_STAGES]
+
+
+def workers(device: torch.device, config: Config, shared_bytes: int) -> int:
     """Return how many CTAs the device runs at a time."""
-    of_each = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    fitting = of_each // (config.shared_bytes + RESERVED_BYTES)
-    return multiprocessors(device) * max(min(fitting, CTAS), 1)
+    fitting = kib_of(device) * 1024 // (shared_bytes + RESERVED_KIB * 1024)
+    return multiprocessors(device) * max(min(fitting, config.ctas), 1)
+
+
+def kib_of(device: torch.device) -> int:
+    """Return the KiB of shared memory of an SM."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) // 1024
 
 
 def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
     """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    (m, k), (n, _), device = x.shape, w.shape, x.device
-    grid, shared = workers(device, config), config.shared_bytes
-    work = schedule(w, m, config.tokens, 1, grid, interleaved=False)
-    constants, target = constants_of(config, w.dtype), target_of(device)
+    (m, k), (n, _), device, dense = x.shape, w.shape, x.device, w.dense.numel() > 0
+    shared = config.shared_bytes(dense)
+    grid = workers(device, config, shared)
+    work = schedule(w, m, config.tokens, 1, grid, rows_of_cta=config.rows, interleaved=False)
+    constants, target = constants_of(config, w.dtype, dense), target_of(device)
     kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
     items, starts = (torch.from_numpy(a).to(device) for a in (work.items, work.starts))
-    workspace = x.new_empty(max(work.slots * ROW_STEP * config.tokens, 1), dtype=torch.float32)
+    workspace = x.new_empty(
+        max(work.slots * config.rows * ROWS * config.tokens, 1), dtype=torch.float32
+    )
     counters = x.new_zeros(max(work.counters, 1), dtype=torch.int32)  # zero again after each launch
     y, lists = x.new_empty(m, n), (items, starts, workspace, counters)
     activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
     weights = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     args = ARGUMENTS(*activations, *weights, y.data_ptr(), *(a.data_ptr() for a in lists), n)
-    loaded = Loaded(kernel, code, device.index, grid, THREADS, shared)
+    loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
     return BoundKernel(loaded, args, (x, w.sparse, w.dense, *lists), y)
 
 
-def constants_of(config: Config, dtype: torch.dtype) -> Constants:
-    """Return the macros that the kernel is compiled with."""
+def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
+    """Return the macros that the kernel is compiled with; `dense`: if W has a dense tile."""
     return (
         ("TOKENS", config.tokens),
+        ("TILE_ROWS", config.rows),
         ("FP16", int(dtype == torch.float16)),
-        ("THREADS", THREADS),
-        ("CTAS", CTAS),
-        ("STAGES", config.stages),
+        ("AHEAD", int(config.ahead)),
+        ("DENSE", int(dense or not config.ahead)),
+        ("THREADS", config.threads),
+        ("CTAS", config.ctas),
+        ("STAGES", config.stages(dense)),
+        ("W_BYTES", config.w_bytes(dense)),
         ("ROWS", ROWS),
         ("ROW_BYTES", ROW_BYTES),
         ("VALUE_BYTES", VALUE_BYTES),
@@ -140,15 +187,20 @@ def unsupported_operands(x: Tensor, w: Spense) -> str | None:
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
+def prepare(operands: Operands, *, tuned: Tuned = True, ahead: bool = True) -> Launch:
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported.
+
+    ahead  whether a search times the configurations that load ahead, too
+    """
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     (n, k), (rows, columns) = w.shape, w.sparse_shape
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
-    searched = space() if tuned == "wide" else configurations(len(x))
+    kib = kib_of(x.device)
+    found = space(kib) if tuned == "wide" else configurations(len(x), kib)
+    searched = [config for config in found if ahead or not config.ahead]
     configs, by = choose("spense_mma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)

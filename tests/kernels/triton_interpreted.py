@@ -17,7 +17,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.check import Expected, check
 from sparsebench.harness.ops import linear_wgrad
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
-from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+from sparsebench.kernels.bsr import bsr_gathered, bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.kernels.dense import dense_triton
 from sparsebench.results.record import Problem
 
@@ -96,6 +96,31 @@ def test_bsr_products_are_right_in_every_configuration(m, n, k, block, dtype, pa
     w, x = weights(n, k, block, dtype), torch.randn(m, k).to(DTYPES[dtype])
     for launch in bsr_runs(x, w, block, path):
         assert_exact(run_twice(launch), x, w)
+
+
+GATHERED = [
+    *(
+        (33, 45, 53, [10, 10], "fp16"),
+        (20, 80, 96, [16, 16], "fp16"),
+        (5, 70, 90, [48, 24], "fp16"),
+    ),
+    *((130, 144, 200, [32, 32], "fp16"), (3, 45, 53, [1, 1], "fp16"), (17, 41, 37, [8, 8], "fp32")),
+    *((20, 90, 100, [16, 16], "fp32"), (70, 72, 104, [16, 32], "fp16")),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "block", "dtype"), sampled(GATHERED, 0, 1, -2))
+def test_products_of_gathered_blocks_are_right_and_read_no_other_column(m, n, k, block, dtype):
+    w, x = weights(n, k, block, dtype), torch.randn(m, k).to(DTYPES[dtype])
+    stored = Bsr.from_dense(w, block=block)
+    r, c = block
+    blocks = w.new_zeros(-(-n // r) * r, -(-k // c) * c)
+    blocks[:n, :k] = w
+    touched = blocks.view(-1, c).ne(0).view(len(blocks), -1, c).any(-1).any(0)
+    poisoned = x.where(touched.repeat_interleave(c)[:k], float("nan"))
+    assert not touched.all()
+    for config in bsr_gathered.configurations(m, (r, c), w.element_size()):
+        assert_exact(run_twice(Launch(bsr_gathered.launch(poisoned, stored, config))), x, w)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,15 @@ from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
 
-CONFIGS = spense_mma.space()
+KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
+CONFIGS = spense_mma.space(KIB["sm_90"])
+ALONE, AHEAD = CONFIGS[:4], CONFIGS[4:]
 NAMES = "bf16", "fp16"
-TARGETS = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
 NEEDED = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
-# As those of spense_wgmma, and n that is no multiple of 8; fewer columns than a box.
+# As those of spense_wgmma, and n that is no multiple of 8; fewer columns than a box; all 2:4.
 ODD = [(3, 70, 8, 0.0, "rows"), (130, 258, 264, 0.5, "rows"), (9, 74, 648, 0.5, "columns")]
+ODD += [(70, 322, 1048, 0.0, "rows")]
 
 
 def test_a_work_item_has_one_kind_of_tiles() -> None:
@@ -65,11 +67,11 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 
 
 @cache
-def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
+def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
     source = cuda_source("spense_mma.cu")
     head, _, rest = source.partition("// ---- PTX ----")
-    source = '#include "mma_on_cpu.h"\n' + head + rest[rest.index("// ---- copies") :]
+    source = '#include "mma_on_cpu.h"\n' + head + rest[rest.index("// ---- a warp's part") :]
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source += """
       static void** a;
@@ -84,8 +86,9 @@ def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
         launch(grid, THREADS, 1, bytes, run);
       }
     """
-    name = f"{config.tokens}_{dtype}_{late}".replace("torch.", "")
-    constants = (*spense_mma.constants_of(config, dtype), ("LATE", int(late)))
+    shape = config.tokens, config.rows, config.kib, config.ahead
+    name = "_".join(map(str, (*shape, dtype, dense, late))).replace("torch.", "")
+    constants = (*spense_mma.constants_of(config, dtype, dense), ("LATE", int(late)))
     return built(source, constants, folder, name)
 
 
@@ -105,10 +108,12 @@ def emulated(
 ) -> Tensor:
     """Run the launch, twice: counters must be as they were."""
     patch.setattr(spense_mma, "load", lambda *given: (None, "code"))
-    patch.setattr(spense_mma, "workers", lambda device, config: workers)
+    patch.setattr(spense_mma, "workers", lambda device, config, shared: workers)
     patch.setattr(spense_mma, "target_of", lambda device: "cpu")
     program = spense_mma.launch(x, w, config)
-    kernel, shared = on_cpu(config, x.dtype, late, folder), ctypes.c_size_t(config.shared_bytes)
+    dense = w.dense.numel() > 0
+    kernel = on_cpu(config, x.dtype, dense, late, folder)
+    shared = ctypes.c_size_t(config.shared_bytes(dense))
     seen = []
     for _ in range(2):
         program.out.fill_(float("nan"))
@@ -126,10 +131,12 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
     ("shape", "config", "workers", "late"),
     sampled(
         [
-            *((shape, CONFIGS[i % 4], 5, True) for i, shape in enumerate([*SHAPES, *ODD])),
-            *((shape, CONFIGS[i % 4 - 2], 2, False) for i, shape in enumerate([*SHAPES, *ODD])),
+            *((shape, ALONE[i % 4], 5, True) for i, shape in enumerate([*SHAPES, *ODD])),
+            *((shape, ALONE[i % 4 - 2], 2, False) for i, shape in enumerate([*SHAPES, *ODD])),
+            *((shape, config, 5, True) for config in AHEAD for shape in [*SHAPES, *ODD]),
+            *((shape, config, 2, False) for config in AHEAD for shape in [*SHAPES, *ODD]),
         ],
-        *(1, 3, -1),
+        *(1, 3, 21, 30, 65, 79),
     ),
     ids=str,
 )
@@ -242,22 +249,44 @@ def test_it_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 8192])
 def test_the_tile_that_holds_all_tokens_is_tried_first(m: int) -> None:
-    found = spense_mma.configurations(m)
-    assert 1 <= len(found) <= 2
+    found = spense_mma.configurations(m, KIB["sm_90"])
+    assert 2 <= len(found) <= 6
     assert found[0].tokens >= min(m, 128)
+    assert not found[0].ahead
     assert all(config in CONFIGS and config.tokens < max(2 * m, 17) for config in found)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_its_stages_fit_into_what_ampere_and_ada_have(config: Config) -> None:
-    assert config.shared_bytes <= 99 * 1024
-    assert config.stages >= 3  # fewer would not overlap copies and mma
+@pytest.mark.parametrize(("ahead", "timed"), [(True, {True, False}), (False, {False})])
+def test_a_search_without_ahead_times_only_what_ran_before(
+    ahead: bool, timed: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
+    monkeypatch.setattr(spense_mma, "kib_of", lambda device: KIB["sm_90"])
+    monkeypatch.setattr(spense_mma, "launch", lambda x, w, config: config)
+    monkeypatch.setattr(spense_mma, "fastest_launch", lambda configs, *rest: configs)
+    problem = Problem("linear", {"dtype": "fp16"})
+    found: Any = spense_mma.prepare(Operands(problem, {"w": w}, {"x": x}, torch.mm), ahead=ahead)
+    assert {config.ahead for config in found} == timed
 
 
-def nvcc(config: Config, dtype: torch.dtype, target: str, folder: Path) -> str:
+@pytest.mark.parametrize("target", KIB)
+@pytest.mark.parametrize("dense", [True, False])
+def test_its_stages_fit_into_what_the_multiprocessor_has(target: str, dense: bool) -> None:
+    for config in spense_mma.space(KIB[target]):
+        held = config.shared_bytes(dense) + 1024
+        assert held <= KIB[target] * 1024
+        assert not config.ahead or held * config.ctas <= KIB[target] * 1024
+        assert config.stages(dense) >= spense_mma.LEAST_STAGES
+
+
+def test_a_choice_of_an_earlier_process_is_still_a_configuration() -> None:
+    assert Config(**{"tokens": 64}) in ALONE
+
+
+def nvcc(constants: cuda.Constants, target: str, folder: Path) -> str:
     """Compile and return what the compiler said."""
     command = ["nvcc", "-std=c++17", f"-arch={target}", "-cubin", "-Xptxas", "-v"]
-    command += [f"-D{name}={value}" for name, value in spense_mma.constants_of(config, dtype)]
+    command += [f"-D{name}={value}" for name, value in constants]
     command += ["-I", str(KERNELS / "_common"), "-o", str(folder / "kernel.cubin")]
     command += [str(KERNELS / "spense" / "spense_mma.cu")]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -265,32 +294,41 @@ def nvcc(config: Config, dtype: torch.dtype, target: str, folder: Path) -> str:
     return run.stdout + run.stderr
 
 
+COMPILED = [
+    (config, dense, target)
+    for target in KIB
+    for config in spense_mma.space(KIB[target])
+    for dense in ([True, False] if config.ahead else [True])
+]
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", sampled(TARGETS))
-@pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
-def test_it_compiles_without_a_spill(config: Config, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "dense", "target"), sampled(COMPILED, 0, -1), ids=str)
+def test_it_compiles_without_a_spill(
+    config: Config, dense: bool, target: str, tmp_path: Path
+) -> None:
     dtype = torch.float16 if config.tokens == 64 else torch.bfloat16
-    constants = spense_mma.constants_of(config, dtype)
+    constants = spense_mma.constants_of(config, dtype, dense)
     judges = nvcc, test_it_compiles_without_a_spill, str(CUOBJDUMP.exists())
     if known_by_nvcc("spense_mma", constants, target, *judges):
         return
-    log = nvcc(config, dtype, target, tmp_path)
+    log = nvcc(constants, target, tmp_path)
     assert CLEAN in log, log
     assert not any(word in log for word in ("warning", "error")), log
     registers = int(re.findall(r"Used (\d+) registers", log)[0])
-    assert registers * spense_mma.THREADS * spense_mma.CTAS <= 2**16  # of a multiprocessor
+    assert registers * config.threads * config.ctas <= 2**16  # of a multiprocessor
     if CUOBJDUMP.exists():
         sass = subprocess.check_output([CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], text=True)
-        products = 2 * 128 * config.tokens // (16 * 8) // 4  # of a box, by each of four warps
+        products = 2 * 128 * config.tokens // (16 * 8) // 4  # of a box, by each warp
         assert sass.count(" HMMA.SP.16832") == products
         assert sass.count(" CALL.") < products, "products go through a function"
 
 
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", KIB)
 def test_nvrtc_compiles_it_for_every_target(target: str) -> None:
-    constants = spense_mma.constants_of(CONFIGS[0], torch.float16)
+    constants = spense_mma.constants_of(AHEAD[0], torch.float16, dense=True)
     assert cuda.compiled("spense_mma", constants, target).startswith(b"\x7fELF")
 
 
@@ -307,6 +345,8 @@ ampere = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_products_are_right_on_a_gpu(config: Config, dtype: str) -> None:
+    if config.kib >= spense_mma.kib_of(torch.device("cuda")):
+        pytest.skip(f"expected {config.kib} KiB of shared memory for a CTA, found fewer")
     for shape in [*LARGE, *SHAPES, *ODD]:
         x, w = on_gpu(shape, dtype)
         program = spense_mma.launch(x, w, config)
