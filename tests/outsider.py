@@ -44,7 +44,7 @@ OVER = {  # who is meant by the words after `over`
 }
 
 
-FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: `(\w+)`)?")
+FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: \((\d) processes\))?(?: `(\w+)`)?")
 DRAWN = r"At \d+ %: .*blocks of \d+\.|```\n[^`]*×[^`]*```|Baseline: .*µs\)"
 
 
@@ -190,7 +190,7 @@ def cells(
         for head, cell in zip(header[1 + own :], line[1 + own :], strict=True):
             if not (shown := FIGURE.match(cell)):
                 continue
-            kernel = shown[4] or (line[1].strip("`") if own else kernel_of(caption))
+            kernel = shown[5] or (line[1].strip("`") if own else kernel_of(caption))
             told = labelled(here, columns, head)
             told = told[told.kernel == kernel] if kernel else told
             if not any(figure(shown, case, asked, over_of(caption)) for _, case in told.iterrows()):
@@ -205,7 +205,9 @@ def figure(shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str) -> 
     other = fastest(contest, among(contest, over))
     if other is None:
         return False
-    values = ratio(case.blocks, other.blocks)
+    values, both = ratio(case.blocks, other.blocks), case.blocks.keys() & other.blocks.keys()
+    if int(shown[4] or max(map(len, found.blocks))) != len(both):  # fewer than the run has is said
+        return False
     ends = zip(shown.groups()[:3], values, strict=True)
     return all(agrees(text, value) for text, value in ends if text)
 

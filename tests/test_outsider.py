@@ -29,6 +29,7 @@ def test_it_imports_nothing_of_the_project() -> None:
 CHANGED = {
     "a figure": ("1.178 [1.175, 1.183]", "1.179 [1.175, 1.183]"),
     "the end of an interval": ("2.76 [2.75, 2.76]", "2.76 [2.75, 2.78]"),
+    "a number of processes": (" (7 processes)", ""),
     "two rows": ("| 16 | `bsr_small` | 0.755", "| 32 | `bsr_small` | 0.755"),
     "another kernel": ("| 128 | `bsr_wgmma` | 1.696", "| 128 | `stk` | 1.696"),
     "a mean": ("| 16 | 6 | 5 | 1.64 |", "| 16 | 6 | 5 | 1.65 |"),
@@ -42,7 +43,9 @@ CHANGED = {
 def test_what_is_changed_on_a_page_is_found_out(what: str) -> None:
     old, new = CHANGED[what]
     page = PAGE.read_text("utf-8")
-    start = page.index("## Headline") if "headline" in what else page.index("**4096 tokens.**")
+    of = {"headline": "## Headline", "processes": "**`bsr_triton`, before"}
+    titles = (title for word, title in of.items() if word in what)
+    start = page.index(next(titles, "**4096 tokens.**"))
     part = page[start : page.index("\n## ", start + 1)] + "\n"
     assert old in part
     assert outsider.checked(part) == []
