@@ -95,7 +95,7 @@ def cases(run: str) -> pd.DataFrame:
             "label": f"{who['format']}/{who['kernel']} {given}".strip(),
             "tokens": str(fields["m"]),
             "n × k": f"{fields['n']} × {fields['k']}",
-            "sparsity_asked": fields.get("sparsity", 0) or 0,
+            "sparsity_asked": fields.get("sparsity"),
             "sweep": json.dumps([run, {n: v for n, v in fields.items() if n != "sparsity"}]),
             "sparsity": f"{round(100 * fields.get('sparsity', 0), 2):g} %",
             "units on": f"{fields['active']:g}" if fields.get("active") is not None else "",
@@ -211,8 +211,13 @@ def cells(
                 yield f"{line[0]} | {head}: {cell}"
 
 
-def figure(shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str) -> bool:
-    """Say whether a case gives what is shown: a time, or a ratio with its ends."""
+def figure(
+    shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str, counted: bool = True
+) -> bool:
+    """Say whether a case gives what is shown: a time, or a ratio with its ends.
+
+    `counted`: a ratio of fewer processes than its run has says so.
+    """
     if not over:
         return agrees(shown[1], np.median(case.medians))
     contest = found[found.place == case.place]
@@ -220,7 +225,7 @@ def figure(shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str) -> 
     if other is None:
         return False
     values, both = ratio(case.blocks, other.blocks), case.blocks.keys() & other.blocks.keys()
-    if int(shown[4] or case.processes) != len(both):  # fewer than the run has is said
+    if counted and int(shown[4] or case.processes) != len(both):
         return False
     ends = zip(shown.groups()[:3], values, strict=True)
     return all(agrees(text, value) for text, value in ends if text)
@@ -351,7 +356,7 @@ def break_evens(page: str, every: pd.DataFrame) -> Iterator[str]:
     """Yield each cell of the grid of break-evens that no sweep of a run gives."""
     asked = shared(every, "linear; bf16", [])
     best: dict[tuple, dict[float, float]] = {}
-    for _, contest in asked[asked["sparsity_asked"] > 0].groupby("place"):
+    for _, contest in asked[asked.sparsity_asked.notna()].groupby("place"):
         dense = fastest(contest, contest.format == "dense")
         for kind in NAMES.values():
             top = fastest(contest, contest.format == kind)
@@ -407,7 +412,8 @@ def held(metric: str, shown: re.Match, line: list[str]) -> bool:
         others = found[(found.place == ours.place) & (found.label == baseline)]
         for over in others[column]:
             values = [
-                METRICS[metric](r, 1 - ours.sparsity_asked) for r in ratio(ours[column], over)
+                METRICS[metric](r, 1 - (ours.sparsity_asked or 0))
+                for r in ratio(ours[column], over)
             ]
             ends = zip(shown.groups(), values, strict=True)
             of = len(ours[column].keys() & over.keys())
@@ -465,7 +471,9 @@ def index(page: str) -> Iterator[str]:
                 here = here[here.block.astype(str) == block] if block else here
                 shown = FIGURE.match(text.replace("×", ""))
                 ours = here[here.kernel == kernel]
-                if not any(figure(shown, case, every, "dense") for _, case in ours.iterrows()):
+                if not any(
+                    figure(shown, case, every, "dense", False) for _, case in ours.iterrows()
+                ):
                     yield f"m {tokens} {level} {shape} {kernel} {text}"
     for line in re.findall(r'<tr id="([^"]*"><td><a href="runs/.*?)</tr>', page):
         (run,) = (each for each in runs() if digest(each) in line)
