@@ -1,4 +1,4 @@
-"""The commands about campaigns: plan, run, status."""
+"""The commands about campaigns: plan, run, status, publish."""
 
 from dataclasses import asdict
 from datetime import timedelta
@@ -127,6 +127,20 @@ def status(to: To, file: File = "published", names: Names = None, as_json: Json 
     whole = sum(each.status == "whole" for each in states)
     spent = _time(sum(each.seconds for each in states))
     out.print(f"{whole} of {len(states)} entries are whole, after {spent} of one GPU")
+
+
+@campaign.command()
+def publish(
+    to: To,
+    file: File = "published",
+    into: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PUBLISHED,
+) -> None:
+    """Put a whole campaign in the place of the published runs, and draw every page from it."""
+    from sparsebench.harness.campaign.plan import campaign as read
+    from sparsebench.harness.campaign.publish import publish as replace
+
+    for page in replace(read(file), to, into):
+        out.print(f"{page}: written", soft_wrap=True, highlight=False, markup=False)
 
 
 def _time(seconds: float) -> str:

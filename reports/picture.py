@@ -45,6 +45,7 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     """Draw the summarised cases of a sweep of sparsity and block."""
     shown = drawn(cases)
     sns.set_theme(style="whitegrid", context="paper")
+    mpl.rcParams["svg.hashsalt"] = "sparsebench"  # the same bytes for the same rows
     blocks = sorted(shown.block.unique(), key=float)
     figure, axes = plt.subplots(1, len(blocks), figsize=(11, 3.1), sharey=True, layout="tight")
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))

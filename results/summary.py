@@ -42,6 +42,8 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     speedup_low   and speedup_high: the interval, of the kind in `interval_kind`; `interval` is text
     t_low         and t_high: Student's 95 % interval, from FEWEST processes on
     speedups      the speed-up of each process
+    processes     that its figures rest on: fewer than the run has where the baseline failed in one,
+                  or a case was captured in a graph in most, and not in all
     blocks        median times by block, of each (replicate, attempt): for pairing.between
     low_us        and high_us: range of the processes' medians; of one process the quartiles
     ran           the label; of a portfolio also the kernel that it chose
@@ -132,7 +134,8 @@ def chose_dense(cases: pd.DataFrame) -> pd.Series:
 def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
     used = bad or _paired(_of_one_clock(processes)) or _of_one_clock(processes)
-    case = used[0] | {"processes": len(processes), "level": used[0]["sparsity"]}
+    count = len(processes) if bad else len(used)
+    case = used[0] | {"processes": count, "level": used[0]["sparsity"]}
     if not case["level"] > 0:
         case["level"] = used[0]["sparsity_achieved"]
     case["chosen"] = " or ".join(sorted({process["chosen"] for process in used} - {""}))

@@ -32,8 +32,8 @@ def rounded(value: float, uncertainty: float = nan) -> str:
         return NONE
     if not _known(uncertainty):
         return f"{value:.{max(0, 1 - _place(value))}f}"
-    places = -min(_place(_up(uncertainty)), _place(value))
-    return f"{round(value, places):.{min(MOST, max(0, places))}f}"
+    places = min(MOST, -min(_place(_up(uncertainty)), _place(value)))  # rounded once, not twice
+    return f"{round(value, places):.{max(0, places)}f}"
 
 
 def plus_minus(value: float, uncertainty: float = nan) -> str:

@@ -2,17 +2,21 @@
 
     python tests/outsider.py [ROOT [SITE]]    prints each figure that is not found; then exits 1
 
-Nothing of the project is imported. A table's caption names its runs, what all its figures share and
-whom they are over; labels of rows and columns name the problem, the cell or its row the kernel. The
-figure is computed at that problem from raw samples, and agrees to the last digit shown:
+Of a site these are its index and the cells of its claims' pages. What pruning and training cost is
+held against its records (JSON). Nothing of the project is imported. A table's caption names its
+runs, what all its figures share and whom they are over; labels of rows and columns name the
+problem, the cell or its row the kernel. The figure is computed at that problem from raw samples,
+and agrees to the last digit shown:
 
     d_p = median over blocks of log(T_other / T_ours), T the median of a block's samples
+    break-even = the sparsity at which log ratio, linear in log density, last turns positive
     ratio = exp of d_p in one process (quartiles of its blocks), of their mean (least, greatest)
     below 6, from 6 on of the median of Walsh averages (95 % interval of the signed-rank test)
 """
 
 import gzip
 import hashlib
+import html
 import json
 import re
 import sys
@@ -44,7 +48,13 @@ OVER = {  # who is meant by the words after `over`
 }
 
 
-FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: `(\w+)`)?")
+NAMES = {"BSR": "bsr", "CSR": "csr", "2:4": "spense"}  # of formats
+METRICS = {  # of a ratio and the density: what a claim is about
+    "speedup, x": lambda r, density: r,
+    "of_ideal, %": lambda r, density: 100 * r * density,
+    "memory_saved, %": lambda r, density: 100 * (1 - 1 / r),
+}
+FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: \((\d) processes\))?(?: `(\w+)`)?")
 DRAWN = r"At \d+ %: .*blocks of \d+\.|```\n[^`]*×[^`]*```|Baseline: .*µs\)"
 
 
@@ -76,6 +86,7 @@ def cases(run: str) -> pd.DataFrame:
         )
         took = np.median(samples.reshape(-1, size), 1), np.median(row["samples_us"])
         case.setdefault("taken", []).append((row["clock"], row["replicate"], *took))
+        case.setdefault("peaks", {})[row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         given = " ".join(f"{k}={v}" for k, v in sorted(who["options"].items()))
         fields = problem["fields"]
         case |= {
@@ -84,6 +95,8 @@ def cases(run: str) -> pd.DataFrame:
             "label": f"{who['format']}/{who['kernel']} {given}".strip(),
             "tokens": str(fields["m"]),
             "n × k": f"{fields['n']} × {fields['k']}",
+            "sparsity_asked": fields.get("sparsity"),
+            "sweep": json.dumps([run, {n: v for n, v in fields.items() if n != "sparsity"}]),
             "sparsity": f"{round(100 * fields.get('sparsity', 0), 2):g} %",
             "units on": f"{fields['active']:g}" if fields.get("active") is not None else "",
             "source": (problem["source"] or {}).get("path"),
@@ -91,6 +104,7 @@ def cases(run: str) -> pd.DataFrame:
     most = max(len(case["taken"]) for case in found.values())
     right = [case for case in found.values() if len(case["taken"]) == most]  # in every process
     for case in right:
+        case["processes"] = most
         clocks = [clock for clock, *_ in case["taken"]]
         kept = [each for each in case["taken"] if each[0] == max(clocks, key=clocks.count)]
         case["blocks"] = {process: block_us for _, process, block_us, _ in kept}
@@ -190,22 +204,29 @@ def cells(
         for head, cell in zip(header[1 + own :], line[1 + own :], strict=True):
             if not (shown := FIGURE.match(cell)):
                 continue
-            kernel = shown[4] or (line[1].strip("`") if own else kernel_of(caption))
+            kernel = shown[5] or (line[1].strip("`") if own else kernel_of(caption))
             told = labelled(here, columns, head)
             told = told[told.kernel == kernel] if kernel else told
             if not any(figure(shown, case, asked, over_of(caption)) for _, case in told.iterrows()):
                 yield f"{line[0]} | {head}: {cell}"
 
 
-def figure(shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str) -> bool:
-    """Say whether a case gives what is shown: a time, or a ratio with its ends."""
+def figure(
+    shown: re.Match, case: pd.Series, found: pd.DataFrame, over: str, counted: bool = True
+) -> bool:
+    """Say whether a case gives what is shown: a time, or a ratio with its ends.
+
+    `counted`: a ratio of fewer processes than its run has says so.
+    """
     if not over:
         return agrees(shown[1], np.median(case.medians))
     contest = found[found.place == case.place]
     other = fastest(contest, among(contest, over))
     if other is None:
         return False
-    values = ratio(case.blocks, other.blocks)
+    values, both = ratio(case.blocks, other.blocks), case.blocks.keys() & other.blocks.keys()
+    if counted and int(shown[4] or case.processes) != len(both):
+        return False
     ends = zip(shown.groups()[:3], values, strict=True)
     return all(agrees(text, value) for text, value in ends if text)
 
@@ -258,6 +279,8 @@ def checked(page: str) -> list[str]:
         way = counts if "geometric mean" in header else cells
         missing = way(caption.partition("; [")[0], header, lines, found)
         wrong += [f"{title}: {each}" for each in missing]
+    for text in re.findall(r"\| (?:method|L1 term) .*\n(?:\|.*\n)+", page):
+        wrong += records(*table(text))
     for text in re.findall(r"\| question .*\n(?:\|.*\n)+", page):
         wrong += headline(table(text)[1])
     return wrong
@@ -333,6 +356,144 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
             yield f"{line[0]} {line[10]}"
 
 
+def records(header: list[str], lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of what pruning or training cost that no record gives."""
+    known = []
+    for file in HOME.glob("pruning/*.json"):
+        record = json.loads(file.read_text())
+        known.append(["none", "", "", 100, 0, "", record["loss"]])
+        for it in record["outcomes"]:
+            shares = 100 * it["dense"], 100 * it["sparsity"], 100 * it["errors"]["output"]
+            known.append(
+                [it["method"], it.get("pattern", "2:4"), it["region"], *shares, it["loss"]]
+            )
+    for file in HOME.glob("sparsity/*.json"):
+        record = json.loads(file.read_text())
+        for it in record["trained"]:
+            zeros, active, most, dead = (
+                np.array([layer[name] for layer in it["layers"]])
+                for name in ("zeros", "active", "most", "dead")
+            )
+            units = record["settings"]["sizes"]["hidden"]
+            shares = 100 * zeros.mean(), 100 * zeros.min()
+            rest = active.mean(), most.max(), 100 * dead.mean() / units
+            known.append([it["l1"], it["loss"], *shares, *rest])
+    for line in lines:
+        shown = [
+            part for cell in line for part in re.split(r" \(|\)", cell) if part or "(" not in cell
+        ]
+        if not any(len(each) == len(shown) and all(map(same, shown, each)) for each in known):
+            yield f"{header[0]}: {line}"
+
+
+def same(shown: str, value: object) -> bool:
+    """Say whether a cell shows a value: a word, or a number to the last digit shown."""
+    number = shown.removesuffix(" %")
+    if isinstance(value, str) or value is None:
+        return shown == (value or "")
+    return bool(re.fullmatch(r"[\d.]+", number)) and agrees(number, float(value))
+
+
+def even(gains: dict[float, float]) -> str:
+    """Return from which sparsity on a ratio stays above 1, as the grid says it."""
+    levels = sorted(gains)
+    below = [i for i, level in enumerate(levels) if gains[level] < 1]
+    if not below:
+        return f"≤{100 * levels[0]:g}"
+    if below[-1] == len(levels) - 1:
+        return f">{100 * levels[-1]:g}"
+    pair = levels[below[-1] : below[-1] + 2]
+    density = np.interp(0, [np.log(gains[x]) for x in pair], [np.log(1 - x) for x in pair])
+    return f"{round(100 * (1 - float(f'{np.exp(density):.2g}')), 2):g}"
+
+
+def break_evens(page: str, every: pd.DataFrame) -> Iterator[str]:
+    """Yield each cell of the grid of break-evens that no sweep of a run gives."""
+    asked = shared(every, "linear; bf16", [])
+    best: dict[tuple, dict[float, float]] = {}
+    for _, contest in asked[asked.sparsity_asked.notna()].groupby("place"):
+        dense = fastest(contest, contest.format == "dense")
+        for kind in NAMES.values():
+            top = fastest(contest, contest.format == kind)
+            if dense is not None and top is not None:
+                block = str(top.block) if kind == "bsr" else ""
+                key = kind, block, top.tokens, top["n × k"], top.sweep
+                best.setdefault(key, {})[top.sparsity_asked] = ratio(top.blocks, dense.blocks)[0]
+    found: dict[tuple, set[str]] = {}
+    for (*key, _), gains in best.items():
+        found.setdefault(tuple(key), set()).add(even(gains))
+    grids = re.findall(r"<h2>A format is faster than dense.*?</table>", page, re.S)
+    for grid in grids:
+        tokens = re.findall(r'scope="col">m (\d+)<', grid)
+        for head, line in re.findall(r'scope="row">(.*?)</th>(.*?)</tr>', grid):
+            name, _, block = head.partition(" ")
+            for m, cell in zip(tokens, re.findall(r"<td>(.*?)</td>", line), strict=True):
+                title, shown = (
+                    re.findall(r'title="(.*?)">(.*?) %<', html.unescape(cell)) or [("", "")]
+                )[0]
+                for shape, text in re.findall(r"n × k (\d+ × \d+)[^:]*: ([≤>]? ?[\d.]+) %", title):
+                    if text.replace(" ", "") not in found.get((NAMES[name], block, m, shape), ()):
+                        yield f"{head}, m {m}, {shape}: {text} %"
+                own = (those for key, those in found.items() if key[:3] == (NAMES[name], block, m))
+                if shown and not {*shown.split("–")} <= set().union(*own):
+                    yield f"{head}, m {m}: {shown} %"
+
+
+def claimed(page: str) -> Iterator[str]:
+    """Yield each cell of a claim's page whose value its run does not give."""
+    for text in re.findall(r"<thead><tr><th[^>]*>cell<.*?</table>", page, re.S):
+        header, *lines = [
+            [html.unescape(each) for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
+            for line in text.split("<tr>")[1:]
+        ]
+        for line in lines:
+            shown = re.match(r"([\d.]+)×(?: \[([\d.]+), ([\d.]+)\])?", line[1])
+            if shown and header[1] in METRICS and not held(header[1], shown, line):
+                yield " | ".join(line)
+
+
+def held(metric: str, shown: re.Match, line: list[str]) -> bool:
+    """Say whether a cell's subject gives its value over its baseline, in as many processes."""
+    label, _, _, subject, baseline, _, ran = line
+    name, _, count = ran.rpartition(", ")
+    (run,) = (each for each in runs() if each.split("/")[1] == name or digest(each) in name)
+    found = of_label(cases(run), label)
+    found = found[found.cache == "cold"]
+    subject, baseline = (
+        re.sub(r".*\(chosen by (.*)\)| \(.*", r"\1", who) for who in (subject, baseline)
+    )
+    column = "peaks" if metric.startswith("memory") else "blocks"
+    for _, ours in found[found.label == subject].iterrows():
+        others = found[(found.place == ours.place) & (found.label == baseline)]
+        for over in others[column]:
+            values = [
+                METRICS[metric](r, 1 - (ours.sparsity_asked or 0))
+                for r in ratio(ours[column], over)
+            ]
+            ends = zip(shown.groups(), values, strict=True)
+            of = len(ours[column].keys() & over.keys())
+            if of == int(count.split()[0]) and all(agrees(t, value) for t, value in ends if t):
+                return True
+    return False
+
+
+def of_label(found: pd.DataFrame, label: str) -> pd.DataFrame:
+    """Keep the cases that a cell is named after: linear, bf16, m 64, 4096 × 4096, active 29."""
+    for part in label.split(", "):
+        name, _, value = part.rpartition(" ")
+        if part.endswith(" %"):
+            found = found[found.sparsity == part]
+        elif " × " in part:
+            found = found[found["n × k"] == part]
+        elif not name:
+            found = found[(found.op == part) | (found.dtype == part)]
+        else:
+            column = {"m": "tokens", "blocks of": "block"}.get(name, name)
+            own = found[column].map(lambda v: f"{v:g}" if isinstance(v, int | float) else str(v))
+            found = found[own == value]
+    return found
+
+
 def told(text: str, found: pd.DataFrame) -> Iterator[str]:
     """Yield each number of a text that no case gives: 4.85×, [4.83, 4.86], 33.9 µs."""
     gains = []
@@ -354,6 +515,7 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
 def index(page: str) -> Iterator[str]:
     """Yield each figure of a site's index that no run gives: its grid of winners, its times."""
     every = pd.concat([cases(run) for run in runs()], ignore_index=True)
+    yield from break_evens(page, every)
     for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', page):
         for block, level, those in re.findall(
             r'title="(?:BSR|2:4)(?: (\d+))? at (.*?): (.*?)"', line
@@ -364,7 +526,9 @@ def index(page: str) -> Iterator[str]:
                 here = here[here.block.astype(str) == block] if block else here
                 shown = FIGURE.match(text.replace("×", ""))
                 ours = here[here.kernel == kernel]
-                if not any(figure(shown, case, every, "dense") for _, case in ours.iterrows()):
+                if not any(
+                    figure(shown, case, every, "dense", False) for _, case in ours.iterrows()
+                ):
                     yield f"m {tokens} {level} {shape} {kernel} {text}"
     for line in re.findall(r'<tr id="([^"]*"><td><a href="runs/.*?)</tr>', page):
         (run,) = (each for each in runs() if digest(each) in line)
@@ -383,6 +547,8 @@ def main() -> int:
             wrong += told(text, cases("nvidia-h200/sparsity-4096"))
     for site in sys.argv[2:]:
         wrong += index(Path(site, "index.html").read_text())
+        for file in sorted(Path(site, "claims").glob("*.html")):
+            wrong += [f"{file.stem}: {each}" for each in claimed(file.read_text())]
     print("\n".join(wrong) or "every figure is found")
     return bool(wrong)
 

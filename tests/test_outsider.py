@@ -19,6 +19,7 @@ from sparsebench.results.whole import Way, Whole
 from sparsebench.results.widths import Width, Widths
 
 PAGE = PUBLISHED / "README.md"
+CLAIMS, RUN = ("cusparse-slower", "openai-2017-cublas"), PUBLISHED / "nvidia-h200" / "sparsity-64"
 
 
 def test_every_figure_of_the_pages_is_in_the_rows() -> None:
@@ -37,6 +38,7 @@ def test_it_imports_nothing_of_the_project() -> None:
 CHANGED = {
     "a figure": ("1.178 [1.175, 1.183]", "1.179 [1.175, 1.183]"),
     "the end of an interval": ("2.76 [2.75, 2.76]", "2.76 [2.75, 2.78]"),
+    "a number of processes": (" (7 processes)", ""),
     "two rows": ("| 16 | `bsr_small` | 0.755", "| 32 | `bsr_small` | 0.755"),
     "another kernel": ("| 128 | `bsr_wgmma` | 1.696", "| 128 | `stk` | 1.696"),
     "a mean": ("| 16 | 6 | 5 | 1.64 |", "| 16 | 6 | 5 | 1.65 |"),
@@ -50,7 +52,9 @@ CHANGED = {
 def test_what_is_changed_on_a_page_is_found_out(what: str) -> None:
     old, new = CHANGED[what]
     page = PAGE.read_text("utf-8")
-    start = page.index("## Headline") if "headline" in what else page.index("**4096 tokens.**")
+    of = {"headline": "## Headline", "processes": "**1 to 64 tokens.**"}
+    titles = (title for word, title in of.items() if word in what)
+    start = page.index(next(titles, "**4096 tokens.**"))
     part = page[start : page.index("\n## ", start + 1)] + "\n"
     assert old in part
     assert outsider.checked(part) == []
@@ -104,6 +108,35 @@ def test_figures_of_files_are_found_and_changed_ones_found_out(
         assert outsider.checked(page.replace(old, new, 1)), what
 
 
+COSTS = {
+    "the loss of a pruned model": ("| 12.4 % | 2.698 |", "| 12.4 % | 2.699 |"),
+    "the error of a pruned model": ("| 16.5 % | 2.864 |", "| 16.6 % | 2.864 |"),
+    "the units of a trained model": ("| 19.4 | 535 |", "| 19.5 | 535 |"),
+    "the zeros of a layer": ("(97.87)", "(97.88)"),
+}
+
+
+@pytest.mark.parametrize("what", COSTS)
+def test_what_is_changed_in_a_record_of_models_is_found_out(what: str) -> None:
+    old, new = COSTS[what]
+    page = PAGE.read_text("utf-8")
+    part = page[page.index("## What pruning costs") :]
+    assert old in part
+    assert outsider.checked(part) == []
+    assert len(outsider.checked(part.replace(old, new, 1))) == 1
+
+
+def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
+    done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--to", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in CLAIMS:
+        page = (tmp_path / "claims" / f"{name}.html").read_text("utf-8")
+        assert [*outsider.claimed(page)] == []
+        first = re.findall(r'<td class="num">([\d.]+)×', page)[0]
+        wrong = page.replace(f'<td class="num">{first}×', '<td class="num">7.77×')
+        assert [*outsider.claimed(wrong)]
+
+
 @pytest.mark.exhaustive
 def test_every_figure_of_a_sites_index_is_in_the_rows(tmp_path: Path) -> None:
     shown = [PUBLISHED / "nvidia-h200" / name for name in ("quick", "spense-two-four")]
@@ -112,6 +145,8 @@ def test_every_figure_of_a_sites_index_is_in_the_rows(tmp_path: Path) -> None:
     page = (tmp_path / "index.html").read_text("utf-8")
     assert page.count('class="cell"') > 10
     assert [*outsider.index(page)] == []
+    even = re.findall(r"blocks of 32: (9[\d.]+) %", page)
+    assert [*outsider.index(page.replace(f"blocks of 32: {even[0]} %", "blocks of 32: 71 %"))]
     cells = re.findall(r"spense_wgmma, (1\.\d+)×", page)
     wrong = page.replace(f"spense_wgmma, {cells[0]}×", "spense_wgmma, 1.01×")
     assert [*outsider.index(wrong)]

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparsebench.errors import ResultError
+from sparsebench.reports.picture import picture
 from sparsebench.reports.published._pages import pages
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import (
+    PICTURE,
+    PICTURED,
     digests,
     figure,
     headline,
@@ -24,8 +27,8 @@ from sparsebench.reports.published._summary import (
     trained,
     widened,
 )
-from sparsebench.reports.published._table import rendered
-from sparsebench.reports.published.tables import QUESTIONS, SECTIONS
+from sparsebench.reports.published._table import Table, rendered
+from sparsebench.reports.published.tables import OLD, QUESTIONS, SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout: bundles are in no wheel
 HEAD = """# Published runs
@@ -38,7 +41,8 @@ and below that the range over processes. One process gives a value without a ran
 processes are a look, not a verdict. "dense" marks a portfolio that chose a dense kernel: its figure
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
 `make site` writes the report of every run, as a site.
-
+"""
+SURVEY = """
 `core-look` and `core` are what `new-gpu --budget 8m` measured: a look at every problem, then
 verdicts on those that decide. `core-sim` is modelled, not measured. The other runs are older than
 the present code; the list below has the commit of each. Dense baselines and peers are better tuned
@@ -58,19 +62,29 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if one differs")
     check = parser.parse_args().check
     try:
-        found = differing(ROOT, published(ROOT))
+        found = [*differing(ROOT, published(ROOT))] if check else write(ROOT)
     except ResultError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for path, text in found.items():
-        place = path.relative_to(ROOT)
-        if check:
-            advice = "run python -m sparsebench.reports.published"
-            print(f"{place}: differs from the published bundles; {advice}")
-        else:
-            path.write_text(text, "utf-8")
-            print(f"{place}: written")
+    advice = "differs from the published bundles; run python -m sparsebench.reports.published"
+    for path in found:
+        print(f"{path.relative_to(ROOT)}: {advice if check else 'written'}")
     return int(check and bool(found))
+
+
+def write(root: Path) -> list[Path]:
+    """Draw the picture and every page of a checkout from its bundles; return what has changed.
+
+    ResultError, before anything is written, says what cannot be drawn.
+    """
+    runs = published(root)
+    found = differing(root, runs)
+    for path, text in found.items():
+        path.write_text(text, "utf-8")
+    place = root / PICTURE
+    before = place.read_bytes() if place.exists() else b""
+    picture(runs[PICTURED].cases, place)
+    return [*found, *([place] if place.read_bytes() != before else [])]
 
 
 def differing(root: Path, runs: Mapping[str, Published]) -> dict[Path, str]:
@@ -78,7 +92,7 @@ def differing(root: Path, runs: Mapping[str, Published]) -> dict[Path, str]:
     made = blocks(root, runs)
     return {
         path: text
-        for path, text in pages(root, whole(made), made)
+        for path, text in pages(root, whole(made, "core" in runs), made)
         if not path.exists() or path.read_text("utf-8") != text
     }
 
@@ -92,7 +106,7 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
         "terminal": terminal(runs),
         "runs": list_of_runs(runs),
         "digests": digests(runs),
-        **{table.name: rendered(table, runs) for part in SECTIONS.values() for table in part},
+        **{table.name: rendered(table, runs) for table in drawn(runs)},
         "pruning": "\n\n".join(map(pruned, sorted((home / "pruning").glob("*.json")))),
         "units": "\n\n".join(map(trained, sorted((home / "sparsity").glob("*.json")))),
         "widths": "\n\n".join(map(widened, sorted((home / "training").glob("*.json")))),
@@ -100,12 +114,20 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
     }
 
 
-def whole(made: Mapping[str, str]) -> str:
+def drawn(runs: Mapping[str, Published]) -> list[Table]:
+    """Return the tables to draw: those of a run of OLD go with it."""
+    gone = OLD - runs.keys()
+    every = (table for part in SECTIONS.values() for table in part)
+    return [table for table in every if not gone & {*table.runs}]
+
+
+def whole(made: Mapping[str, str], surveyed: bool = True) -> str:
     """Return results/published/README.md, of blocks under their headings."""
-    parts = [HEAD.rstrip(), "## Headline", made["headline"], made["figure"]]
+    about = [HEAD.rstrip(), *([SURVEY.strip()] if surveyed else [])]
+    parts = [*about, "## Headline", made["headline"], made["figure"]]
     parts += ["## Runs", made["runs"], DIGESTS, made["digests"]]
     for title, tables in SECTIONS.items():
-        parts += [f"## {title}", *(made[table.name] for table in tables)]
+        parts += [f"## {title}", *(made[t.name] for t in tables if t.name in made)]
     parts += ["## What pruning costs", made["pruning"]]
     parts += ["## How few units stay on after training", made["units"]]
     for title, name in FILES.items():

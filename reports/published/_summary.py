@@ -104,7 +104,8 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     peer = "none" if peers.empty else f"`{peers.kernel.iloc[0]}` {_said(peers.iloc[0])}"
     active = line.get("active")
     level = line["asked"] if pd.isna(active) else f"{active:g} of {line['n']} on"
-    count = f"{run.processes} process{'es' if run.processes > 1 else ''}, a {run.weight}"
+    number = line["fewer"] or run.processes
+    count = f"{number} process{'es' if number > 1 else ''}, a {run.weight}"
     ran = " (dense)" if line["dense"] else ""
     block = f", blocks of {line['block']}" if line["format"] == "bsr" else ""
     return [

@@ -5,7 +5,8 @@
     90 %                3.43      4.85 [4.79, 4.90]
 
 A ratio of two contenders is defined as a speed-up is, with `over` in the place of the baseline:
-block by block, process by process (results/pairing.py). It has the 95 % interval from FEWEST
+block by block, process by process (results/pairing.py). A cell that rests on fewer processes than
+its run has says so. It has the 95 % interval from FEWEST
 processes on, the range below, and in one process the value alone. No digit is shown that its
 uncertainty does not support (results/words.py).
 """
@@ -87,6 +88,8 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     """Return a line a problem: the fastest of `ours`, with its `figure` and its `opponent`.
 
+    `fewer` is the number of processes that the figure rests on, or 0 where it is that of the run.
+
     Where rows or columns name contenders it is a line for each of those.
     """
     lacking = [name for name in table.runs if name not in runs]
@@ -103,18 +106,29 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
         apart_us = ours.high_us - ours.median_us, ours.median_us - ours.low_us
         half = pd.concat(apart_us, axis=1).max(axis=1)
         figures = _figures(ours, ours.median_us, ours.low_us, ours.high_us, half)
-        return ours.assign(figure=figures, opponent="")
+        return ours.assign(figure=figures, opponent="", fewer=_fewer(ours, runs))
     if not table.over:
         ends = ours.speedup, ours.speedup_low, ours.speedup_high
         figures = _figures(ours, *ends, ours.uncertainty)
-        return ours.assign(figure=figures, opponent=ours.baseline_label)
+        return ours.assign(figure=figures, opponent=ours.baseline_label, fewer=_fewer(ours, runs))
     theirs = fastest(raced.query(table.over))[[*PROBLEM, "label", "blocks"]]
     both = ours.merge(theirs, on=PROBLEM, suffixes=("", "_over"), validate="many_to_one")
-    pairs = zip(both.blocks, both.blocks_over, strict=True)
-    found = pd.DataFrame([_ratio(*pair) for pair in pairs], both.index, ["ratio", "low", "high"])
+    found = pd.DataFrame(
+        [_ratio(*pair) for pair in _pairs(both)], both.index, ["ratio", "low", "high"]
+    )
     ends = found.ratio, found.low, found.high
     figures = _figures(both, *ends, uncertainty(*ends, both.floor, both.processes))
-    return both.assign(figure=figures, opponent=both.label_over)
+    both = both.assign(processes=[len(a.keys() & b.keys()) for a, b in _pairs(both)])
+    return both.assign(figure=figures, opponent=both.label_over, fewer=_fewer(both, runs))
+
+
+def _pairs(both: pd.DataFrame) -> "zip[tuple[Blocks, Blocks]]":
+    return zip(both.blocks, both.blocks_over, strict=True)
+
+
+def _fewer(found: pd.DataFrame, runs: Mapping[str, Published]) -> list[int]:
+    whole = [runs[name].processes for name in found.run]
+    return [n if n < of else 0 for n, of in zip(found.processes, whole, strict=True)]
 
 
 def fastest(cases: pd.DataFrame, apart: Sequence[str] = ()) -> pd.DataFrame:
@@ -158,7 +172,9 @@ def _grid(table: Table, found: pd.DataFrame) -> str:
             if column in cells:
                 raise ResultError(f"table {table.name}: expected one problem at {row} {column}")
             other = f"`{line['kernel']}`" if several and line["kernel"] != usual else ""
-            cells[column] = f"{line['figure']} {'dense' if line['dense'] else other}".rstrip()
+            rests = f" ({line['fewer']} processes)" if line["fewer"] else ""
+            figure = f"{line['figure']}{rests}"
+            cells[column] = f"{figure} {'dense' if line['dense'] else other}".rstrip()
         kernel = [f"`{usual}`"] if several else []
         lines.append([_value(table, row), *kernel, *(cells.get(key, "") for key in keys)])
     kernel = ["kernel"] if several else []

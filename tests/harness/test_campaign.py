@@ -18,12 +18,14 @@ from sparsebench.harness.campaign import costs as costing
 from sparsebench.harness.campaign import pieces as piecewise
 from sparsebench.harness.campaign import sitting as sittings
 from sparsebench.harness.campaign.plan import Campaign, campaign, campaigns
+from sparsebench.harness.campaign.publish import publish
 from sparsebench.harness.campaign.sitting import Sitting, state
 from sparsebench.harness.plan.elsewhere import costs as known_costs
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.validate import validate
+from sparsebench.reports.published import __main__ as published
 from sparsebench.results import bundle, store
 
 SUITE = """
@@ -353,3 +355,23 @@ def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_pa
     run = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--entry", "other")
     assert run.returncode == 0, run.stderr
     assert "1 of 1 entries are whole" in run.stdout
+
+
+def test_a_campaign_takes_the_place_of_what_was_published_whole_or_not_at_all(
+    asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
+) -> None:
+    into, to = tmp_path / "root" / "results" / "published", tmp_path / "runs"
+    before = into / "simulated-h200" / "older"
+    before.mkdir(parents=True)
+    with pytest.raises(ResultError, match="expected every entry whole, found several, other open"):
+        publish(asked(), to, into)
+    sit(asked(), to, cards[0])
+    with pytest.raises(ResultError, match="expected a published run, found no sparsity-4096"):
+        publish(asked(), to, into)  # the pages ask for runs that this campaign has not
+    assert [*before.parent.iterdir()] == [before]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published, "write", lambda root: [root / "README.md"])
+        assert publish(asked(), to, into) == [tmp_path.resolve() / "root" / "README.md"]
+    names = sorted(path.name for path in before.parent.iterdir())
+    assert names == ["other", "several"]
+    assert [path.name for path in into.iterdir()] == ["simulated-h200"]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from places import KERNELS, PUBLISHED, ROOT
 
@@ -12,7 +13,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.published import __main__ as command
 from sparsebench.reports.published._pages import pages
 from sparsebench.reports.published._runs import Published, published
-from sparsebench.reports.published._summary import headline
+from sparsebench.reports.published._summary import Question, headline
 from sparsebench.reports.published._table import Figure, Table, matched, rendered
 from sparsebench.reports.published.tables import PEERS, QUESTIONS, SECTIONS
 from sparsebench.results.families import ours
@@ -47,6 +48,20 @@ def test_a_cell_is_the_speed_up_of_the_harness(runs: dict[str, Published]) -> No
     for line in over.itertuples():  # over the baseline by name: the same, process by process
         assert line.figure.value == pytest.approx(line.speedup)
         assert line.figure.low == pytest.approx(line.speedup_low)
+
+
+def test_a_figure_of_fewer_processes_than_its_run_says_so(runs: dict[str, Published]) -> None:
+    """In one process a call was timed without a graph: its ratios are of the other seven."""
+    few = {"m": 1, "n": 4096, "block": "16", "level": 0.9, "kernel": "bsr_triton"}
+    cases = runs["decode"].cases
+    (line,) = cases[(cases[list(few)] == pd.Series(few)).all(axis=1) & ~cases.twin].to_dict(
+        "records"
+    )
+    assert (line["processes"], len(line["speedups"])) == (7, 7)
+    asked = replace(table(), ours="kernel == 'bsr_triton'", where="m == 1 and n == 4096")
+    assert rendered(asked, runs).count("(7 processes)") == 1
+    question = Question("?", "decode", "m == 1 and n == 4096 and block == '16' and level == 0.9")
+    assert "7 processes, a verdict" in headline([replace(question, ours=asked.ours)], runs)
 
 
 def test_a_table_that_cannot_be_drawn_says_why(runs: dict[str, Published]) -> None:

@@ -28,6 +28,7 @@ from sparsebench.results.words import (
         (1.00042, 0.00002, "1.000 ± 0.001"),
         (187.3, 24.0, "190 ± 30"),
         (1.53, 0.4, "1.5 ± 0.4"),
+        (0.051511, 0.0001, "0.052 ± 0.001"),  # and not 0.0515, then 0.051
     ],
 )
 def test_a_value_ends_where_its_uncertainty_does(
