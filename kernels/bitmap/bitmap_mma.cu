@@ -97,6 +97,14 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
   return v;
 }
+// The upper half as the lower one. The sum is exact: the halves are selectors, which are finite and
+// normal as fp16. A shift would take the integer pipe.
+__device__ __forceinline__ u32 upper_half(u32 v) {
+  u32 upper;
+  asm("{\n.reg .b16 l, h;\n.reg .b32 t;\nmov.b32 {l, h}, %1;\nmov.b32 t, {h, h};\n"
+      "add.f16x2 %0, t, %2;\n}" : "=r"(upper) : "r"(v), "r"(0));
+  return upper;
+}
 // Writes zeros if not `there`.
 __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -123,6 +131,13 @@ __device__ __forceinline__ u16 rounded(float f) {
 #endif
   return v;
 }
+
+// ---- the decode ----
+
+// A lane's place in a stream: the address of word 0, and the position in bits.
+struct Stream { u32 base, position; };
+
+#if TABLE
 
 // ---- the table: for the 4 bits of 4 elements ----
 //
@@ -152,10 +167,11 @@ __device__ __forceinline__ Entry entry_of(u32 bits) {
 }
 #endif
 
-// ---- the decode ----
+struct Word { u32 bits; };  // of 32 elements: four instructions
 
-// A lane's place in a stream: `base` of word 0, and the position in bits.
-struct Stream { u32 base, position; };
+__device__ __forceinline__ Word word_of(u32 bits) { return {bits}; }
+__device__ __forceinline__ Stream stream_at(u32 base) { return {base, 0}; }
+__device__ __forceinline__ void pass(Stream&, const Word&) {}
 
 // The address of the entry of the 4 bits from `shift` on.
 __device__ __forceinline__ u32 entry_at(u32 table, u32 bits, int shift) {
@@ -181,6 +197,93 @@ __device__ __forceinline__ void decode(u32& low, u32& high, Stream& s, u32 entry
   s.position += entry >> 16;
 #endif
 }
+
+// A of instruction `at` of the word.
+__device__ __forceinline__ void decode(u32 (&a)[4], Stream& s, const Word& word, int at,
+                                       u32 table) {
+  decode(a[0], a[2], s, entry_at(table, word.bits, 8 * at));
+  decode(a[1], a[3], s, entry_at(table, word.bits, 8 * at + 4));
+}
+
+#else
+
+// Without a table. Byte `at` of a word has the bits of an instruction: 4 elements of row g, then 4 of
+// row g + 8. A population count finds the value that follows a boundary P among them. What is before P
+// is counted from P back, what is behind it from P on: so two elements of a register depend on their
+// own two bits alone, and on how many values are between them and P.
+//
+//     16 bits   values v[-4] .. v[3] around P, five words and four shifts:  F' N' | N F
+//               a pair beside P   prmt(N, 0, selector)
+//               the pair beyond   prmt(prmt(N and F, by how many the first has), 0, selector)
+//     8 bits    P is in the middle of each 4 elements:  v[-2] v[-1] | v[0] v[1]
+//               all four          prmt(two words, shifted, 0, selector)
+//
+// A permute is a table of eight bytes, too, which four nibbles index at once: it makes the selectors,
+// two bytes each, of nibbles 0 b1 b0 and 1 b1 b0, or 0 b1 b0 and 1 b3 b2.
+
+__device__ __forceinline__ Stream stream_at(u32 base) {
+  return {base, VALUE_BYTES == 2 ? 0u : -16u};  // in 8 bits a window begins two values before P
+}
+__device__ __forceinline__ u32 before(u32 bits, int elements) {
+  return __popc(bits & ((1u << elements) - 1)) * (8 * VALUE_BYTES);
+}
+
+#if VALUE_BYTES == 2
+struct Word { u32 bits, index[4]; };  // an index for each pair of an instruction, a byte for each `at`
+__device__ __forceinline__ Word word_of(u32 bits) {
+  Word word{bits};
+  for (int pair = 0; pair < 4; pair++)
+    word.index[pair] = (bits >> 2 * pair & 0x03030303) * 0x11 + 0x40404040;
+  return word;
+}
+#else
+struct Word { u32 bits, index[2]; };  // the same, for each four
+__device__ __forceinline__ Word word_of(u32 bits) {
+  Word word{bits};
+  for (int four = 0; four < 2; four++) {
+    const u32 own = bits >> 4 * four;
+    word.index[four] = (own & 0x03030303) | (own << 2 & 0x30303030) | 0x40404040;
+  }
+  return word;
+}
+#endif
+__device__ __forceinline__ void pass(Stream& s, const Word& word) {
+  s.position += __popc(word.bits) * (8 * VALUE_BYTES);
+}
+
+// Two bytes of a table for the byte `at` of an index.
+__device__ __forceinline__ u32 looked_up(u32 low, u32 high, u32 index, int at) {
+  const u32 two = prmt(low, high, at / 2 ? upper_half(index) : index);
+  return at % 2 ? upper_half(two) : two;
+}
+
+__device__ __forceinline__ void decode(u32 (&a)[4], Stream& s, const Word& word, int at, u32) {
+#if VALUE_BYTES == 2
+  const u32 p = s.position + before(word.bits, 8 * at + 4);
+  const u32 from = s.base + ((p & ~31u) << 2) - 256;
+  u32 w[5], v[4];
+  #pragma unroll
+  for (int i = 0; i < 5; i++) w[i] = load_32(from + 128 * i);
+  #pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = __funnelshift_r(w[i], w[i + 1], p);
+  const u32* index = word.index;
+  const u32 left = prmt(v[0], v[1], looked_up(0x10323254, 0x32545476, index[1], at));
+  const u32 right = prmt(v[2], v[3], looked_up(0x54323210, 0x76545432, index[2], at));
+  a[0] = prmt(left, 0, looked_up(0x10443244, 0x32324444, index[0], at));
+  a[2] = prmt(v[1], 0, looked_up(0x10443244, 0x32324444, index[1], at));
+  a[1] = prmt(v[2], 0, looked_up(0x10441044, 0x32104444, index[2], at));
+  a[3] = prmt(right, 0, looked_up(0x10441044, 0x32104444, index[3], at));
+#else
+  #pragma unroll
+  for (int four = 0; four < 2; four++) {
+    const u32 p = s.position + before(word.bits, 8 * at + 4 * four + 2);
+    const u32 from = s.base + ((p & ~31u) << 2);
+    const u32 v = __funnelshift_r(load_32(from), load_32(from + 128), p);
+    widen(a[four], a[four + 2], prmt(v, 0, looked_up(0x10144144, 0x32244244, word.index[four], at)));
+  }
+#endif
+}
+#endif
 
 // Put the lane's tail below the words that lie side by side. Returns the lane's word 0.
 __device__ __forceinline__ u32 join_tail(u32 record) {
@@ -310,7 +413,9 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
   const u32 x_bytes = PARTS * tokens * X_STEP, full = records_full + 8 * STAGES * warp;
   const u32 ring = x_ring + X_STAGES * x_bytes + warp * STAGES * GROUP * room;
   Loader loader(w, ring, full, part, range.first + own, range.last, blocks, room);
+#if TABLE
   if (threadIdx.x < 16) ((Entry*)shared)[threadIdx.x] = entry_of(threadIdx.x);
+#endif
   if (threadIdx.x == 0) {
     for (int i = 0; i < WARPS * STAGES; i++) mbarrier_init(records_full + 8 * i, GROUP);
     for (int i = 0; i < X_STAGES; i++) {
@@ -339,7 +444,7 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
         for (int r = 0; r < GROUP; r++) {
           const u32 record = ring + (stage * GROUP + r) * room;
           bits_at[r] = record + 4 * lane;
-          streams[r] = Stream{r < have ? join_tail(record) : record, 0};
+          streams[r] = stream_at(r < have ? join_tail(record) : record);
         }
       }
       mbarrier_wait(x_full + 8 * x_stage, x_parity, "X");
@@ -347,9 +452,10 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
         #pragma unroll 1
         for (int pair = 0; pair < STRIPS / 2; pair++) {
           const u32 x_now = x_at + x_stage * x_bytes + pair * 64 * VALUE_BYTES;
-          u32 bits[GROUP];
+          Word words[GROUP];
           #pragma unroll
-          for (int r = 0; r < GROUP; r++) bits[r] = r < have ? load_32(bits_at[r] + 128 * pair) : 0;
+          for (int r = 0; r < GROUP; r++)
+            words[r] = word_of(r < have ? load_32(bits_at[r] + 128 * pair) : 0);
           #pragma unroll
           for (int strip = 0; strip < 2; strip++) {
             #pragma unroll
@@ -361,14 +467,14 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
               #pragma unroll
               for (int r = 0; r < GROUP; r++) {
                 u32 a[4];
-                const int shift = 16 * strip + 8 * half;
-                decode(a[0], a[2], streams[r], entry_at(table, bits[r], shift));
-                decode(a[1], a[3], streams[r], entry_at(table, bits[r], shift + 4));
+                decode(a, streams[r], words[r], 2 * strip + half, table);
                 #pragma unroll
                 for (int j = 0; j < NB; j++)
                   mma_m16n8k16(d[r][j], a, half ? b[j].z : b[j].x, half ? b[j].w : b[j].y);
               }
           }
+          #pragma unroll
+          for (int r = 0; r < GROUP; r++) pass(streams[r], words[r]);
         }
         fence_proxy_async();
         __syncwarp();

@@ -40,7 +40,7 @@ TRIED = 8  # configurations that a short search times
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TABLE_BYTES = 128
 SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
-BEYOND = 256  # bytes that a lane may read beyond its stream
+BEYOND = 384  # bytes that a lane may read beyond its stream: three words
 ALIGNMENT = 16
 # Activations: x, bytes of a row, m, k; Weights: records, offsets, tiles, workers; y, n, room.
 ARGUMENTS = Layout("PQii", "PPiii", "P", "i", "i")
@@ -56,6 +56,7 @@ class Config:
     parts      warps along k
     stages     of a warp's ring of records
     x_stages   of the ring of X
+    table      whether bits become selectors by a table in shared memory, or by byte permutes
     """
 
     tokens: int
@@ -64,6 +65,7 @@ class Config:
     parts: int
     stages: int
     x_stages: int
+    table: bool = True
 
     @property
     def warps(self) -> int:
@@ -110,7 +112,8 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     return (
         *(("TOKENS", config.tokens), ("GROUP", config.group), ("ROW_WARPS", config.row_warps)),
         *(("PARTS", config.parts), ("STAGES", config.stages), ("X_STAGES", config.x_stages)),
-        *(("VALUE_BYTES", dtype.itemsize), ("FP16", int(dtype != torch.bfloat16))),
+        *(("TABLE", int(config.table)), ("VALUE_BYTES", dtype.itemsize)),
+        ("FP16", int(dtype != torch.bfloat16)),
     )
 
 
