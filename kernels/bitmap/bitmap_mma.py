@@ -183,7 +183,7 @@ def _fullest(
 ) -> list[Config]:
     """Return the configurations of one split, with the table."""
     tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
-    rows, tiles = -(-n // ROWS), -(-(-(-k // COLUMNS)) // split)  # of a CTA
+    rows, tiles = -(-n // ROWS), -(-k // (COLUMNS * split))  # of a CTA
     of_worker = -(-rows // min(workers, rows))
     found: dict[Config, float] = {}
     for group in GROUPS:
@@ -204,8 +204,11 @@ def _fullest(
     return sorted(found, key=lambda config: -found[config])
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
+def prepare(operands: Operands, *, tuned: Tuned = True, plain: bool = False) -> Launch:
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported.
+
+    plain  search only what NOTES.md has times of: with the table, and without clusters
+    """
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bitmap)
     if reason := unsupported_operands(x, w):
@@ -221,6 +224,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
             n, k, len(x), w.room, x.itemsize, {s: at_once(s, x.device) for s in SPLITS}
         )
     )
+    if plain:
+        possible = [config for config in possible if config.table and config.split == 1]
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
     ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
