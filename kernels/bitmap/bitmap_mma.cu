@@ -460,8 +460,8 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
   if (SPLIT > 1) cluster_sync_relaxed();  // all have their mbarriers
   const u32 x_at = x_ring + (part * tokens + lane / 4) * X_STEP + lane % 4 * 8 * VALUE_BYTES;
   // A lane's part of X. Beyond the last token it is of another token: its sums are not written. With
-  // many tokens two instructions are decoded ahead, and little of X is kept: registers.
-  constexpr int AHEAD = NB > 2 ? 2 : 1, B_KEPT = NB < 2 ? NB : 2;
+  // many sums two instructions are decoded ahead, and little of X is kept: registers.
+  constexpr int AHEAD = NB * GROUP > 8 ? 2 : 1, B_KEPT = AHEAD == 2 ? 2 : NB;
   uint4 b[B_KEPT] = {};
   int stage = 0, parity = 0, x_stage = 0, x_parity = 0;
   for (int row = range.first; row < range.last; row += BLOCK) {
