@@ -11,10 +11,23 @@ Where transformers is installed, importing this module also lets `from_pretraine
 from importlib.util import find_spec
 
 from sparsebench.harness.pruning.checkpoint import register
-from sparsebench.harness.pruning.sparsify import BlockSparse, SparseActivations, TwoFour, sparsify_
-from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseGatedMLP, SpenseLinear
+from sparsebench.harness.pruning.sparsify import (
+    BlockSparse,
+    SparseActivations,
+    TwoFour,
+    Unstructured,
+    sparsify_,
+)
+from sparsebench.kernels.nn import (
+    BitmapLinear,
+    BlockSparseLinear,
+    SparseGatedMLP,
+    SpenseGatedMLP,
+    SpenseLinear,
+)
 
 __all__ = [
+    "BitmapLinear",
     "BlockSparse",
     "BlockSparseLinear",
     "SparseActivations",
@@ -22,6 +35,7 @@ __all__ = [
     "SpenseGatedMLP",
     "SpenseLinear",
     "TwoFour",
+    "Unstructured",
     "sparsify_",
 ]
 

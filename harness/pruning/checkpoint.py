@@ -26,6 +26,7 @@ from sparsebench.errors import FormatError
 from sparsebench.formats._format import require
 from sparsebench.harness.pruning.gated import DenseGatedMLP, Gated, named
 from sparsebench.kernels.nn import (
+    BitmapLinear,
     BlockSparseLinear,
     SparseGatedMLP,
     SpenseGatedMLP,
@@ -35,7 +36,6 @@ from sparsebench.kernels.nn._bsr_plans import require_index
 
 METHOD: Final = "sparsebench"
 VERSION: Final = 1
-
 STRICT = ConfigDict(extra="forbid")
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
@@ -95,8 +95,8 @@ class Tiles:
     @classmethod
     def of(cls, layer: SpenseLinear) -> "Tiles":
         """Describe a layer."""
-        sizes = layer.in_features, layer.out_features, layer.sparse_shape
-        return cls(*sizes, layer.bias is not None, _name(layer.dtype))
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        return cls(*sizes, layer.sparse_shape, bias, _name(layer.dtype))
 
     def make(self) -> SpenseLinear:
         """Return the layer on the meta device."""
@@ -107,6 +107,34 @@ class Tiles:
         found = f"expected {list(layer.sparse_shape)}, found {[rows, columns]}"
         require(layer.sparse_shape == self.sparse_shape, f"sparse_shape: {found}")
         return layer
+
+
+@dataclass(frozen=True, config=STRICT)
+class Bits:
+    """A BitmapLinear: sizes, and the bytes of its records."""
+
+    in_features: Size
+    out_features: Size
+    stored: Annotated[int, Field(ge=0)]
+    bias: bool
+    dtype: Dtype
+    layer: Literal["BitmapLinear"] = "BitmapLinear"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the features of the first layer, in and out."""
+        return self.in_features, self.out_features
+
+    @classmethod
+    def of(cls, layer: BitmapLinear) -> "Bits":
+        """Describe a layer."""
+        bias, dtype = layer.bias is not None, _name(layer.dtype)
+        return cls(layer.in_features, layer.out_features, len(layer.records), bias, dtype)
+
+    def make(self) -> BitmapLinear:
+        """Return the layer on the meta device."""
+        sizes, dtype = (self.in_features, self.out_features), getattr(torch, self.dtype)
+        return BitmapLinear(*sizes, stored=self.stored, bias=self.bias, device="meta", dtype=dtype)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -168,11 +196,12 @@ class ActiveMLP:
         return SparseGatedMLP(self.in_features, self.hidden_features, **options)
 
 
-Described = Blocks | Tiles | TiledMLP | ActiveMLP
+Described = Blocks | Tiles | Bits | TiledMLP | ActiveMLP
 LAYERS = TypeAdapter(dict[str, Annotated[Described, Field(discriminator="layer")]])
 KINDS: dict[type[nn.Module], Any] = {
     BlockSparseLinear: Blocks,
     SpenseLinear: Tiles,
+    BitmapLinear: Bits,
     SpenseGatedMLP: TiledMLP,
     SparseGatedMLP: ActiveMLP,
 }
@@ -239,7 +268,7 @@ def place(
 
 def cast(layer: Described, dtype: torch.dtype) -> Described:
     """Return the description of a layer of a model of this dtype. Raises FormatError."""
-    wanted, tiled = _name(dtype), isinstance(layer, Tiles | TiledMLP)
+    wanted, tiled = _name(dtype), isinstance(layer, Tiles | Bits | TiledMLP)
     outside = "bfloat16" if layer.dtype == "float8_e4m3fn" else layer.dtype
     fits = not tiled or outside == wanted
     require(fits, f"expected dtype {outside}, as its tiles are for, found {wanted}")
@@ -263,7 +292,9 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
         if isinstance(part, BlockSparseLinear):
             size = part.out_features, part.in_features
             named(name, require_index, part.offsets, part.columns, size, part.block)
-        if isinstance(part, SpenseLinear) and part.bias is not None:
+        if isinstance(part, BitmapLinear):
+            named(name, part.require_index)
+        if isinstance(part, SpenseLinear | BitmapLinear) and part.bias is not None:
             part.bias.requires_grad_(False)  # as from_pretrained leaves no parameter
         if isinstance(part, SparseGatedMLP):
             part.active.zero_()
@@ -280,7 +311,7 @@ def to_dense(model: nn.Module) -> None:
             weights = module.gate.weight, module.up.weight, module.down.weight
             dense = DenseGatedMLP(*weights, module.activation)
         else:
-            assert isinstance(module, BlockSparseLinear | SpenseLinear)
+            assert isinstance(module, BlockSparseLinear | SpenseLinear | BitmapLinear)
             dense = module.to_dense()
         model.set_submodule(name, dense.train(module.training))
 

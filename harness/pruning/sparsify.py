@@ -4,6 +4,7 @@
     BlockSparse         nn.Linear                   BlockSparseLinear: the blocks of largest norm
     TwoFour             gated MLPs, else nn.Linear  SpenseGatedMLP, SpenseLinear: of every 4 weights
                                                     the 2 largest, beside a dense region
+    Unstructured        nn.Linear                   BitmapLinear: the largest weights of each row
     SparseActivations   gated MLPs, relu or relu2   SparseGatedMLP: all weights
 
 All layers are checked before the first one changes. Then one after the other is replaced, and its
@@ -29,9 +30,10 @@ from sparsebench.harness.pruning.gated import (
     require_plain,
     require_steps,
 )
-from sparsebench.harness.pruning.pattern import keep
+from sparsebench.harness.pruning.pattern import Pattern, keep
 from sparsebench.harness.pruning.region import dense_count
 from sparsebench.kernels.nn import (
+    BitmapLinear,
     BlockSparseLinear,
     SparseGatedMLP,
     SpenseGatedMLP,
@@ -138,6 +140,36 @@ class TwoFour:
 
 
 @dataclass(frozen=True)
+class Unstructured:
+    """Keep the largest weights of each row of every nn.Linear. The new layers are frozen.
+
+    sparsity  fraction of weights to drop, above 0 and below 1
+    """
+
+    sparsity: float = 0.5
+
+    def takes(self, module: nn.Module) -> bool:
+        """Return whether this is an nn.Linear."""
+        return isinstance(module, nn.Linear)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise FormatError for a dtype that matmul does not have, or another sparsity."""
+        assert isinstance(module, nn.Linear)
+        require_plain(module)
+        between = 0 < self.sparsity < 1
+        require(between, f"sparsity: expected above 0 and below 1, found {self.sparsity:g}")
+        n, k = module.weight.shape
+        BitmapLinear(k, n, stored=0, **_on_meta(module))
+
+    def make(self, module: nn.Module) -> nn.Module:
+        """Return a BitmapLinear."""
+        assert isinstance(module, nn.Linear)
+        w = module.weight.detach()
+        pruned = keep(w, w.abs(), w.shape[1], Pattern("unstructured", self.sparsity, 0))
+        return BitmapLinear.from_dense(pruned, module.bias)
+
+
+@dataclass(frozen=True)
 class SparseActivations:
     """Compute and store only the hidden units that are on, of gated MLPs with relu or relu2.
 
@@ -169,7 +201,7 @@ class SparseActivations:
 def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
     """Replace layers of a model by sparse ones, in place; return the model.
 
-    recipe     BlockSparse, TwoFour or SparseActivations
+    recipe     BlockSparse, TwoFour, Unstructured or SparseActivations
     filter_fn  of a module and its name: whether to replace it. It is asked about modules of the
                kinds that the recipe takes, from the outermost on, and not about what is inside of a
                replaced one. By default all are replaced, but for a Hugging Face model's head
@@ -177,7 +209,7 @@ def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
     `save_pretrained` of a Hugging Face model then writes the sparse layers (checkpoint.py).
     Raises FormatError, which names the first layer that no format fits, before anything is changed.
     """
-    known = "BlockSparse(...), TwoFour(...) or SparseActivations(...)"
+    known = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
     fits = all(callable(getattr(recipe, name, None)) for name in ("takes", "check", "make"))
     require(fits and not isinstance(recipe, type), f"recipe: expected {known}; found {recipe!r}")
     chosen = _chosen(model, recipe, filter_fn)

@@ -19,6 +19,10 @@
 //   copies. At the end parts 1 and on give their sums to part 0, by shared memory, always added in
 //   the same order: equal inputs give equal bits.
 //
+//   With SPLIT CTAs in a cluster, all of the same rows, these share k first: CTA c has parts c PARTS
+//   to c PARTS + PARTS - 1 of SPLIT x PARTS. It reads so much less of X. At the end CTA 0 gets the
+//   others' sums, by st_async, and adds them in order. Then a CTA has one block of rows alone.
+//
 // W is operand A: 16 features x 16 columns of k. Lane 4 g + q holds rows g and g + 8. Its columns
 // are 8 q .. 8 q + 7 of each strip of 32, four of them an instruction: so it reads its own part of
 // X.T as 8 columns of token g. (The order of k within an instruction is free.)
@@ -35,7 +39,8 @@
 // Before that, each lane copies its tail, what its stream has beyond the words that lie side by
 // side, below these words: then word j of a lane is at row j.
 //
-// Macros from bitmap_mma.py: TOKENS=8|16|32|64, GROUP, ROW_WARPS, PARTS, STAGES, X_STAGES,
+// Macros from bitmap_mma.py: TOKENS=8|16|32|64, GROUP, ROW_WARPS, PARTS, STAGES, X_STAGES, SPLIT,
+// TABLE=0|1 (the decode without it is described below),
 // VALUE_BYTES=2|1, FP16=0|1: what the tensor core multiplies (0 is bf16); 1 where W is fp8, whose Y
 // is bf16.
 
@@ -47,9 +52,11 @@ constexpr int ROWS = 16, COLUMNS = 256, STRIPS = 8, WORDS_AT = 592, STARTS_AT = 
 constexpr int NB = TOKENS / 8;
 constexpr int WARPS = ROW_WARPS * PARTS, THREADS = 32 * (WARPS + 1);
 constexpr int BLOCK = ROW_WARPS * GROUP;  // rows of tiles at a time
-constexpr int TABLE_BYTES = 128, BARRIERS = WARPS * STAGES + 2 * X_STAGES;
+constexpr int ALL_PARTS = SPLIT * PARTS;
+constexpr int TABLE_BYTES = 128, BARRIERS = WARPS * STAGES + 2 * X_STAGES + 1;
 constexpr int BARRIER_BYTES = (8 * BARRIERS + 15) / 16 * 16;
-constexpr int SUM_BYTES = (PARTS - 1) * ROW_WARPS * GROUP * NB * 32 * 16;
+constexpr int OF_PART = ROW_WARPS * GROUP * NB * 32;  // sums of a part, of 16 bytes
+constexpr int CLUSTER_BYTES = (SPLIT - 1) * OF_PART * 16;
 // Rows of X, apart by a quarter or a half more than a multiple of 128 bytes: lanes that read together
 // hit all banks.
 constexpr int X_ROW = COLUMNS * VALUE_BYTES, X_STEP = X_ROW + 32 * VALUE_BYTES;
@@ -59,7 +66,8 @@ using Piece = uint4;  // 8 columns of X
 using Piece = uint2;
 #endif
 
-// `tiles` along k. `workers` CTAs share the rows of tiles; so many more have the next TOKENS tokens.
+// `tiles` along k. `workers`, CTAs or clusters, share the rows of tiles; so many more have the next
+// TOKENS tokens.
 struct Weights { const char* records; const int* offsets; int row_tiles, tiles, workers; };
 struct Activations { const char* x; u64 stride; int m, k; };  // bytes of a row
 
@@ -97,6 +105,14 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
   return v;
 }
+// The upper half as the lower one. The sum is exact: the halves are selectors, which are finite and
+// normal as fp16. A shift would take the integer pipe.
+__device__ __forceinline__ u32 upper_half(u32 v) {
+  u32 upper;
+  asm("{\n.reg .b16 l, h;\n.reg .b32 t;\nmov.b32 {l, h}, %1;\nmov.b32 t, {h, h};\n"
+      "add.f16x2 %0, t, %2;\n}" : "=r"(upper) : "r"(v), "r"(0));
+  return upper;
+}
 // Writes zeros if not `there`.
 __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -105,6 +121,9 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
 // Arrive on a barrier when all copies of this thread so far have landed.
 __device__ __forceinline__ void cp_async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void fence_mbarrier_init() {  // for the other CTAs of the cluster
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void multiplying_warps_sync() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
@@ -123,6 +142,13 @@ __device__ __forceinline__ u16 rounded(float f) {
 #endif
   return v;
 }
+
+// ---- the decode ----
+
+// A lane's place in a stream: the address of word 0, and the position in bits.
+struct Stream { u32 base, position; };
+
+#if TABLE
 
 // ---- the table: for the 4 bits of 4 elements ----
 //
@@ -152,10 +178,11 @@ __device__ __forceinline__ Entry entry_of(u32 bits) {
 }
 #endif
 
-// ---- the decode ----
+struct Word { u32 bits; };  // of 32 elements: four instructions
 
-// A lane's place in a stream: `base` of word 0, and the position in bits.
-struct Stream { u32 base, position; };
+__device__ __forceinline__ Word word_of(u32 bits) { return {bits}; }
+__device__ __forceinline__ Stream stream_at(u32 base) { return {base, 0}; }
+__device__ __forceinline__ void pass(Stream&, const Word&) {}
 
 // The address of the entry of the 4 bits from `shift` on.
 __device__ __forceinline__ u32 entry_at(u32 table, u32 bits, int shift) {
@@ -181,6 +208,93 @@ __device__ __forceinline__ void decode(u32& low, u32& high, Stream& s, u32 entry
   s.position += entry >> 16;
 #endif
 }
+
+// A of instruction `at` of the word.
+__device__ __forceinline__ void decode(u32 (&a)[4], Stream& s, const Word& word, int at,
+                                       u32 table) {
+  decode(a[0], a[2], s, entry_at(table, word.bits, 8 * at));
+  decode(a[1], a[3], s, entry_at(table, word.bits, 8 * at + 4));
+}
+
+#else
+
+// Without a table. Byte `at` of a word has the bits of an instruction: 4 elements of row g, then 4 of
+// row g + 8. A population count finds the value that follows a boundary P among them. What is before P
+// is counted from P back, what is behind it from P on: so two elements of a register depend on their
+// own two bits alone, and on how many values are between them and P.
+//
+//     16 bits   values v[-4] .. v[3] around P, five words and four shifts:  F' N' | N F
+//               a pair beside P   prmt(N, 0, selector)
+//               the pair beyond   prmt(prmt(N and F, by how many the first has), 0, selector)
+//     8 bits    P is in the middle of each 4 elements:  v[-2] v[-1] | v[0] v[1]
+//               all four          prmt(two words, shifted, 0, selector)
+//
+// A permute is a table of eight bytes, too, which four nibbles index at once: it makes the selectors,
+// two bytes each, of nibbles 0 b1 b0 and 1 b1 b0, or 0 b1 b0 and 1 b3 b2.
+
+__device__ __forceinline__ Stream stream_at(u32 base) {
+  return {base, VALUE_BYTES == 2 ? 0u : -16u};  // in 8 bits a window begins two values before P
+}
+__device__ __forceinline__ u32 before(u32 bits, int elements) {
+  return __popc(bits & ((1u << elements) - 1)) * (8 * VALUE_BYTES);
+}
+
+#if VALUE_BYTES == 2
+struct Word { u32 bits, index[4]; };  // an index for each pair of an instruction, a byte for each `at`
+__device__ __forceinline__ Word word_of(u32 bits) {
+  Word word{bits};
+  for (int pair = 0; pair < 4; pair++)
+    word.index[pair] = (bits >> 2 * pair & 0x03030303) * 0x11 + 0x40404040;
+  return word;
+}
+#else
+struct Word { u32 bits, index[2]; };  // the same, for each four
+__device__ __forceinline__ Word word_of(u32 bits) {
+  Word word{bits};
+  for (int four = 0; four < 2; four++) {
+    const u32 own = bits >> 4 * four;
+    word.index[four] = (own & 0x03030303) | (own << 2 & 0x30303030) | 0x40404040;
+  }
+  return word;
+}
+#endif
+__device__ __forceinline__ void pass(Stream& s, const Word& word) {
+  s.position += __popc(word.bits) * (8 * VALUE_BYTES);
+}
+
+// Two bytes of a table for the byte `at` of an index.
+__device__ __forceinline__ u32 looked_up(u32 low, u32 high, u32 index, int at) {
+  const u32 two = prmt(low, high, at / 2 ? upper_half(index) : index);
+  return at % 2 ? upper_half(two) : two;
+}
+
+__device__ __forceinline__ void decode(u32 (&a)[4], Stream& s, const Word& word, int at, u32) {
+#if VALUE_BYTES == 2
+  const u32 p = s.position + before(word.bits, 8 * at + 4);
+  const u32 from = s.base + ((p & ~31u) << 2) - 256;
+  u32 w[5], v[4];
+  #pragma unroll
+  for (int i = 0; i < 5; i++) w[i] = load_32(from + 128 * i);
+  #pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = __funnelshift_r(w[i], w[i + 1], p);
+  const u32* index = word.index;
+  const u32 left = prmt(v[0], v[1], looked_up(0x10323254, 0x32545476, index[1], at));
+  const u32 right = prmt(v[2], v[3], looked_up(0x54323210, 0x76545432, index[2], at));
+  a[0] = prmt(left, 0, looked_up(0x10443244, 0x32324444, index[0], at));
+  a[2] = prmt(v[1], 0, looked_up(0x10443244, 0x32324444, index[1], at));
+  a[1] = prmt(v[2], 0, looked_up(0x10441044, 0x32104444, index[2], at));
+  a[3] = prmt(right, 0, looked_up(0x10441044, 0x32104444, index[3], at));
+#else
+  #pragma unroll
+  for (int four = 0; four < 2; four++) {
+    const u32 p = s.position + before(word.bits, 8 * at + 4 * four + 2);
+    const u32 from = s.base + ((p & ~31u) << 2);
+    const u32 v = __funnelshift_r(load_32(from), load_32(from + 128), p);
+    widen(a[four], a[four + 2], prmt(v, 0, looked_up(0x10144144, 0x32244244, word.index[four], at)));
+  }
+#endif
+}
+#endif
 
 // Put the lane's tail below the words that lie side by side. Returns the lane's word 0.
 __device__ __forceinline__ u32 join_tail(u32 record) {
@@ -235,8 +349,8 @@ struct Loader {
   __device__ __forceinline__ Loader(const Weights& w, u32 ring, u32 full, int part, int first,
                                     int last, int blocks, int room)
       : slots(ring), barriers(full), first(first), last(last), part(part),
-        of_block((w.tiles - part + PARTS - 1) / PARTS), items(blocks * of_block), room(room),
-        item(0), stage(0) {
+        of_block((w.tiles - part + ALL_PARTS - 1) / ALL_PARTS), items(blocks * of_block),
+        room(room), item(0), stage(0) {
     fetch(w, threadIdx.x % 32 / GROUP);
   }
   __device__ __forceinline__ void fetch(const Weights& w, int its) {
@@ -244,7 +358,7 @@ struct Loader {
     if (its >= items) return;
     const int row = first + its / of_block * BLOCK + threadIdx.x % GROUP;
     if (row >= last) return;
-    const int* o = w.offsets + (u64)row * w.tiles + part + its % of_block * PARTS;
+    const int* o = w.offsets + (u64)row * w.tiles + part + its % of_block * ALL_PARTS;
     from = o[0], to = o[1];
   }
   __device__ __forceinline__ void load(const Weights& w) {
@@ -265,17 +379,17 @@ struct Loader {
 // The warp of X: all steps of all blocks, into a ring that the other warps empty together. A warp's
 // instruction copies a row of a tile, 32 pieces of 16 bytes, or two in fp8. (Bulk copies of 512 bytes
 // took 75 clocks each.) Beyond the end of X it writes zeros: W's zeros meet them.
-__device__ __forceinline__ void load_x(const Activations& x, const Weights& w, int first, int tokens,
-                                       int steps, u32 ring, u32 full) {
+__device__ __forceinline__ void load_x(const Activations& x, int total, int first_part, int first,
+                                       int tokens, int steps, u32 ring, u32 full) {
   constexpr int PIECES = X_ROW / 16, AT_ONCE = 32 / PIECES;
-  const int lane = threadIdx.x % 32, total = (w.tiles + PARTS - 1) / PARTS;
+  const int lane = threadIdx.x % 32;
   const int piece = lane % PIECES, columns = 16 / VALUE_BYTES;
   const u32 empty = full + 8 * X_STAGES, stage_bytes = PARTS * tokens * X_STEP;
   int stage = 0, parity = 0;
   for (int i = 0, step = 0; i < steps; i++, step = step + 1 == total ? 0 : step + 1) {
     if (i >= X_STAGES) mbarrier_wait(empty + 8 * stage, parity ^ 1, "X is read");
     for (int part = 0; part < PARTS; part++) {
-      const int column = (step * PARTS + part) * COLUMNS + piece * columns;
+      const int column = (step * ALL_PARTS + first_part + part) * COLUMNS + piece * columns;
       const bool there = column < x.k;
       const char* from = x.x + (u64)first * x.stride + (there ? (u64)column * VALUE_BYTES : 0);
       const u32 to = ring + stage * stage_bytes + part * tokens * X_STEP + piece * 16;
@@ -290,47 +404,71 @@ __device__ __forceinline__ void load_x(const Activations& x, const Weights& w, i
   cp_async_wait<0>();
 }
 
+__device__ __forceinline__ void add(float* sum, const float4& v) {
+  sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+}
+
 // ---- the kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SPLIT > 1
+__cluster_dims__(SPLIT)
+#endif
 multiply_records(const __grid_constant__ Activations x, const __grid_constant__ Weights w, u16* y,
                  int n, int room) {
   extern __shared__ __align__(128) char shared[];
   const u32 table = smem_address(shared), records_full = table + TABLE_BYTES;
   const u32 x_full = records_full + 8 * WARPS * STAGES, x_empty = x_full + 8 * X_STAGES;
+  const u32 received = x_empty + 8 * X_STAGES;
   float4* sums = (float4*)(shared + TABLE_BYTES + BARRIER_BYTES);
-  const u32 x_ring = smem_address(sums) + SUM_BYTES;
+  float4* of_others = sums + (PARTS - 1) * OF_PART;
+  const u32 x_ring = smem_address(of_others) + CLUSTER_BYTES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Range range = rows_of(blockIdx.x % w.workers, w);
-  const int first = blockIdx.x / w.workers * TOKENS;
+  const int rank = blockIdx.x % SPLIT, cluster = blockIdx.x / SPLIT;
+  const Range range = rows_of(cluster % w.workers, w);
+  const int first = cluster / w.workers * TOKENS;
   const int tokens = x.m - first < TOKENS ? x.m - first : TOKENS;
-  const int steps = (w.tiles + PARTS - 1) / PARTS;
+  const int steps = (w.tiles + ALL_PARTS - 1) / ALL_PARTS;
   const int blocks = (range.last - range.first + BLOCK - 1) / BLOCK;
-  const int part = warp / ROW_WARPS, own = warp % ROW_WARPS * GROUP;  // rows of tiles in a block
+  const int part = warp / ROW_WARPS, of_all = rank * PARTS + part, own = warp % ROW_WARPS * GROUP;  // rows of tiles in a block
   const u32 x_bytes = PARTS * tokens * X_STEP, full = records_full + 8 * STAGES * warp;
   const u32 ring = x_ring + X_STAGES * x_bytes + warp * STAGES * GROUP * room;
-  Loader loader(w, ring, full, part, range.first + own, range.last, blocks, room);
+  Loader loader(w, ring, full, of_all, range.first + own, range.last, blocks, room);
+#if TABLE
   if (threadIdx.x < 16) ((Entry*)shared)[threadIdx.x] = entry_of(threadIdx.x);
+#endif
   if (threadIdx.x == 0) {
     for (int i = 0; i < WARPS * STAGES; i++) mbarrier_init(records_full + 8 * i, GROUP);
     for (int i = 0; i < X_STAGES; i++) {
       mbarrier_init(x_full + 8 * i, 32);
       mbarrier_init(x_empty + 8 * i, WARPS);
     }
+    if (SPLIT > 1) {
+      mbarrier_init(received, 1);
+      if (rank == 0) mbarrier_arrive_expect_tx(received, CLUSTER_BYTES);
+      fence_mbarrier_init();
+    }
   }
   fence_proxy_async();
   __syncthreads();
 
-  if (warp == WARPS) return load_x(x, w, first, tokens, blocks * steps, x_ring, x_full);
+  if (warp == WARPS) {
+    if (SPLIT > 1) cluster_sync_relaxed();
+    return load_x(x, steps, rank * PARTS, first, tokens, blocks * steps, x_ring, x_full);
+  }
   for (int i = 0; i < STAGES; i++) loader.load(w);
+  if (SPLIT > 1) cluster_sync_relaxed();  // all have their mbarriers
   const u32 x_at = x_ring + (part * tokens + lane / 4) * X_STEP + lane % 4 * 8 * VALUE_BYTES;
-  uint4 b[NB] = {};  // a lane's part of X; zero beyond the last token
+  // A lane's part of X. Beyond the last token it is of another token: its sums are not written. With
+  // many sums two instructions are decoded ahead, and little of X is kept: registers.
+  constexpr int AHEAD = NB * GROUP > 8 ? 2 : 1, B_KEPT = AHEAD == 2 ? 2 : NB;
+  uint4 b[B_KEPT] = {};
   int stage = 0, parity = 0, x_stage = 0, x_parity = 0;
   for (int row = range.first; row < range.last; row += BLOCK) {
     float d[GROUP][NB][4] = {};
     for (int step = 0; step < steps; step++) {
       const int have = range.last - row - own;  // rows of tiles of this warp
-      const bool busy = have > 0 && step * PARTS + part < w.tiles;
+      const bool busy = have > 0 && step * ALL_PARTS + of_all < w.tiles;
       Stream streams[GROUP];
       u32 bits_at[GROUP];
       if (busy) {
@@ -339,7 +477,7 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
         for (int r = 0; r < GROUP; r++) {
           const u32 record = ring + (stage * GROUP + r) * room;
           bits_at[r] = record + 4 * lane;
-          streams[r] = Stream{r < have ? join_tail(record) : record, 0};
+          streams[r] = stream_at(r < have ? join_tail(record) : record);
         }
       }
       mbarrier_wait(x_full + 8 * x_stage, x_parity, "X");
@@ -347,28 +485,38 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
         #pragma unroll 1
         for (int pair = 0; pair < STRIPS / 2; pair++) {
           const u32 x_now = x_at + x_stage * x_bytes + pair * 64 * VALUE_BYTES;
-          u32 bits[GROUP];
+          Word words[GROUP];
           #pragma unroll
-          for (int r = 0; r < GROUP; r++) bits[r] = r < have ? load_32(bits_at[r] + 128 * pair) : 0;
+          for (int r = 0; r < GROUP; r++)
+            words[r] = word_of(r < have ? load_32(bits_at[r] + 128 * pair) : 0);
           #pragma unroll
-          for (int strip = 0; strip < 2; strip++) {
-            #pragma unroll
-            for (int j = 0; j < NB; j++)
-              if (lane / 4 + 8 * j < tokens)
-                b[j] = load_b(x_now + 8 * j * X_STEP + strip * 32 * VALUE_BYTES);
-            #pragma unroll
-            for (int half = 0; half < 2; half++)
+          for (int at = 0; at < 4; at += AHEAD) {
+            const u32 x_strip = x_now + at / 2 * 32 * VALUE_BYTES;
+            auto load_x = [&](int j) {
+              if (lane / 4 + 8 * j < tokens) b[j % B_KEPT] = load_b(x_strip + 8 * j * X_STEP);
+            };
+            if (AHEAD == 1 && at % 2 == 0)
               #pragma unroll
-              for (int r = 0; r < GROUP; r++) {
-                u32 a[4];
-                const int shift = 16 * strip + 8 * half;
-                decode(a[0], a[2], streams[r], entry_at(table, bits[r], shift));
-                decode(a[1], a[3], streams[r], entry_at(table, bits[r], shift + 4));
-                #pragma unroll
-                for (int j = 0; j < NB; j++)
-                  mma_m16n8k16(d[r][j], a, half ? b[j].z : b[j].x, half ? b[j].w : b[j].y);
+              for (int j = 0; j < NB; j++) load_x(j);
+            u32 a[AHEAD][GROUP][4];
+            #pragma unroll
+            for (int i = 0; i < AHEAD * GROUP; i++)
+              decode(a[i / GROUP][i % GROUP], streams[i % GROUP], words[i % GROUP], at + i / GROUP,
+                     table);
+            #pragma unroll
+            for (int j = 0; j < NB; j++) {
+              if (AHEAD == 2) load_x(j);
+              const uint4& own = b[j % B_KEPT];
+              #pragma unroll
+              for (int i = 0; i < AHEAD * GROUP; i++) {
+                const bool first = (at + i / GROUP) % 2 == 0;
+                mma_m16n8k16(d[i % GROUP][j], a[i / GROUP][i % GROUP], first ? own.x : own.z,
+                             first ? own.y : own.w);
               }
+            }
           }
+          #pragma unroll
+          for (int r = 0; r < GROUP; r++) pass(streams[r], words[r]);
         }
         fence_proxy_async();
         __syncwarp();
@@ -380,8 +528,8 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
     }
 
     // ---- the sums of the parts, and Y ----
-    float4* mine = sums + warp % ROW_WARPS * GROUP * NB * 32 + lane;
-    constexpr int OF_PART = ROW_WARPS * GROUP * NB * 32;
+    const int at = warp % ROW_WARPS * GROUP * NB * 32 + lane;
+    float4* mine = sums + at;
     if (PARTS > 1) {
       if (part > 0)
         #pragma unroll
@@ -391,14 +539,19 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
         }
       multiplying_warps_sync();
     }
+    if (SPLIT > 1 && part == 0 && rank == 0) mbarrier_wait(received, 0, "sums of the others");
     if (part == 0)
       #pragma unroll
       for (int i = 0; i < GROUP * NB; i++) {
         float* s = d[i / NB][i % NB];
-        for (int p = 0; p < PARTS - 1; p++) {
-          const float4 v = mine[p * OF_PART + i * 32];
-          s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
+        for (int p = 0; p < PARTS - 1; p++) add(s, mine[p * OF_PART + i * 32]);
+        if (SPLIT > 1 && rank > 0) {
+          const u32 to = smem_address(of_others + (rank - 1) * OF_PART + at + i * 32);
+          st_async(map_shared_rank(to, 0), float4{s[0], s[1], s[2], s[3]},
+                   map_shared_rank(received, 0));
+          continue;
         }
+        for (int c = 0; c < SPLIT - 1; c++) add(s, of_others[c * OF_PART + at + i * 32]);
         #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int token = i % NB * 8 + lane % 4 * 2 + e % 2, tile = row + own + i / NB;

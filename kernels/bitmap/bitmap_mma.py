@@ -11,7 +11,9 @@ configuration and launches. Supported are
 Beyond 256 tokens the products take longer than the bytes of a dense W: dense is the answer there.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from sparsebench.kernels._common.cuda import (
     Layout,
     Loaded,
     ahead,
+    clusters_at_once,
     load,
     unsupported_on_hopper,
 )
@@ -35,12 +38,17 @@ from sparsebench.results.record import Problem
 MOST_TOKENS = 256
 TOKENS, GROUPS, STAGES = (8, 16, 32, 64), (1, 2), ((2, 2), (1, 2), (2, 1), (1, 1))
 MOST_WARPS = 28  # and one that loads X: 64 registers a thread
+WARPS = {  # at most, by tokens and group: with more, registers are spilled in the loop
+    **{(8, 1): 28, (8, 2): 28, (16, 1): 28, (16, 2): 23},
+    **{(32, 1): 15, (32, 2): 11, (64, 1): 15, (64, 2): 11},
+}
 ALONE = 0.75  # of the rate, where X has one stage: 16 tokens took 1.3 to 1.4 times as long
-TRIED = 8  # configurations that a short search times
+SPLITS, FEW_ROWS = (1, 2, 4, 8), 4
+TRIED = 16  # configurations that a short search times: four, and four clusters, each decoded twice
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TABLE_BYTES = 128
 SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
-BEYOND = 256  # bytes that a lane may read beyond its stream
+BEYOND = 384  # bytes that a lane may read beyond its stream: three words
 ALIGNMENT = 16
 # Activations: x, bytes of a row, m, k; Weights: records, offsets, tiles, workers; y, n, room.
 ARGUMENTS = Layout("PQii", "PPiii", "P", "i", "i")
@@ -56,6 +64,8 @@ class Config:
     parts      warps along k
     stages     of a warp's ring of records
     x_stages   of the ring of X
+    table      whether bits become selectors by a table in shared memory, or by byte permutes
+    split      CTAs of a cluster, which share k before the parts do: 1, 2, 4 or 8
     """
 
     tokens: int
@@ -64,11 +74,18 @@ class Config:
     parts: int
     stages: int
     x_stages: int
+    table: bool = True
+    split: int = 1
 
     @property
     def warps(self) -> int:
         """Return the warps of a CTA that multiply."""
         return self.row_warps * self.parts
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of tiles that a CTA has at a time."""
+        return self.row_warps * self.group
 
     def shared_bytes(self, room: int, m: int, size: int) -> int:
         """Return the bytes of shared memory.
@@ -76,8 +93,8 @@ class Config:
         room  bytes that a record takes
         size  bytes of an element
         """
-        barriers = -(-8 * (self.warps * self.stages + 2 * self.x_stages) // 16) * 16
-        sums = (self.parts - 1) * self.row_warps * self.group * self.tokens // 8 * 512
+        barriers = -(-8 * (self.warps * self.stages + 2 * self.x_stages + 1) // 16) * 16
+        sums = (self.parts + self.split - 2) * self.row_warps * self.group * self.tokens // 8 * 512
         x = self.x_stages * self.parts * min(m, self.tokens) * (COLUMNS + 32) * size
         rings = self.warps * self.stages * self.group * room
         return TABLE_BYTES + barriers + sums + x + rings + BEYOND
@@ -95,12 +112,14 @@ def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
     constants = constants_of(config, w.dtype)
     kernel, code = load("bitmap_mma", "multiply_records", constants, shared, device)
     row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
-    workers = min(multiprocessors(device), row_tiles)
+    workers = min(at_once(config.split, device), row_tiles)
+    if config.split > 1 and (found := -(-row_tiles // workers)) > config.rows:
+        raise Unsupported(f"expected {config.rows} rows of tiles for a cluster, found {found}")
     y = x.new_empty(m, n, dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
     activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
     weights = w.records.data_ptr(), w.offsets.data_ptr(), row_tiles, tiles, workers
     args = ARGUMENTS(*activations, *weights, y.data_ptr(), n, room)
-    grid, threads = workers * -(-m // config.tokens), 32 * (config.warps + 1)
+    grid, threads = workers * config.split * -(-m // config.tokens), 32 * (config.warps + 1)
     loaded = Loaded(kernel, code, device.index, grid, threads, shared)
     return BoundKernel(loaded, args, (x, w.records, w.offsets), y)
 
@@ -110,6 +129,7 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     return (
         *(("TOKENS", config.tokens), ("GROUP", config.group), ("ROW_WARPS", config.row_warps)),
         *(("PARTS", config.parts), ("STAGES", config.stages), ("X_STAGES", config.x_stages)),
+        *(("SPLIT", config.split), ("TABLE", int(config.table))),
         *(("VALUE_BYTES", dtype.itemsize), ("FP16", int(dtype != torch.bfloat16))),
     )
 
@@ -131,24 +151,50 @@ def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
     return None
 
 
-def configurations(n: int, k: int, m: int, room: int, size: int, workers: int) -> list[Config]:
+def at_once(split: int, device: torch.device) -> int:
+    """Return how many CTAs, or clusters of `split` CTAs, run at one time."""
+    if split == 1 or device.type != "cuda":
+        return max(multiprocessors(device) // split, 1)
+    return clusters_at_once(split, 32 * (MOST_WARPS + 1), SHARED_BYTES, device)
+
+
+def configurations(
+    n: int, k: int, m: int, room: int, size: int, workers: Mapping[int, int]
+) -> list[Config]:
     """Return the configurations to time for m tokens: those that keep most warps busy first.
 
     n, k     of W, of which a record takes `room` bytes and an element `size`
-    workers  CTAs that run at a time
+    workers  CTAs, or clusters of CTAs, that run at a time, by their CTAs
 
     Warps share k where a worker's rows are few. Rings are as deep as shared memory has room for.
+    Each comes with the table and without. Clusters come, one after each of the CTAs, where a CTA
+    alone has FEW_ROWS of tiles at most, and so reads much of X for them.
     """
+    alone, clusters = _fullest(n, k, m, room, size, workers[1], 1), []
+    if -(-n // ROWS) <= FEW_ROWS * workers[1]:
+        of_each = [_fullest(n, k, m, room, size, workers[s], s) for s in workers if s > 1]
+        clusters = [config for rank in zip_longest(*of_each) for config in rank if config]
+    mixed = [config for pair in zip_longest(alone, clusters) for config in pair if config]
+    return [replace(config, table=table) for config in mixed for table in (True, False)]
+
+
+def _fullest(
+    n: int, k: int, m: int, room: int, size: int, workers: int, split: int
+) -> list[Config]:
+    """Return the configurations of one split, with the table."""
     tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
-    rows, tiles = -(-n // ROWS), -(-k // COLUMNS)
+    rows, tiles = -(-n // ROWS), -(-k // (COLUMNS * split))  # of a CTA
     of_worker = -(-rows // min(workers, rows))
     found: dict[Config, float] = {}
     for group in GROUPS:
-        blocks = -(-of_worker // (MOST_WARPS * group))
+        most = WARPS[tokens, group]
+        blocks = -(-of_worker // (most * group))
         row_warps = -(-of_worker // (blocks * group))
-        for parts in range(1, min(tiles, MOST_WARPS // row_warps) + 1):
+        if split > 1 and blocks > 1:
+            continue
+        for parts in range(1, min(tiles, most // row_warps) + 1):
             for stages, x_stages in STAGES:
-                config = Config(tokens, group, row_warps, parts, stages, x_stages)
+                config = Config(tokens, group, row_warps, parts, stages, x_stages, split=split)
                 if config.shared_bytes(room, m, size) <= SHARED_BYTES:
                     slots = -(-tiles // parts) * parts * blocks * row_warps * group
                     in_flight = min(config.warps * stages, MOST_WARPS)
@@ -158,8 +204,11 @@ def configurations(n: int, k: int, m: int, room: int, size: int, workers: int) -
     return sorted(found, key=lambda config: -found[config])
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
+def prepare(operands: Operands, *, tuned: Tuned = True, plain: bool = False) -> Launch:
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported.
+
+    plain  search only what NOTES.md has times of: with the table, and without clusters
+    """
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bitmap)
     if reason := unsupported_operands(x, w):
@@ -171,8 +220,12 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     possible = (
         []
         if operands.pinned
-        else configurations(n, k, len(x), w.room, x.itemsize, multiprocessors(x.device))
+        else configurations(
+            n, k, len(x), w.room, x.itemsize, {s: at_once(s, x.device) for s in SPLITS}
+        )
     )
+    if plain:
+        possible = [config for config in possible if config.table and config.split == 1]
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
     ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])

@@ -6,6 +6,11 @@
     spense   what SpenseLinear runs: spense_wgmma, on a CPU a dense product   X
              on GPUs that are no Hopper spense_mma                            none
     csr      cusparse_csr, on a CPU scipy_csr                                 by name
+    bitmap   bitmap_mma where it is ahead of dense: on Hopper, up to 16       none
+             tokens of layers as large as those in kernels/bitmap/NOTES.md,
+             half of it zeros or more. Elsewhere torch's own product, by a    X
+             dense copy of W, which is unpacked at the first such call and
+             kept: twice the memory and more
     another  nothing: a kernel must be named
 
     a kernel by its name, such as torch_bsr                                   by name
@@ -35,6 +40,7 @@ from torch.nn.functional import linear
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
@@ -47,6 +53,9 @@ from sparsebench.kernels.nn._bsr_plans import pattern_of
 from sparsebench.results.record import Problem
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+# Where bitmap_mma was ahead of cuBLAS: W of 14336 x 4096 or more, with at most FEW tokens; below so
+# many rows with one token alone. Of the dense bytes a bitmap has 0.58 at 50 %.
+FEW, ELEMENTS, ROWS, FEW_ROWS, BYTES = 16, 14336 * 4096, 14336, 4096, 0.6
 CSR = {"cuda": "cusparse_csr", "cpu": "scipy_csr"}
 SUFFIXES = {"linear": "", "linear_dgrad": "_dgrad", "linear_wgrad": "_wgrad"}
 PREPARED = 8  # launches that are kept of a weight: with the buffers of as many sizes
@@ -100,8 +109,20 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
         seen = grows or torch.compiler.is_compiling()
         op = _spense_op.linear if seen else _spense_op.eager
         return op(x, w.sparse, w.dense, *w.shape, *w.sparse_shape)
+    if isinstance(w, Bitmap):
+        few = x.is_cuda and torch.cuda.get_device_capability(x.device) == HOPPER
+        if few and bits_are_ahead(len(x), w) and not (torch.is_grad_enabled() and x.requires_grad):
+            return _named(x, w, "bitmap_mma", {"plain": True})
+        return linear(x, _unpacked(w))
     found = type(w).__name__
     raise Unsupported(f"matmul: expected kernel=NAME, as none of ours is of {found}; found none")
+
+
+def bits_are_ahead(m: int, w: Bitmap) -> bool:
+    """Say whether bitmap_mma was ahead of cuBLAS at a layer of at most this size, on an H200."""
+    (n, k), size = w.shape, w.dtype.itemsize
+    large = n * k >= ELEMENTS and n >= (ROWS if m > 1 else FEW_ROWS)
+    return size == 2 and m <= FEW and large and w.stored_bytes <= BYTES * n * k * size
 
 
 def _require_alike(x: Tensor, w: Format) -> None:
@@ -114,6 +135,17 @@ def _require_alike(x: Tensor, w: Format) -> None:
         raise Unsupported(f"matmul: expected {known}; found {found}")
     if devices := {str(a.device) for a in arrays} - {str(x.device)}:
         raise Unsupported(f"matmul: expected X on {', '.join(devices)} as W, found {x.device}")
+
+
+def _dense_copy(w: Bitmap) -> Tensor:
+    weight = _weight(w)
+    if weight.dense is None:
+        weight.dense = w.to_dense()
+    keep(weight.dense)
+    return weight.dense
+
+
+_unpacked: Callable[[Bitmap], Tensor] = torch.compiler.disable(_dense_copy)  # it is looked up
 
 
 # ---- a kernel by its name ----
@@ -265,6 +297,7 @@ class Weight:
     prepared  by what was asked and the stream, the one used last at the end
     choices   of launches that graphs have taken: to prepare the same again without a search
     taken_by  by number of the capture and what was asked; the graphs keep them
+    dense     a copy of a bitmap
     """
 
     versions: tuple[int, ...]
@@ -273,6 +306,7 @@ class Weight:
     taken_by: WeakValueDictionary[tuple[int, Key], Prepared] = field(
         default_factory=WeakValueDictionary
     )
+    dense: Tensor | None = None
 
     def taken(self, key: Key, graph: int) -> Prepared:
         """Give a launch to a graph, for itself: replays run beside other calls."""

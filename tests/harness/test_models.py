@@ -22,6 +22,7 @@ from sparsebench.harness.pruning import model as whole
 from sparsebench.harness.pruning.gated import DenseGatedMLP, Gated
 from sparsebench.harness.pruning.layer import METHODS, Recipe
 from sparsebench.nn import (
+    BitmapLinear,
     BlockSparse,
     BlockSparseLinear,
     SparseActivations,
@@ -29,6 +30,7 @@ from sparsebench.nn import (
     SpenseGatedMLP,
     SpenseLinear,
     TwoFour,
+    Unstructured,
     sparsify_,
 )
 
@@ -38,6 +40,7 @@ MODELS: list[tuple[Any, dict[str, Any]]] = [
     (BlockSparse((8, 32), 0.75), {"dtype": BF16, "attention_bias": True}),
     (TwoFour(), {"dtype": FP16, "attention_bias": True}),
     (TwoFour(0.5), {"dtype": BF16, "kind": "gemma3"}),
+    (Unstructured(), {"dtype": BF16, "attention_bias": True}),
     (SparseActivations(), {"hidden_act": "relu"}),
     (SparseActivations(8), {"hidden_act": "relu2", "dtype": BF16}),
 ]
@@ -260,8 +263,8 @@ def test_a_saved_model_is_restored_and_generates_the_same_tokens(recipe, fields,
         assert found.dtype == expected.dtype
     assert torch.equal(generated(again), tokens)
     for name, parameter in again.named_parameters():
-        spense = any(type(m) is SpenseLinear for m in _above(again, name))
-        assert parameter.requires_grad != spense, name
+        frozen = any(type(m) in (SpenseLinear, BitmapLinear) for m in _above(again, name))
+        assert parameter.requires_grad != frozen, name
     again.save_pretrained(tmp_path / "twice")
     files = [tmp_path / where / "model.safetensors" for where in ("sparse", "twice")]
     assert files[0].read_bytes() == files[1].read_bytes()

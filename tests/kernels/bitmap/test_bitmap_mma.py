@@ -37,6 +37,8 @@ STAND_INS = """
   static u32 load_16(u32 a) { return *(unsigned short*)(dynamic_shared() + a); }
   static void store_32(u32 a, u32 v) { *(u32*)(dynamic_shared() + a) = v; }
   static u32 prmt(u32 a, u32 b, u32 how) { return __byte_perm(a, b, how); }
+  static int __popc(u32 v) { return __builtin_popcount(v); }
+  static u32 upper_half(u32 v) { return (v >> 16) * 0x10001; }
   static u32 __funnelshift_r(u32 low, u32 high, u32 by) {
     return (u32)(((u64)high << 32 | low) >> (by & 31));
   }
@@ -44,6 +46,7 @@ STAND_INS = """
     counted_copy(mine(), to, from, bytes, barrier);
   }
   static void fence_proxy_async() {}
+  static void fence_mbarrier_init() {}
   static void copy_of_x(u32 to, const char* from, bool there) {  // lands at once
     if (to % 16 || (u64)from % 16) std::abort();
     char* at = dynamic_shared() + to;
@@ -74,7 +77,7 @@ STAND_INS = """
 def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
     head, _, rest = cuda_source("bitmap_mma.cu").partition("// ---- PTX ----")
-    source = STAND_INS + head + rest[rest.index("// ---- the table") :]
+    source = STAND_INS + head + rest[rest.index("// ---- the decode") :]
     source = re.sub("extern __shared__.*", "char* shared = dynamic_shared();", source)
     source += """
       static void** a;
@@ -84,7 +87,7 @@ def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
       }
       extern "C" void call(void** args, int grid, size_t bytes) {
         a = args;
-        launch(grid, THREADS, 1, bytes, run);
+        launch(grid, THREADS, SPLIT, bytes, run);
       }
     """
     name = f"{config}_{dtype}_{late}".replace("torch.", "")
@@ -102,7 +105,7 @@ def emulated(
 ) -> Tensor:
     """Run the launch."""
     patch.setattr(bitmap_mma, "load", lambda *given: (None, "code"))
-    patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers)
+    patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * config.split)
     program = bitmap_mma.launch(x, w, config)
     kernel = on_cpu(config, x.dtype, workers % 2 == 0, folder)
     program.out.fill_(float("nan"))
@@ -132,11 +135,19 @@ CASES = [
     (Config(64, 1, 2, 3, 2, 1), 2, 50, 16, 776, 0.97, BF16),
     (Config(8, 1, 2, 2, 1, 2), 2, 5, 33, 512, 0.6, FP16),
 ]
+CASES += [(replace(config, table=False), *rest) for config, *rest in CASES]
+CASES += [
+    (Config(8, 1, 2, 2, 1, 2, False, 2), 3, 8, 90, 1288, 0.5, BF16),
+    (Config(8, 1, 4, 1, 1, 2, False, 8), 1, 3, 60, 304, 0.6, FP16),  # six CTAs have no tile
+    (Config(16, 2, 2, 1, 2, 1, True, 4), 2, 21, 100, 1040, 0.7, FP8),  # the last CTA has one tile
+]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("config", "workers", "m", "n", "k", "sparsity", "dtype"), sampled(CASES, 0, 1, 2), ids=str
+    ("config", "workers", "m", "n", "k", "sparsity", "dtype"),
+    sampled(CASES, 0, 1, 7, 11, -2),
+    ids=str,
 )
 def test_its_threads_give_the_product_on_a_cpu(
     config: Config,
@@ -234,19 +245,32 @@ LAYERS = [(14336, 4096), (28672, 8192), (4096, 14336), (1024, 4096), (40, 264)]
 @pytest.mark.parametrize("m", [1, 16, 64, 256])
 def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int, m: int) -> None:
     room = 6560  # of bf16 at 50 %
-    found = bitmap_mma.configurations(n, k, m, room, 2, 132)
+    found = bitmap_mma.configurations(n, k, m, room, 2, {1: 132, 2: 66, 4: 30, 8: 15})
     assert found
     for config in found:
-        assert config.warps <= bitmap_mma.MOST_WARPS
+        assert config.warps <= bitmap_mma.WARPS[config.tokens, config.group]
         assert config.shared_bytes(room, m, 2) <= bitmap_mma.SHARED_BYTES
         assert config.tokens >= min(m, 64)
+        assert config.split == 1 or config.rows * {2: 66, 4: 30, 8: 15}[config.split] * 16 >= n
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("dtype", sampled([BF16, FP8, FP16]), ids=str)
 @pytest.mark.parametrize(
-    "config", sampled([Config(8, 1, 7, 2, 2, 2), Config(16, 2, 7, 2, 1, 2)]), ids=str
+    "config",
+    sampled(
+        [
+            *(Config(8, 1, 14, 2, 1, 2, table) for table in (True, False)),
+            *(Config(8, 2, 7, 3, 1, 2, table) for table in (True, False)),
+            *(Config(16, 1, 9, 2, 2, 2, table, 4) for table in (True, False)),
+            *(Config(16, 2, 7, 2, 1, 2, table) for table in (True, False)),
+            *(Config(64, 1, 14, 1, 2, 2, table) for table in (True, False)),
+            *(Config(64, 2, 11, 1, 1, 2, table) for table in (True, False)),
+        ],
+        *(0, 1),
+    ),
+    ids=str,
 )
 def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_compiles_cleanly("bitmap_mma", bitmap_mma.constants_of(config, dtype), tmp_path)
@@ -275,8 +299,12 @@ def test_the_products_are_right_on_a_gpu(
     x, w = example(m, n, k, sparsity, dtype)
     x, w = x.cuda(), Bitmap.from_dense(w.to_dense().cuda())
     right = (x.double() @ w.to_dense().double().T).to(torch.bfloat16 if dtype == FP8 else dtype)
-    rest = w.room, x.itemsize, bitmap_mma.multiprocessors(x.device)
-    for config in bitmap_mma.configurations(n, k, m, *rest):
+    rest = w.room, x.itemsize, {s: bitmap_mma.at_once(s, x.device) for s in bitmap_mma.SPLITS}
+    found = bitmap_mma.configurations(n, k, m, *rest)
+    kinds = [(config.table, config.split) for config in found]
+    some = [c for i, c in enumerate(found) if kinds[:i].count(kinds[i]) < 3]
+    bitmap_mma.ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
+    for config in some:
         program = bitmap_mma.launch(x, w, config)
         program.out.fill_(float("nan"))
         torch.testing.assert_close(program(), right, rtol=0, atol=0)

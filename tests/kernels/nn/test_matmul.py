@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from on_hopper import hopper
 from torch import Tensor
 
 import sparsebench
 from sparsebench._discovery import load
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
@@ -31,6 +33,7 @@ BY_KERNEL: list[tuple[Any, str | None]] = [
     (Csr, None),
     (Csr, "scipy_csr"),
     (Twell, "reference"),
+    (Bitmap, None),
 ]
 
 
@@ -140,6 +143,54 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
     with torch.inference_mode():
         unseen = Csr.from_dense(weight())
     refused("outside of torch.inference_mode", x, unseen)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sparsity", "ahead"),
+    [
+        *((1, 14336, 4096, 0.5, True), (16, 14336, 4096, 0.8, True)),
+        *((17, 14336, 4096, 0.8, False), (1, 14336, 4096, 0.4, False)),
+        *((1, 4096, 14336, 0.5, True), (2, 4096, 14336, 0.5, False)),
+    ],
+)
+def test_a_bitmap_runs_by_bits_only_where_that_was_measured_ahead(
+    m: int, n: int, k: int, sparsity: float, *, ahead: bool
+) -> None:
+    few = torch.zeros(16, 256, dtype=torch.bfloat16).flatten()
+    few[: round((1 - sparsity) * len(few))] = 1
+    few = few[torch.randperm(len(few), generator=torch.Generator().manual_seed(0))]
+    tile = Bitmap.from_dense(few.view(16, 256))
+    times = n // 16 * (k // 256)  # as many records of as many bytes, of which none is read
+    whole = replace(tile, shape=(n, k), records=tile.records.expand(times, -1))
+    assert module.bits_are_ahead(m, whole) is ahead
+
+
+def test_a_bitmap_runs_dense_elsewhere_and_keeps_its_copy() -> None:
+    dense, x = weight(), torch.randn(7, K, requires_grad=True)
+    w = Bitmap.from_dense(dense)
+    sparsebench.matmul(x, w).sum().backward()
+    torch.testing.assert_close(x.grad, dense.sum(0).expand(7, -1))
+    copy = module._WEIGHTS[id(w)].dense
+    sparsebench.matmul(x, w)
+    assert module._WEIGHTS[id(w)].dense is copy
+    w.records.zero_()  # written in place: every bit, too
+    assert not sparsebench.matmul(x, w).any()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("m", [1, 16, 17])
+def test_a_bitmap_is_right_on_a_gpu_by_bits_and_beyond(m: int) -> None:
+    dense = torch.randint(-2, 3, (14336, 4096), device="cuda") * (
+        torch.rand(14336, 4096, device="cuda") >= 0.5
+    )
+    w = Bitmap.from_dense(dense.bfloat16())
+    x = torch.randint(-2, 3, (m, 4096), device="cuda").bfloat16()
+    right = (x.double() @ dense.double().T).bfloat16()
+    torch.testing.assert_close(sparsebench.matmul(x, w), right, rtol=0, atol=0)
+    prepared = module._WEIGHTS[id(w)]
+    assert bool(prepared.prepared) == (m <= 16)
+    assert (prepared.dense is None) == (m <= 16)
 
 
 def test_what_was_prepared_for_a_weight_goes_with_it() -> None:
