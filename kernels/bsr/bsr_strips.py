@@ -195,11 +195,11 @@ def tiles_of(w: Bsr, transposed: bool, across: int = 1) -> Tiles:
     down = -(-n // height)
     if across == 1:
         return Tiles(height, depth, row, column, down, -(-k // depth), tiles.values)
-    columns = -(-k // (2 * PIECE))
-    place, at = np.unique(row * columns + column // 2, return_inverse=True)
+    deep = -(-k // (2 * PIECE))
+    place, at = np.unique(row * deep + column // 2, return_inverse=True)
     united = torch.full((len(place), height, 2), -1, dtype=torch.int32)
     united[torch.from_numpy(at), :, torch.from_numpy(column % 2)] = tiles.values[:, :, 0]
-    return Tiles(height, 2 * PIECE, *np.divmod(place, columns), down, columns, united, across)
+    return Tiles(height, 2 * PIECE, *np.divmod(place, deep), down, deep, united, across)
 
 
 def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
