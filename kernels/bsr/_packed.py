@@ -24,6 +24,7 @@ class Plan:
     blocks         [blocks, r, c]
     out            [m, n], or [m, k] if transposed
     turned         whether `source` counts the pieces of transposed blocks
+    zeros          int64, on the device: the 16-byte pieces of the packed W that are none's
     """
 
     loaded: Loaded
@@ -35,6 +36,7 @@ class Plan:
     out: tuple[int, int]
     dtype: torch.dtype
     turned: bool = False
+    zeros: Tensor | None = None
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
@@ -45,6 +47,8 @@ def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
         raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
     turned = values.transpose(1, 2).contiguous() if plan.turned else values
     y, w = x.new_empty(plan.out), gathered(turned.view(-1, 1, 8), plan.source)
+    if plan.zeros is not None and len(plan.zeros):
+        w.view(-1, 8).index_fill_(0, plan.zeros, 0)
     args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
     return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
 

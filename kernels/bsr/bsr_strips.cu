@@ -1,7 +1,7 @@
 // Y[m, n] = X[m, k] @ W[n, k].T for W in blocks whose sides are multiples of 8 (24, 40, 48, ...),
 // by wgmma and TMA (Hopper). dX = dY @ W is the same product over the turned pattern.
 //
-//   work item: TOKENS tokens x 2 x ROWS rows of tiles      step: up to STRIPS strips, DEPTH of k each
+//   work item: TOKENS tokens x 2 x ROWS rows of tiles     step: up to STRIPS strips, DEPTH of k each
 //
 //        X, strips                W, the tiles of these rows there      sums, in registers
 //       DEPTH    DEPTH            row 0      [ ]                          row 0    row 1  ...
@@ -16,35 +16,46 @@
 //
 // wgmma's K is 16, and TMA reads rows that start at a multiple of 32 bytes up to 2.5 times as fast.
 // So where DEPTH is an odd multiple of 8, a strip is BOX = DEPTH + 8 columns, from a multiple of 16
-// on. The blocks of odd columns start eight columns later. What a product reads of W before or after
-// its tile are zeros of shared memory. (So a NaN of X in the eight columns beside a block is seen.)
+// on. The blocks of odd columns start eight columns later. What a product reads of W before or
+// after its tile are zeros of shared memory. (So a NaN of X in the eight columns beside a block is
+// seen.)
 //
 //      DEPTH = 24:     | strip 0: 0 to 31      |
 //                      | tile 0: 0 to 23 |     |
 //                              | strip 1: 16 to 47     |
 //                              | zeros | tile 1: 24 .. |
 //
+// With ACROSS = 2 strips are 32 columns from multiples of 32, wherever blocks begin. Then a tile is
+// 16 of k, from a multiple of 16 on, with zeros where there is no block. No column comes twice, and
+// a strip's rows of 64 bytes lie in one line of 128.
+//
+//      ACROSS = 2:     | strip 0: 0 to 31      | strip 1: 32 to 63     |
+//      blocks of 24:   | block 0         | block 1         | ..
+//      their tiles:    | 0: 16     | 0: 8, 1: 8| 1: 16     | ..          (in other rows: not united)
+//
 // Loads of X are the limit (NOTES.md). So as many rows as the registers hold share the strips, and
 // each of the two warpgroups multiplies half of these rows with all tokens.
-//
-//   stage of the ring:   | strip 0 | strip 1 | .. | tiles, in the order of the products |   + a note
 //
 //   X    rows of 64 or 128 bytes, swizzled by TMA
 //   W    tiles as the host packs them, without swizzle: 8 x 8 elements are 128 contiguous bytes,
 //        [DEPTH / 8][HEIGHT / 8][8 features][8 of k]
-//   note the number of tiles of each row (4 bits), the place of each tile (3 bits): its strip; where
-//        DEPTH is an odd multiple of 8, twice that, and 1 in an odd column
+//   note the number of tiles of each row (4 bits), the place of each tile (3 bits): its strip, times
+//        ACROSS, and which of it; where DEPTH is an odd multiple of 8, twice the strip, and 1 in an
+//        odd column
 //
-// The pipeline is that of bsr_small.cu: warps 0 and 1 of the producers load strips, warp 2 tiles,
-// warp 3 writes the note; a consumer keeps the products of one step in flight.
+// The pipeline is that of bsr_small.cu (strips.cuh): warps 0 and 1 of the producers load strips,
+// warp 2 tiles, warp 3 writes the note; a consumer keeps the products of one step in flight.
 //
-// Macros: HEIGHT=16..96 and DEPTH=16..64 (multiples of 8) or 80 TOKENS=64|128|256 ROWS=1..8 WARPGROUPS=1|2
-// STRIPS=1|2|4 ROOM (KB of tiles in a step), the rest of bsr_strips.constants_of, and hopper.cuh's.
+// Macros: HEIGHT=16..96 and DEPTH=16..64 (multiples of 8) or 80 ACROSS=1, or 2 where DEPTH is 16
+// TOKENS=64|128|256 ROWS=1..8 WARPGROUPS=1|2 STRIPS=1|2|4 ROOM (KB of tiles in a step), the rest of
+// bsr_strips.constants_of, and hopper.cuh's.
 
 #include "strips.cuh"
 
 constexpr bool SKEW = DEPTH % 16 != 0;
-constexpr int BOX = SKEW ? DEPTH + 8 : DEPTH;
+constexpr int READ = SKEW ? DEPTH + 8 : DEPTH;    // columns that a product of a tile reads
+constexpr int BOX = ACROSS * READ;                // of a strip
+constexpr int APART = ACROSS > 1 ? BOX : DEPTH;   // from strip to strip
 // Columns of a strip's boxes, and bytes from row to row in them. More than 64 columns take two.
 constexpr int FIRST = BOX > 64 ? (BOX + 31) / 32 * 16 : BOX, SECOND = BOX - FIRST;
 constexpr int PITCH = FIRST > 32 ? 128 : FIRST > 16 ? 64 : 32;
@@ -79,7 +90,7 @@ __device__ __forceinline__ void load_x(const Maps& x, const Pipeline& pipe, cons
   for (int i = 0; i < 2; i++) {
     if (strips[i] == NO_STRIP) continue;
     const u32 to = pipe.x() + (first + 2 * i) * STRIP_BYTES, bar = pipe.full_barrier();
-    const int column = strips[i] * DEPTH & ~15;
+    const int column = strips[i] * APART & ~15;
     tma_load(to, &x.first, column, step.token, bar);
     if (SECOND) tma_load(to + FIRST_BYTES, &x.second, column + FIRST, step.token, bar);
   }
@@ -128,16 +139,22 @@ __device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][HEIGHT / 2], u64
                                            bool late, Zeros zeros) {
   if (SKEW && late) w -= STEP_BYTES;
   #pragma unroll
-  for (int i = 0; i < BOX; i += 16) {
+  for (int i = 0; i < READ; i += 16) {
     u32 at = w + i / 8 * STEP_BYTES, next = at + STEP_BYTES;
     if (SKEW && i == 0 && late) at = zeros.below;
-    if (SKEW && i + 16 == BOX && !late) next = zeros.above;
+    if (SKEW && i + 16 == READ && !late) next = zeros.above;
     const u64 b = tile_descriptor(at, next);
     #pragma unroll
     for (int t = 0; t < TILES; t++)
       wgmma_k16(sums[t], i < FIRST ? x + (t * 64 * PITCH + 2 * i >> 4)
                                    : x_2 + (t * 64 * PITCH_2 + 2 * (i - FIRST) >> 4), b);
   }
+}
+
+// Return the offset of a place in the strips, in units of 16 bytes. A tile beside another is 16 of k.
+__device__ __forceinline__ u32 strip_offset(u32 place) {
+  constexpr int STRIP = STRIP_BYTES >> 4;
+  return ACROSS > 1 ? place / ACROSS * STRIP + place % ACROSS * (32 >> 4) : (place >> SKEW) * STRIP;
 }
 
 __device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w, Zeros zeros,
@@ -151,7 +168,7 @@ __device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w, Zeros 
   for (int j = 0; j < ROWS; j++) {
     #pragma unroll 1
     for (u32 count = share.x >> 4 * j & 15; count; count--) {
-      const u32 place = places & 7, strip = (place >> SKEW) * (STRIP_BYTES >> 4);
+      const u32 place = places & 7, strip = strip_offset(place);
       wgmma_tile(sums[j], x + strip, x_2 + strip, w, place & 1, zeros);
       places >>= 3;
       w += TILE_BYTES;

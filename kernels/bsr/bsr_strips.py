@@ -11,7 +11,10 @@ and lists the steps. This file chooses a configuration and launches. Supported a
 The kernel reads W packed, in tiles: blocks are cut into equal parts, as large as the kernel takes
 them (80 x 80 to 80 x 40, 96 x 96 to 96 x 48). No zero is stored, and none is multiplied but eight
 columns where a tile's width is an odd multiple of 8; there, a NaN of X in the eight columns beside
-a block reaches its rows. bsr_strips_dgrad.py is the same kernel over W.T.
+a block reaches its rows. Or blocks are cut at multiples of 16 columns, wherever they begin, so that
+X comes in aligned strips; then W has zeros in tiles that a block fills by half.
+
+bsr_strips_dgrad.py is the same kernel over W.T.
 """
 
 from dataclasses import dataclass
@@ -46,6 +49,7 @@ from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
     NO_STRIP,
+    SHARE,
     Layout,
     Lists,
     cut,
@@ -65,6 +69,11 @@ SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # aligning to 1024 may take 1023
 # Maps of x, starts; w, steps, rows, y; m and width.
 ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", *"PPPPii")
 TRIED = 8  # configurations that a short search times, the best by the byte model
+ALIGNED, TRIED_ALIGNED = (
+    32,
+    2,
+)  # columns of an aligned strip; configurations with such that it times
+PIECE = 8  # columns in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,14 @@ class Config:
 
     tokens, rows  of a work item: tokens, and rows of tiles of each warpgroup
     warpgroups    that share an item: 1 or 2
+    across        tiles side by side in a strip. 1: strips are as wide as tiles, from where they
+                  start. 2: strips of 32 columns from multiples of 32, tiles 16 deep
     """
 
     tokens: int
     rows: int
     warpgroups: int
+    across: int = 1
 
     @property
     def threads(self) -> int:
@@ -92,7 +104,9 @@ class Tiles:
     height, depth  of a tile: features of Y, columns of X
     row, column    [tiles] of each tile, in tiles
     rows, columns  how many there are
-    pieces         int32 [tiles, height, depth / 8], where 16 bytes are among those of the blocks
+    pieces         int32 [tiles, height, depth / 8], where 16 bytes are among those of the blocks;
+                   -1: nowhere, they are zeros
+    across         tiles side by side in a strip
     """
 
     height: int
@@ -102,6 +116,7 @@ class Tiles:
     rows: int
     columns: int
     pieces: Tensor
+    across: int = 1
 
     def lists(self, config: Config, m: int, workers: int) -> Lists:
         """Unite the rows and list the steps; as many groups as end in the same round of items."""
@@ -112,19 +127,21 @@ class Tiles:
             rows=size,
             warpgroups=config.warpgroups,
             unit=1,
-            across=1,
-            strips=strips_of(self.depth, config.tokens),
+            across=self.across,
+            strips=strips_of(self.depth, config.tokens, self.across),
             block_bytes=2 * self.height * self.depth,
             rooms=ROOMS,
             parity=self.depth % 16 > 0,
             groups=min(self.rows, rounds * workers // tiles),
         )
-        return listed(self.row, self.column, self.rows, self.columns, layout)
+        strips = -(-self.columns // self.across)
+        return listed(self.row, self.column, self.rows, strips, layout)
 
     def possible(self, config: Config) -> bool:
         """Say whether registers hold the sums, and a step all tiles that a strip may have."""
-        rows = config.rows * config.warpgroups
-        fits = rows * 2 * self.height * self.depth <= ROOMS[-1] * 1024
+        tiles = config.rows * self.across
+        most = tiles * config.warpgroups * 2 * self.height * self.depth
+        fits = most <= ROOMS[-1] * 1024 and tiles <= SHARE and config.across == self.across
         return fits and config.tokens // 64 * config.rows * self.height // 2 <= SUMS
 
 
@@ -139,26 +156,26 @@ def depth_of(size: int) -> int | None:
     return max(sides, key=lambda side: (side / row_bytes(side), side), default=None)
 
 
-def boxes_of(depth: int) -> list[int]:
+def boxes_of(depth: int, across: int = 1) -> list[int]:
     """Return the columns of each box of a strip: one, or two where it has more than 64."""
-    columns = depth + depth % 16
+    columns = across * (depth + depth % 16)
     first = -(-columns // 32) * 16 if columns > 64 else columns
     return [box for box in (first, columns - first) if box]
 
 
-def row_bytes(depth: int) -> int:
+def row_bytes(depth: int, across: int = 1) -> int:
     """Return what a row of a strip costs: TMA takes as long for fewer bytes than 64."""
-    return sum(max(2 * box, 64) for box in boxes_of(depth))
+    return sum(max(2 * box, 64) for box in boxes_of(depth, across))
 
 
-def strips_of(depth: int, tokens: int) -> int:
-    """Return how many strips of `depth` columns a step holds: 1, 2 or 4."""
-    fit = STRIP_BYTES // (tokens * sum(pitch(2 * box) for box in boxes_of(depth)))
-    return min(max(fit, 1), 4)
+def strips_of(depth: int, tokens: int, across: int = 1) -> int:
+    """Return how many strips of so many tiles a step holds: 1, 2 or 4, and at most 8 places."""
+    fit = STRIP_BYTES // (tokens * sum(pitch(2 * box) for box in boxes_of(depth, across)))
+    return min(max(fit, 1), 4, 8 // across)
 
 
-def tiles_of(w: Bsr, transposed: bool) -> Tiles:
-    """Cut W, or its transpose, into tiles. Raises FormatError."""
+def tiles_of(w: Bsr, transposed: bool, across: int = 1) -> Tiles:
+    """Cut W, or its transpose, into tiles, 16 deep with `across` > 1. Raises FormatError."""
     checked(w)
     (n, k), (blocks, r, c) = w.shape, w.values.shape
     if transposed:
@@ -173,15 +190,21 @@ def tiles_of(w: Bsr, transposed: bool) -> Tiles:
         order = (columns * len(w.offsets) + rows).argsort()
         rows, columns, pieces = columns[order], rows[order], pieces[order]
     numbered = Bsr((n, k // 8), offsets_of(rows, -(-n // r)), columns.int(), pieces)
-    tiles = cut(numbered, height, depth // 8)
+    tiles = cut(numbered, height, 1 if across > 1 else depth // 8)
     row, column = checked(tiles)
-    down, across = -(-n // height), -(-k // depth)
-    return Tiles(height, depth, row, column, down, across, tiles.values)
+    down = -(-n // height)
+    if across == 1:
+        return Tiles(height, depth, row, column, down, -(-k // depth), tiles.values)
+    deep = -(-k // (2 * PIECE))
+    place, at = np.unique(row * deep + column // 2, return_inverse=True)
+    united = torch.full((len(place), height, 2), -1, dtype=torch.int32)
+    united[torch.from_numpy(at), :, torch.from_numpy(column % 2)] = tiles.values[:, :, 0]
+    return Tiles(height, 2 * PIECE, *np.divmod(place, deep), down, deep, united, across)
 
 
 def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
     """Return what each group costs a CTA, in bytes that TMA loads in that time."""
-    loads = lists.strips * (config.tokens * row_bytes(tiles.depth))
+    loads = lists.strips * (config.tokens * row_bytes(tiles.depth, tiles.across))
     loads = loads + lists.blocks * (2 * tiles.height * tiles.depth)
     storing = config.tokens * config.rows * config.warpgroups * tiles.height  # 0.5 a byte
     costs: Ints = loads + 4000 * np.diff(lists.first) + storing
@@ -189,10 +212,10 @@ def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
 
 
 def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
-    """Return what is possible for m tokens, least bytes of the busiest worker first."""
+    """Return what is possible for these tiles and m tokens, least bytes of the busiest first."""
     costs: dict[Config, float] = {}
     for tokens, rows, warpgroups in product(TOKENS, ROWS, (2, 1)):
-        config = Config(tokens, rows, warpgroups)
+        config = Config(tokens, rows, warpgroups, tiles.across)
         if tokens >= m + 64 or not tiles.possible(config) or (warpgroups == 1 and rows > 1):
             continue
         own = costs_of(tiles.lists(config, m, workers), tiles, config)
@@ -236,7 +259,7 @@ def plan(
     """
     (n, k), (blocks, r, c) = w.shape, w.values.shape
     dtype, device = w.values.dtype, w.values.device
-    tiles = tiles or tiles_of(w, transposed)
+    tiles = tiles or tiles_of(w, transposed, config.across)
     if not tiles.possible(config):
         size = f"{tiles.height}x{tiles.depth}"
         raise Unsupported(f"expected fewer tokens or rows with tiles of {size}, found {config}")
@@ -252,7 +275,7 @@ def plan(
     uploaded = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
     activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
 
-    boxes = boxes_of(tiles.depth)
+    boxes = boxes_of(tiles.depth, tiles.across)
 
     @lru_cache(ADDRESSES)
     def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
@@ -261,15 +284,17 @@ def plan(
         return ARGUMENTS(b"".join(x_maps), starts.tobytes(), packed, each, rows, y, *out)
 
     loaded = Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
-    source = packed_order(tiles, lists).to(device)
-    stored = blocks, r, c
-    return Plan(loaded, source, uploaded, arguments, activations, stored, out, dtype, transposed)
+    order, stored = packed_order(tiles, lists), (blocks, r, c)
+    source, zeros = order.clamp(0).to(device), (order < 0).nonzero()[:, 0].to(device)
+    given = source, uploaded, arguments, activations, stored, out, dtype, transposed, zeros
+    return Plan(loaded, *given)
 
 
 def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
     """Return, for each 16-byte piece of the packed W, its number among those of the blocks: int32.
 
-    Tiles come in the order of the steps; in a tile, all features of the first 8 of k come first.
+    Zeros are -1. Tiles come in the order of the steps; in a tile, all features of the first 8 of k
+    come first.
     """
     return tiles.pieces[torch.from_numpy(lists.order)].transpose(1, 2).flatten()
 
@@ -284,7 +309,8 @@ def constants_of(
         ("TOKENS", config.tokens),
         ("ROWS", config.rows),
         ("WARPGROUPS", config.warpgroups),
-        ("STRIPS", strips_of(depth, config.tokens)),
+        ("ACROSS", config.across),
+        ("STRIPS", strips_of(depth, config.tokens, config.across)),
         ("ROOM", room),
         ("FP16", int(dtype == torch.float16)),
         *(("THREADS", config.threads), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
@@ -318,19 +344,25 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
         raise Unsupported(reason)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
     name = "bsr_strips_dgrad" if transposed else "bsr_strips"
-    tiles = tiles_of(w, transposed)
     workers = multiprocessors(x.device)
-    possible = [] if operands.pinned else configurations(tiles, len(x), workers)
-    searched = possible if tuned == "wide" else possible[:TRIED]
+    ways = {1: tiles_of(w, transposed)}
+    searched = [] if operands.pinned else configurations(ways[1], len(x), workers)
+    searched = searched if tuned == "wide" else searched[:TRIED]
+    # Not measured yet: the default, which layers take too, stays of the first way.
+    if not operands.pinned and w.block[not transposed] % ALIGNED:
+        ways[2] = tiles_of(w, transposed, across=2)
+        more = configurations(ways[2], len(x), workers)
+        searched += more if tuned == "wide" else more[:TRIED_ALIGNED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
-    rooms = [tiles.lists(config, len(x), workers).room for config in configs]
-    dtype = w.values.dtype
-    constants = [
-        constants_of(config, tiles.height, tiles.depth, room, dtype)
-        for config, room in zip(configs, rooms, strict=True)
-    ]
+    for across in {config.across for config in configs} - {*ways}:
+        ways[across] = tiles_of(w, transposed, across)
+    dtype, constants = w.values.dtype, []
+    for config in configs:
+        own = ways[config.across]
+        room = own.lists(config, len(x), workers).room
+        constants.append(constants_of(config, own.height, own.depth, room, dtype))
     cuda.ahead("bsr_strips", constants)
-    candidates = [launch(x, w, config, tiles, transposed=transposed) for config in configs]
+    candidates = [launch(x, w, c, ways[c.across], transposed=transposed) for c in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
+from bsr_examples import Shape, example
 from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
 from sample import sampled
 
@@ -44,20 +45,6 @@ SHAPES = [
     (1, 1024, 512, 32, 0.05),
     (70, 128, 128, 32, 0.0),
 ]
-Shape = tuple[int, int, int, int, float]
-
-
-def example(shape: Shape) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
-    """Return W and activations for both directions, X [m, k] and dY [m, n]."""
-    m, n, k, b, density = shape
-    rows, columns = -(-n // b), -(-k // b)
-    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
-    there = torch.from_numpy(order < density * rows * columns)
-    generator = torch.Generator().manual_seed(2)
-    dense = torch.randn(rows * b, columns * b, generator=generator)
-    dense = dense.where(there.repeat_interleave(b, 0).repeat_interleave(b, 1), 0.0)
-    w = Bsr.from_dense(dense[:n, :k].contiguous(), block=b)
-    return w, *(torch.randn(m, size, generator=generator) for size in (k, n))
 
 
 def unpacked(values: torch.Tensor) -> np.ndarray:

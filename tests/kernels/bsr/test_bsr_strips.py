@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
+from bsr_examples import Shape, example
 from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
 from sample import sampled
 
@@ -15,7 +16,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import bsr_strips, bsr_strips_dgrad
+from sparsebench.kernels.bsr import _packed, bsr_strips, bsr_strips_dgrad
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, gathered, worked
 from sparsebench.kernels.bsr.bsr_strips import (
     Config,
@@ -27,8 +28,9 @@ from sparsebench.kernels.bsr.bsr_strips import (
 )
 from sparsebench.results.record import Problem
 
-# Few rows and many, one warpgroup; every number of strips in a step.
+# Few rows and many, one warpgroup; every number of strips in a step; aligned strips.
 CONFIGS = [Config(128, 2, 2), Config(64, 1, 1), Config(64, 3, 2), Config(256, 1, 2)]
+ALIGNED = [Config(128, 2, 2, 2), Config(64, 1, 1, 2), Config(64, 3, 2, 2), Config(256, 1, 2, 2)]
 
 # m, n, k, block, part of the blocks that is stored: full rows; edge blocks that leave W on both
 # sides; blocks that are cut into tiles; tiles of odd multiples of 8; none at all.
@@ -42,30 +44,18 @@ SHAPES = [
     (1, 640, 640, (64, 16), 0.05),
     (4, 64, 64, (24, 48), 0.0),
 ]
-Shape = tuple[int, int, int, tuple[int, int], float]
-
-
-def example(shape: Shape) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
-    """Return W and activations for both directions, X [m, k] and dY [m, n]."""
-    m, n, k, (r, c), density = shape
-    rows, columns = -(-n // r), -(-k // c)
-    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
-    there = torch.from_numpy(order < density * rows * columns)
-    generator = torch.Generator().manual_seed(2)
-    dense = torch.randn(rows * r, columns * c, generator=generator)
-    dense = dense.where(there.repeat_interleave(r, 0).repeat_interleave(c, 1), 0.0)
-    w = Bsr.from_dense(dense[:n, :k].contiguous(), block=[r, c])
-    return w, *(torch.randn(m, size, generator=generator) for size in (k, n))
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
     """Do with the lists what the device does; no element is written twice."""
-    tiles = tiles_of(w, transposed)
+    tiles = tiles_of(w, transposed, config.across)
     height, depth, lists = tiles.height, tiles.depth, tiles.lists(config, len(x), 5)
     steps, bounds = worked(lists, costs_of(lists, tiles, config), len(x), config.tokens, workers=5)
     values = w.values.half()  # a piece of 16 bytes has eight elements
     values = values.transpose(1, 2).contiguous() if transposed else values
-    packed = gathered(values.view(-1, 1, 8), packed_order(tiles, lists)).float()
+    order = packed_order(tiles, lists)
+    packed = gathered(values.view(-1, 1, 8), order.clamp(0)).float()
+    packed[: len(order)][order < 0] = 0
     size = len(tiles.row), depth // 8, height, 8
     blocks = packed[: len(tiles.row) * height * depth // 8].view(size).transpose(1, 2)
     blocks = blocks.reshape(-1, height, depth).numpy() if size[0] else ()
@@ -84,10 +74,13 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
                 for _ in range(counts >> 4 * row & 15):
                     place = places & 7
                     slot, late = divmod(place, 2) if depth % 16 else (place, 0)
-                    assert slot < strips_of(depth, config.tokens)
+                    slot, beside = divmod(slot, config.across)
+                    assert slot < strips_of(depth, config.tokens, config.across)
                     assert strips[slot] != NO_STRIP
-                    column = strips[slot] * depth // 16 * 16 + 8 * late
-                    assert late * 8 + depth <= sum(boxes_of(depth))
+                    column = (
+                        strips[slot] * depth * config.across // 16 * 16 + 8 * late + 16 * beside
+                    )
+                    assert late * 8 + depth <= sum(boxes_of(depth, config.across))
                     tile = padded[token : token + config.tokens, column : column + depth]
                     sums[row] += tile @ blocks[at].T
                     places, at = places >> 3, at + 1
@@ -106,12 +99,12 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *ALIGNED], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
-    if not tiles_of(w, transposed).possible(config):
+    if not tiles_of(w, transposed, config.across).possible(config):
         return  # refused, below
     w, (x, dy) = replace(w, values=w.values.half().float()), (a.half().float() for a in (x, dy))
     dense = w.to_dense()
@@ -145,6 +138,32 @@ def test_a_step_has_room_for_every_tile_of_a_full_strip(block):
     for config in bsr_strips.configurations(tiles, 4096, 132):
         lists = tiles.lists(config, 4096, 132)
         assert lists.steps[:, 0, 0].max() * 2 * tiles.height * tiles.depth <= lists.room * 1024
+
+
+def test_aligned_strips_have_no_column_twice_and_half_tiles_have_zeros():
+    w = Bsr.from_dense(torch.ones(48, 96).half(), block=24)
+    tiles = tiles_of(w, transposed=False, across=2)
+    assert (tiles.depth, tiles.columns) == (16, 6)
+    assert (tiles.pieces >= 0).all()  # full rows: a tile is half of one block, half of the next
+    alone = Bsr.from_dense(torch.eye(96).half()[:24], block=24)
+    assert (tiles_of(alone, transposed=False, across=2).pieces < 0).sum() == 24  # columns 24 to 31
+    assert boxes_of(16, 2) == [32]
+    found = [strips_of(16, tokens, 2) for tokens in bsr_strips.TOKENS]
+    assert found == [4, 4, 2]
+
+
+def test_values_that_are_packed_have_zeros_where_there_is_no_block():
+    w, _, _ = example((1, 48, 72, (24, 24), 0.5))
+    w = replace(w, values=w.values.half())
+    tiles = tiles_of(w, transposed=False, across=2)
+    order = packed_order(tiles, tiles.lists(Config(64, 1, 1, 2), 64, 1))
+    zeros = (order < 0).nonzero()[:, 0]
+    shape = (64, 72), (*w.values.shape,), (64, 48)
+    given = (order.clamp(0), (), lambda *a: a, *shape, torch.float16, False, zeros)
+    bound = _packed.bind(_packed.Plan(None, *given), torch.zeros(64, 72).half(), w.values)
+    packed = bound.kept[1].view(-1, 8)
+    assert (packed[zeros] == 0).all()
+    assert sorted(packed[order >= 0].flatten().tolist()) == sorted(w.values.flatten().tolist())
 
 
 def test_rows_that_share_strips_are_multiplied_together():
@@ -201,9 +220,11 @@ def test_other_devices_are_refused(module):
 
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("config", sampled([*CONFIGS, Config(128, 3, 2)]), ids=str)
+@pytest.mark.parametrize("config", sampled([*CONFIGS, Config(128, 3, 2), *ALIGNED], 0, -4), ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
     whats = (48, 48, 23, torch.bfloat16), (24, 40, 5, torch.float16), (40, 24, 42, torch.bfloat16)
+    if config.across > 1:
+        whats = tuple((height, 16, *rest) for height, _, *rest in whats)
     for height, depth, room, dtype in whats:
         constants = bsr_strips.constants_of(config, height, depth, room, dtype)
         # C7519: a fence before each row's products, whose registers a branch may have left alone.
@@ -226,11 +247,11 @@ def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tenso
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *ALIGNED], ids=str)
 def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
     for shape, watchdog in product([(1000, 1536, 1280, (48, 40), 0.2), *SHAPES], (True, False)):
         w, x = on_gpu(shape, dtype, transposed)
-        if not tiles_of(w, transposed).possible(config):
+        if not tiles_of(w, transposed, config.across).possible(config):
             continue
         program = bsr_strips.launch(x, w, config, transposed=transposed, watchdog=watchdog)
         for _ in range(3):
@@ -242,7 +263,7 @@ def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *ALIGNED], ids=str)
 def test_a_nan_beside_a_block_stays_out_of_its_rows(config):
     w, _, _ = example((1, 96, 96, (24, 24), 1.0))
     dense = w.to_dense().cuda().half()
