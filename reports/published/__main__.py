@@ -81,6 +81,8 @@ def write(root: Path) -> list[Path]:
     found = differing(root, runs)
     for path, text in found.items():
         path.write_text(text, "utf-8")
+    if PICTURED not in runs:  # then no page shows it, or `differing` has said so
+        return [*found]
     place = root / PICTURE
     before = place.read_bytes() if place.exists() else b""
     picture(runs[PICTURED].cases, place)
