@@ -52,21 +52,23 @@ def estimate(value: float, low: float, high: float, uncertainty: float = nan) ->
     return plus_minus(value, own)
 
 
-def times(ratio: float, uncertainty: float = nan) -> str:
-    """Write a ratio to the last digit that is supported, with its sign: `5.62×`."""
+def times(ratio: float, uncertainty: float = nan, unit: str = "×") -> str:
+    """Write a ratio to the last digit that is supported, with its unit: `5.62×`."""
     said = rounded(ratio, uncertainty)
-    return said if said == NONE else f"{said}×"
+    return said if said == NONE else said + unit
 
 
-def between(ratio: float, low: float, high: float, uncertainty: float = nan) -> str:
+def between(
+    ratio: float, low: float, high: float, uncertainty: float = nan, unit: str = "×"
+) -> str:
     """Write a ratio with its interval: `5.58× [5.54, 5.60]`; both end at the same place.
 
     Without an uncertainty it is that of the interval, its farther end.
     """
     own = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
     if pd.isna(ratio) or pd.isna(low) or high <= low:
-        return times(ratio, own)
-    return f"{times(ratio, own)} [{interval(low, high, own)}]"
+        return times(ratio, own, unit)
+    return f"{times(ratio, own, unit)} [{interval(low, high, own)}]"
 
 
 def interval(low: float, high: float, uncertainty: float = nan) -> str:

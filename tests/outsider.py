@@ -447,7 +447,7 @@ def claimed(page: str) -> Iterator[str]:
             for line in text.split("<tr>")[1:]
         ]
         for line in lines:
-            shown = re.match(r"([\d.]+)×(?: \[([\d.]+), ([\d.]+)\])?", line[1])
+            shown = re.match(r"(-?[\d.]+)(?:×| %)(?: \[(-?[\d.]+), (-?[\d.]+)\])?", line[1])
             if shown and header[1] in METRICS and not held(header[1], shown, line):
                 yield " | ".join(line)
 

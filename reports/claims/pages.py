@@ -27,6 +27,7 @@ from sparsebench.results.pruning import Pruning
 from sparsebench.results.words import between, plain
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
+UNITS = {"x": "×", "%": " %"}
 BADGE = {
     Word.REPRODUCED: "#00694c",
     Word.PARTLY: "#5a6b00",
@@ -73,7 +74,9 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             tests=[_test(entry, test) for test in entry.asked.claim.tests],
             commands=_commands(entry.asked),
             prose=prose,
-            runs=sorted({(cell.run, cell.commit, cell.processes) for cell in entry.cells}),
+            runs=sorted(
+                {(cell.run, cell.commit, _processes(cell.processes)) for cell in entry.cells}
+            ),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
         yield f"claims/{entry.asked.name}.svg", badge(entry)
@@ -216,16 +219,20 @@ def _table(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
     rows = [
         [
             cell.label,
-            cell.reason or between(cell.value, cell.low, cell.high),
+            cell.reason or between(cell.value, cell.low, cell.high, unit=UNITS[test.unit]),
             "–" if cell.reason else state(test, cell),
             cell.subject,
             cell.baseline,
             f"{bounds[cell.problem]:.3g}" if cell.problem in bounds else "–",
-            f"{cell.run}, {cell.processes} processes",
+            f"{cell.run}, {_processes(cell.processes)}",
         ]
         for cell in cells
     ]
     return folded("The cell" if len(cells) == 1 else f"The {len(cells)} cells", table(heads, rows))
+
+
+def _processes(count: int) -> str:
+    return f"{count} process" if count == 1 else f"{count} processes"
 
 
 def _change(judged: Judged, claim: Claim) -> str:

@@ -62,6 +62,10 @@ def test_an_interval_ends_where_its_value_does(
     assert times(value, uncertainty).strip("×") == rounded(value, uncertainty)
 
 
+def test_a_share_has_its_own_unit():
+    assert between(66.04, 64.1, 68.2, unit=" %") == "66 % [64, 68]"
+
+
 def test_an_estimate_that_is_wide_has_both_ends() -> None:
     assert estimate(5.58, 5.54, 5.60) == "5.58 ± 0.04"
     assert estimate(2.3, 2.1, 24.4) == "2.3 [2.1, 24]"
