@@ -141,13 +141,11 @@ def pack(values: Tensor) -> Tensor:
     blocks, r, c = values.shape
     padded = pad(values, (0, -c % 8, 0, -r % 8))
     high, wide = padded.shape[1] // 8, padded.shape[2] // 8
-    parts = padded.view(blocks, high, 8, wide, 4, 2).permute(
-        0, 2, 4, 3, 1, 5
-    )  # [.., wide, high, 2]
-    deep = wide // 2
+    parts = padded.view(blocks, high, 8, wide, 4, 2).permute(0, 2, 4, 3, 1, 5)
+    deep = wide // 2  # parts: [blocks, 8, 4, wide, high, 2]
     pairs = parts[:, :, :, : 2 * deep].reshape(blocks, 8, 4, deep, 2, high, 2).transpose(4, 5)
     rest = parts[:, :, :, 2 * deep :]
-    both = [half.reshape(blocks, 32, -1, 2) for half in (pairs, rest) if half.shape[3]]
+    both = [half.flatten(3, -2).flatten(1, 2) for half in (pairs, rest)]
     packed = torch.cat(both, 2)
     return packed if blocks else packed.new_zeros(1, *packed.shape[1:])
 

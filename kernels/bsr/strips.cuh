@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 opaque(u32 v) {
   return v;
 }
 
-constexpr int stages_of(int bytes) { return RING_BYTES / bytes < 8 ? RING_BYTES / bytes : 8; }
+__device__ constexpr int stages_of(int bytes) { return RING_BYTES / bytes < 8 ? RING_BYTES / bytes : 8; }
 
 // Where the ring is in shared memory.
 struct Buffers { u32 tiles, notes; };

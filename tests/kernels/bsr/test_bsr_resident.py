@@ -53,6 +53,7 @@ def test_a_packed_block_has_the_words_of_a_lane_in_the_order_of_the_products(blo
     values = torch.randn(3, r, c)
     packed = pack(values)
     assert packed.shape == (3, 32, words_of(block), 2)
+    assert pack(values[:0]).shape == (1, 32, words_of(block), 2)  # no block: a place for a load
     high, deep = -(-r // 8), (c + 7) // 16
     padded = torch.nn.functional.pad(values, (0, -c % 16, 0, -r % 8))
     for lane in range(32):
