@@ -2,7 +2,7 @@
 // capability 8.0 and newer), where k is small: a tile of X, all of its columns, stays in shared
 // memory.
 //
-//   CTA: TOKENS tokens of Y       warp: a block row at a time, of a list that all warps share out
+//   CTA: TOKENS tokens of Y       SHARE warps: a block row at a time, of a list that all share out
 //
 //      X tile, loaded once           W, a block row                       Y
 //     +---------------------+      +----+----+----+----+
@@ -12,7 +12,8 @@
 //
 // A step of the usual kernels finds a block's column, then loads the columns of X there. Here no
 // load waits for an index: X comes whole, and the blocks of a row are contiguous. So a launch takes
-// little longer than its longest chain: bounds of a row, first block, products, store. And a block
+// little longer than its longest chain: bounds of a row, first block, products, store. Where all rows
+// have as many blocks, the bounds are known, and nothing waits for them, either. And a block
 // may start at any even column: the registers of mma are read from the X tile by words.
 //
 //   mma m16n8k16    A  16 tokens x 16 of k, four words of the X tile a lane
@@ -23,8 +24,11 @@
 // of X: a NaN beside a block stays out of it. Rows of the X tile are PITCH bytes apart, an odd
 // multiple of 16, so the eight rows that a warp reads at once lie in different banks.
 //
-// Macros: R, C (a block's sides, even) TOKENS=16..128 WARPS, the rest of bsr_resident.constants_of,
-// FP16=0|1. Source: PTX ISA 9.0, mma.m16n8k16, mma.m16n8k8, cp.async.
+// With SHARE > 1 each of these warps has a part of the row's blocks, one after the other in memory.
+// The first one adds the sums of the others, in order: equal inputs give equal bits.
+//
+// Macros: R, C (a block's sides, even) TOKENS=16..128 WARPS SHARE=1|2|4, FP16=0|1.
+// Source: PTX ISA 9.0, mma.m16n8k16, mma.m16n8k8, cp.async, bar.sync.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -39,13 +43,15 @@ constexpr int MT = TOKENS / 16, NT = (R + 7) / 8;            // products of 16 t
 constexpr int DEEP = (C + 7) / 16, REST = C - 16 * DEEP;     // products 16 deep; one 8 deep?
 constexpr bool SHALLOW = REST > 0;
 constexpr int WORDS = NT * (2 * DEEP + SHALLOW);             // of a block in a lane
+constexpr int ROWS = WARPS / SHARE;                          // that a CTA has at a time
 // Blocks that are loaded at a time; twice as many are in flight, in registers. More makes more code,
 // which comes cold from memory, too: 12 blocks of 10 x 10 at a time took 0.4 us longer (NOTES.md).
 constexpr int FIT = (WARPS < 16 ? 64 : 24) / (WORDS + 1);
 constexpr int AHEAD = FIT > 4 ? 4 : FIT > 0 ? FIT : 1;
 
 struct Row { int number, begin, end, unused; };  // a block row, its blocks
-struct Weights { const u32* blocks; const int* columns; const Row* order; int rows, slots; };
+// `slots` rows at a time, of all CTAs. `each`: blocks of every row, or -1 if rows differ.
+struct Weights { const u32* blocks; const int* columns; const Row* order; int rows, slots, each; };
 
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
@@ -157,23 +163,55 @@ __device__ __forceinline__ void store(const float (&sums)[MT][NT][4], char* y, i
       }
 }
 
+// All warps of a row: one barrier for each row of the CTA.
+__device__ __forceinline__ void row_sync(int row) {
+  asm volatile("bar.sync %0, %1;" :: "r"(1 + row), "n"(32 * SHARE) : "memory");
+}
+
+// The first warp of a row gets the sums of the others. `given` is the row's part of shared memory:
+// 16 bytes for each lane, product and warp but the first.
+__device__ __forceinline__ void join(float (&sums)[MT][NT][4], float4* given, int row, int part) {
+  given += threadIdx.x % 32;
+  if (part > 0)
+    #pragma unroll
+    for (int i = 0; i < MT * NT; i++) {
+      const float* s = sums[i / NT][i % NT];
+      given[((part - 1) * MT * NT + i) * 32] = float4{s[0], s[1], s[2], s[3]};
+    }
+  row_sync(row);
+  if (part == 0)
+    #pragma unroll
+    for (int i = 0; i < MT * NT; i++)
+      #pragma unroll
+      for (int other = 0; other < SHARE - 1; other++) {
+        const float4 v = given[(other * MT * NT + i) * 32];
+        float* s = sums[i / NT][i % NT];
+        s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
+      }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 multiply_rows(const char* x, long long row_bytes, Weights w, char* y, int m, int n, int k,
               int pitch) {
   extern __shared__ __align__(16) char tile[];
-  const int groups = w.slots / WARPS, group = blockIdx.x % groups;
+  const int groups = w.slots / ROWS, group = blockIdx.x % groups;
   const int token = blockIdx.x / groups * TOKENS, tokens = min(TOKENS, m - token);
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int seat = warp % ROWS, part = warp / ROWS;
   load_x(x + token * row_bytes, row_bytes, tokens, k, pitch,
          (u32)__cvta_generic_to_shared(tile));
   y += 2 * (u64)token * n;
   const char* mine = tile + lane / 4 * pitch + lane % 4 * 4;
+  float4* given = (float4*)(tile + TOKENS * pitch) + seat * (SHARE - 1) * MT * NT * 32;
   bool waits = true;
-  for (int slot = group * WARPS + threadIdx.x / 32; slot < w.rows || waits; slot += w.slots) {
+  for (int slot = group * ROWS + seat; slot < w.rows || waits; slot += w.slots) {
     const bool some = slot < w.rows;
-    const int4 own = some ? __ldg((const int4*)(w.order + slot)) : int4{0, 0, 0, 0};
-    int at = own.y;
-    const int row = own.x, end = own.z;
+    int4 own{0, 0, 0, 0};
+    if (some && w.each >= 0) own = int4{slot, slot * w.each, (slot + 1) * w.each, 0};
+    else if (some) own = __ldg((const int4*)(w.order + slot));
+    const int row = own.x, blocks = own.z - own.y;
+    int at = own.y + blocks * part / SHARE;
+    const int end = own.y + blocks * (part + 1) / SHARE;
     Block next[AHEAD];
     #pragma unroll
     for (int i = 0; i < AHEAD; i++) next[i] = load_block(w, at + i, end);
@@ -181,7 +219,6 @@ multiply_rows(const char* x, long long row_bytes, Weights w, char* y, int m, int
     if (waits) {
       cp_async_wait<0>();
       __syncthreads();
-      waits = false;
     }
     float sums[MT][NT][4] = {};
     for (; at < end; at += AHEAD) {
@@ -194,6 +231,11 @@ multiply_rows(const char* x, long long row_bytes, Weights w, char* y, int m, int
       for (int i = 0; i < AHEAD; i++)
         if (now[i].column >= 0) multiply(sums, now[i], mine, k, pitch);
     }
-    if (some) store(sums, y, row, tokens, n);
+    if (SHARE > 1) {
+      if (!waits) row_sync(seat);  // the first warp has read the sums of the last row
+      join(sums, given, seat, part);
+    }
+    if (some && part == 0) store(sums, y, row, tokens, n);
+    waits = false;
   }
 }

@@ -46,20 +46,36 @@ from sparsebench.results.record import Problem
 
 LEAST = (8, 0)  # compute capability
 SIDE = 64  # of a block, at most
-TOKENS, WARPS = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16)
+TOKENS, WARPS, SHARES = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16), (1, 2, 4)
 SUMS = 64  # fp32 of a lane, at most
 TRIED = 8  # configurations that a short search times
 LARGEST = 2**31 - 1  # int32 of the kernel
-# x, bytes of a row; Weights: blocks, columns, order, rows, slots; y; m, n, k, pitch.
-ARGUMENTS = Layout("P", "q", "PPPii", "P", *"iiii")
+# x, bytes of a row; Weights: blocks, columns, order, rows, slots, each; y; m, n, k, pitch.
+ARGUMENTS = Layout("P", "q", "PPPiii", "P", *"iiii")
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel: tokens of a tile of X, warps that share it."""
+    """One way to run the kernel.
+
+    tokens  of a tile of X
+    warps   of a CTA, which share the tile
+    share   warps that share a block row: 1, 2 or 4
+    """
 
     tokens: int
     warps: int
+    share: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Return the block rows that a CTA has at a time."""
+        return self.warps // self.share
+
+    def shared_bytes(self, block: tuple[int, int], k: int) -> int:
+        """Return the bytes of shared memory: the tile of X, sums of all but a row's first warp."""
+        sums = (self.share - 1) * self.rows * self.tokens // 16 * -(-block[0] // 8) * 512
+        return self.tokens * pitch_of(k) + sums
 
 
 def pitch_of(k: int) -> int:
@@ -82,28 +98,31 @@ def configurations(w: Bsr, m: int, device: torch.device) -> list[Config]:
         groups = groups_of(config, rows, m, k, device)
         ctas = -(-groups * -(-m // config.tokens) // sms)  # of the busiest SM
         share = blocks * ctas / groups  # of the blocks, of all these CTAs
-        chain = -(-rows // (groups * config.warps)) * (600 + 40 * blocks / max(rows, 1))  # ns
+        chain = 600 + 145 * blocks / max(rows, 1) / config.share  # ns of a row; NOTES.md
         loads = ctas * config.tokens * k * 2 + share * words_of(w.block) * 128
-        return loads / 66 + share * config.tokens * c * 2 / 200 + chain
+        turns = -(-rows // (groups * config.rows))
+        return loads / 66 + share * config.tokens * c * 2 / 200 + turns * chain
 
     return sorted(possible(w, m, device), key=cost)
 
 
 def possible(w: Bsr, m: int, device: torch.device) -> Iterator[Config]:
     """Yield the configurations that fit into shared memory and registers."""
-    for tokens, warps in product(TOKENS, WARPS):
-        fits = tokens * pitch_of(w.shape[1]) <= _shared_bytes(device)
+    for tokens, warps, share in product(TOKENS, WARPS, SHARES):
+        config = Config(tokens, warps, share)
+        fits = config.shared_bytes(w.block, w.shape[1]) <= _shared_bytes(device)
         sums = tokens // 16 * -(-w.block[0] // 8) * 4
         if fits and tokens < m + 16 and sums <= (SUMS if warps < 16 else SUMS // 2):
-            yield Config(tokens, warps)
+            yield config
 
 
 def groups_of(config: Config, rows: int, m: int, k: int, device: torch.device) -> int:
     """Return among how many CTAs the block rows are shared out, for each tile of tokens."""
     held = config.tokens * pitch_of(k) + 1024
-    at_once = max(1, min(_shared_bytes(device) // held, 12 // config.warps))  # registers: 12 warps
+    warps = 24 if config.tokens == 16 else 12  # that registers allow: 72 of a thread, or 92
+    at_once = max(1, min(_shared_bytes(device) // held, warps // config.warps))
     room = multiprocessors(device) * at_once // -(-m // config.tokens)
-    return max(1, min(room, -(-rows // config.warps)))
+    return max(1, min(room, -(-rows // config.rows)))
 
 
 def launch(x: Tensor, w: Bsr, config: Config) -> BoundKernel:
@@ -113,10 +132,12 @@ def launch(x: Tensor, w: Bsr, config: Config) -> BoundKernel:
     (m, k), n, device = x.shape, w.shape[0], x.device
     rows = len(w.offsets) - 1
     packed = pack(w.values)
-    order = w.offsets.diff().argsort(descending=True, stable=True)
+    counts = w.offsets.diff()
+    each = int(counts[0]) if bool((counts == counts[0]).all()) else -1
+    order = counts.argsort(descending=True, stable=True)
     listed = torch.stack([order, w.offsets[order], w.offsets[order + 1], order], 1).int()
     constants, target = constants_of(config, w.block, x.dtype), target_of(device)
-    shared_bytes = config.tokens * pitch_of(k)
+    shared_bytes = config.shared_bytes(w.block, k)
     kernel, code = load("bsr_resident", "multiply_rows", constants, shared_bytes, device, target)
     groups = groups_of(config, rows, m, k, device)
     grid = groups * -(-m // config.tokens)
@@ -125,7 +146,7 @@ def launch(x: Tensor, w: Bsr, config: Config) -> BoundKernel:
     args = ARGUMENTS(
         *(x.data_ptr(), x.stride(0) * x.itemsize),
         *(array.data_ptr() for array in kept[1:]),
-        *(rows, groups * config.warps, y.data_ptr()),
+        *(rows, groups * config.rows, each, y.data_ptr()),
         *(m, n, k, pitch_of(k)),
     )
     loaded = Loaded(kernel, code, device.index, grid, 32 * config.warps, shared_bytes)
@@ -166,7 +187,7 @@ def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> 
     """Return the macros of bsr_resident.cu."""
     return (
         *(("R", block[0]), ("C", block[1])),
-        *(("TOKENS", config.tokens), ("WARPS", config.warps)),
+        *(("TOKENS", config.tokens), ("WARPS", config.warps), ("SHARE", config.share)),
         ("FP16", int(dtype == torch.float16)),
     )
 

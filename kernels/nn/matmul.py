@@ -53,9 +53,9 @@ from sparsebench.kernels.nn._bsr_plans import pattern_of
 from sparsebench.results.record import Problem
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
-# Where bitmap_mma was ahead of cuBLAS: W of 14336 x 4096 or more, with at most FEW tokens; below so
-# many rows with one token alone. Of the dense bytes a bitmap has 0.58 at 50 %.
-FEW, ELEMENTS, ROWS, FEW_ROWS, BYTES = 16, 14336 * 4096, 14336, 4096, 0.6
+# Where bitmap_mma was ahead of cuBLAS: at one token W of 14336 x 4096 or more (1.1 and more), up to
+# FEW tokens of 28672 x 8192 (1.17 and more). Of the dense bytes a bitmap has 0.58 at 50 %.
+FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
 CSR = {"cuda": "cusparse_csr", "cpu": "scipy_csr"}
 SUFFIXES = {"linear": "", "linear_dgrad": "_dgrad", "linear_wgrad": "_wgrad"}
 PREPARED = 8  # launches that are kept of a weight: with the buffers of as many sizes
@@ -104,7 +104,7 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
         return _named(x, w, CSR.get(x.device.type, CSR["cuda"]), {})
     if isinstance(w, Spense):
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
-            return _named(x, w, "spense_mma", {"ahead": False})  # until a GPU has run the others
+            return _named(x, w, "spense_mma", {})
         grows = torch.is_grad_enabled() and x.requires_grad
         seen = grows or torch.compiler.is_compiling()
         op = _spense_op.linear if seen else _spense_op.eager
@@ -112,7 +112,7 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
     if isinstance(w, Bitmap):
         few = x.is_cuda and torch.cuda.get_device_capability(x.device) == HOPPER
         if few and bits_are_ahead(len(x), w) and not (torch.is_grad_enabled() and x.requires_grad):
-            return _named(x, w, "bitmap_mma", {"plain": True})
+            return _named(x, w, "bitmap_mma", {})
         return linear(x, _unpacked(w))
     found = type(w).__name__
     raise Unsupported(f"matmul: expected kernel=NAME, as none of ours is of {found}; found none")
@@ -121,7 +121,7 @@ def _shipped(x: Tensor, w: Format) -> Tensor:
 def bits_are_ahead(m: int, w: Bitmap) -> bool:
     """Say whether bitmap_mma was ahead of cuBLAS at a layer of at most this size, on an H200."""
     (n, k), size = w.shape, w.dtype.itemsize
-    large = n * k >= ELEMENTS and n >= (ROWS if m > 1 else FEW_ROWS)
+    large = n * k >= (MORE_ELEMENTS if m > 1 else ELEMENTS) and n >= ROWS
     return size == 2 and m <= FEW and large and w.stored_bytes <= BYTES * n * k * size
 
 

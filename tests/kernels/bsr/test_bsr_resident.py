@@ -18,7 +18,8 @@ from sparsebench.kernels.bsr import bsr_resident, bsr_resident_dgrad
 from sparsebench.kernels.bsr.bsr_resident import Config, pack, pitch_of, turned, words_of
 from sparsebench.results.record import Problem
 
-CONFIGS = [Config(16, 4), Config(32, 8), Config(48, 4), Config(112, 16)]
+CONFIGS = [Config(16, 4), Config(32, 8), Config(48, 4), Config(112, 16), Config(16, 8, 2)]
+CONFIGS += [Config(16, 16, 4), Config(32, 4, 4)]
 BLOCKS = [(10, 10), (8, 8), (24, 24), (20, 50), (2, 6), (64, 16)]
 
 # m, n, k, block, part of the blocks that is stored: edge blocks that leave W, few tokens, rows

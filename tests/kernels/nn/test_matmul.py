@@ -148,8 +148,9 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "sparsity", "ahead"),
     [
-        *((1, 14336, 4096, 0.5, True), (16, 14336, 4096, 0.8, True)),
-        *((17, 14336, 4096, 0.8, False), (1, 14336, 4096, 0.4, False)),
+        *((1, 14336, 4096, 0.5, True), (16, 28672, 8192, 0.5, True)),
+        *((17, 28672, 8192, 0.8, False), (1, 14336, 4096, 0.4, False)),
+        (2, 14336, 4096, 0.8, False),  # 1.08 at 16, 0.96 at 50 %
         *((1, 4096, 14336, 0.5, True), (2, 4096, 14336, 0.5, False)),
     ],
 )
