@@ -2,6 +2,7 @@
 
 --only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
 --only "kernel!=cusparse_csr|cusparse_bsr"     or none of them
+--only "op=linear_dgrad"                       op, format, kernel, case are fields, too
 --shard 2/4                                    the second of four parts, by a draw
 """
 
@@ -37,7 +38,13 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep what `field=value field=this|that` asks for; a contest's baselines stay with it."""
     wanted = _wanted(condition)
-    known = {"case", "format", "kernel", *(name for c in contests for name in c.problem.fields)}
+    known = {
+        "case",
+        "format",
+        "kernel",
+        "op",
+        *(name for c in contests for name in c.problem.fields),
+    }
     for name, values in wanted.items():
         if name.removesuffix("!") not in known or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(known))}"
@@ -72,6 +79,7 @@ def _wanted(condition: str) -> dict[str, list[str]]:
 def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence[str]]) -> bool:
     facts: dict[str, Any] = {
         **problem.fields,
+        "op": problem.op,
         "format": contender.format,
         "kernel": contender.kernel,
         "case": Case(problem, contender).id,

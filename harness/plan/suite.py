@@ -135,7 +135,11 @@ def expand(where: str, text: str, data: Path | None = None) -> Suite:
         entries = [*written.baselines, *written.contenders]
         require_few_problems(written.problems)
         require_few_cases(written.problems, [[entry.params, entry.options] for entry in entries])
-        problems = [p for entry in enumerate(written.problems) for p in _problems(*entry, data)]
+        by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
+        for entry in enumerate(written.problems):
+            for problem in _problems(*entry, data):
+                by_id.setdefault(problem.id, problem)
+        problems = [*by_id.values()]
         _every_entry_competes(written, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:

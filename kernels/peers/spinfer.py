@@ -36,14 +36,23 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     """Compress the weight, and keep the fastest split where none is asked for or pinned."""
     product = Product(operands)
     asked = (operands.pinned or {}).get("split", split)
-    most = product.k // TILE
-    choices = [{"split": s} for s in (SPLITS if asked is None else (asked,)) if s <= most]
+    choices = [{"split": s} for s in (possible(product.k) if asked is None else (asked,))]
     calls = [partial(product.run, **choice) for choice in choices]
     found = search(calls, operands.device)
     best = choices[found.best]
     product.keep(best["split"])
     choice = {**best, "stored_bytes": product.stored, "digest": product.digest}
     return Launch(calls[found.best], choice, candidates=found.told(choices))
+
+
+def possible(k: int) -> list[int]:
+    """Return the splits whose last part has tiles of k.
+
+    Their kernel gives ceil(tiles / split) tiles to each part but the last. With k = 576 in 8 parts
+    the last one would start at tile 14 of 9; its sums were NaN.
+    """
+    tiles = k // TILE
+    return [split for split in SPLITS if (split - 1) * -(-tiles // split) < tiles]
 
 
 class Product:

@@ -53,6 +53,12 @@ def test_lists_are_sweeps_and_mappings_set_several_fields(tmp_path: Path) -> Non
     assert {str(c.problem["block"]) for c in found.contests} == {"8", "[4, 16]"}
 
 
+def test_a_problem_of_two_sweeps_is_measured_once(tmp_path: Path) -> None:
+    twice = "{op: linear, n: 64, k: 32, m: [1, 2], dtype: fp32, pattern: dense}\n  - {op: linear,"
+    found = suite(tmp_path, f"{twice} n: 64, k: 32, m: [2, 4], dtype: fp32, pattern: dense}}")
+    assert [contest.problem["m"] for contest in found.contests] == [1, 2, 4]
+
+
 def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> None:
     gradient = PROBLEM.replace("linear", "linear_dgrad")
     entry = "{op: linear_dgrad, format: csr, kernel: scipy_csr_dgrad}"
@@ -204,7 +210,8 @@ def test_a_suite_that_is_not_there_is_said() -> None:
 
 def test_files_become_problems_by_content(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
+    for name in ("x", "y"):  # a copy is the same problem
+        (tmp_path / "a" / f"{name}.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
     found = suite(
         tmp_path, "{op: linear, source: {file: '**/*.smtx'}, m: 1, dtype: fp32, pattern: file}"
     )

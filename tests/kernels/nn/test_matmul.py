@@ -182,11 +182,10 @@ def test_a_bitmap_runs_dense_elsewhere_and_keeps_its_copy() -> None:
 @hopper
 @pytest.mark.parametrize("m", [1, 16, 17])
 def test_a_bitmap_is_right_on_a_gpu_by_bits_and_beyond(m: int) -> None:
-    dense = torch.randint(-2, 3, (14336, 4096), device="cuda") * (
-        torch.rand(14336, 4096, device="cuda") >= 0.5
-    )
+    n, k = 28672, 8192
+    dense = torch.randint(-2, 3, (n, k), device="cuda") * (torch.rand(n, k, device="cuda") >= 0.5)
     w = Bitmap.from_dense(dense.bfloat16())
-    x = torch.randint(-2, 3, (m, 4096), device="cuda").bfloat16()
+    x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
     right = (x.double() @ dense.double().T).bfloat16()
     torch.testing.assert_close(sparsebench.matmul(x, w), right, rtol=0, atol=0)
     prepared = module._WEIGHTS[id(w)]

@@ -108,6 +108,14 @@ def built(peer: ModuleType, target: str = "sm_90") -> ctypes.CDLL:
     return _authors.library(name, (folder / peer.MARKER).parent, target)
 
 
+@pytest.mark.parametrize(
+    ("k", "splits"),
+    [(64, [1]), (576, [1, 2]), (1024, [1, 2, 4, 8, 16]), (4160, [1, 2, 4, 8])],
+)
+def test_spinfers_last_part_of_k_has_tiles(k: int, splits: list[int]) -> None:
+    assert spinfer.possible(k) == splits
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.98, 1.0])
 def test_spinfers_bitmaps_and_values_are_the_weight(sparsity: float) -> None:
     w = weight(128, 192, sparsity)
