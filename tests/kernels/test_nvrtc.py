@@ -1,4 +1,4 @@
-"""What NVRTC refuses and nvcc takes, so that no compile of the tests sees it: functions of a host."""
+"""What NVRTC refuses and nvcc takes, so that no test that compiles sees it: a host's functions."""
 
 import re
 from pathlib import Path
