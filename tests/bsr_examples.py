@@ -1,4 +1,4 @@
-"""Block-sparse weights and activations that the tests of bsr_small and bsr_strips share."""
+"""Block-sparse weights and activations that tests of bsr_small, _strips and _resident share."""
 
 import numpy as np
 import torch

@@ -97,11 +97,11 @@ def configurations(w: Bsr, m: int, device: torch.device) -> list[Config]:
     def cost(config: Config) -> float:
         groups = groups_of(config, rows, m, k, device)
         ctas = -(-groups * -(-m // config.tokens) // sms)  # of the busiest SM
-        share = blocks * ctas / groups  # of the blocks, of all these CTAs
+        own = blocks * ctas / groups  # of all these CTAs
         chain = 600 + 145 * blocks / max(rows, 1) / config.share  # ns of a row; NOTES.md
-        loads = ctas * config.tokens * k * 2 + share * words_of(w.block) * 128
+        loads = ctas * config.tokens * k * 2 + own * words_of(w.block) * 128
         turns = -(-rows // (groups * config.rows))
-        return loads / 66 + share * config.tokens * c * 2 / 200 + turns * chain
+        return loads / 66 + own * config.tokens * c * 2 / 200 + turns * chain
 
     return sorted(possible(w, m, device), key=cost)
 

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.cuda import target_of
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -33,10 +34,16 @@ FEW = 8, 16, 32, 64
 
 
 def prepare(operands: Operands, *, split: int | None = None) -> Launch:
-    """Compress the weight, and keep the fastest split where none is asked for or pinned."""
+    """Compress the weight, and keep the fastest split where none is asked for or pinned.
+
+    Raises Unsupported for a split that k has too few tiles for.
+    """
+    k = operands.weights["w"].shape[1]
+    asked, splits = (operands.pinned or {}).get("split", split), possible(k)
+    if asked is not None and asked not in splits:
+        raise Unsupported(f"expected a split among {splits} for k = {k}, found {asked}")
     product = Product(operands)
-    asked = (operands.pinned or {}).get("split", split)
-    choices = [{"split": s} for s in (possible(product.k) if asked is None else (asked,))]
+    choices = [{"split": s} for s in (splits if asked is None else (asked,))]
     calls = [partial(product.run, **choice) for choice in choices]
     found = search(calls, operands.device)
     best = choices[found.best]

@@ -5,9 +5,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
+from bsr_examples import Shape, example
 from on_hopper import assert_compiles_cleanly, assert_right, moved
 from sample import sampled
 
@@ -32,20 +32,6 @@ SHAPES = [
     (1, 128, 256, (16, 20), 1.0),
     (20, 100, 104, (8, 34), 0.0),
 ]
-Shape = tuple[int, int, int, tuple[int, int], float]
-
-
-def example(shape: Shape) -> tuple[Bsr, torch.Tensor]:
-    """Return W and X [m, k]."""
-    m, n, k, (r, c), density = shape
-    rows, columns = -(-n // r), -(-k // c)
-    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
-    there = torch.from_numpy(order < density * rows * columns)
-    generator = torch.Generator().manual_seed(2)
-    dense = torch.randn(rows * r, columns * c, generator=generator)
-    dense = dense.where(there.repeat_interleave(r, 0).repeat_interleave(c, 1), 0.0)
-    w = Bsr.from_dense(dense[:n, :k].contiguous(), block=[r, c])
-    return w, torch.randn(m, k, generator=generator)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -75,7 +61,7 @@ def test_a_packed_block_has_the_words_of_a_lane_in_the_order_of_the_products(blo
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_turned_matrix_is_the_transpose(shape):
-    w, _ = example(shape)
+    w, *_ = example(shape)
     there = turned(w)
     assert there.block == w.block[::-1]
     assert torch.equal(there.to_dense(), w.to_dense().T)
@@ -89,7 +75,7 @@ def test_eight_rows_of_the_tile_lie_in_different_banks(k):
 
 
 def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
-    w, x = example((4, 60, 96, (6, 12), 1.0))
+    w, x, _ = example((4, 60, 96, (6, 12), 1.0))
     half = replace(w, values=w.values.half())
 
     def refused(x: torch.Tensor, w: Bsr) -> str:
@@ -124,7 +110,7 @@ def test_every_variant_compiles_without_a_spill(config, tmp_path):
 
 
 def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, torch.Tensor]:
-    w, x = example(shape)
+    w, x, _ = example(shape)
     return moved(w, dtype), x.cuda().to(DTYPES[dtype])
 
 
@@ -146,7 +132,7 @@ def test_the_products_are_right_on_a_gpu(config, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
 def test_a_nan_beside_a_block_stays_out_of_its_rows():
-    w, _ = example((1, 40, 40, (10, 10), 1.0))
+    w, *_ = example((1, 40, 40, (10, 10), 1.0))
     dense = w.to_dense().cuda().half()
     dense[:10, 10:20] = 0  # block row 0 does not touch columns 10 to 19, its neighbours do
     x = torch.randn(30, 40, device="cuda").half()

@@ -116,6 +116,13 @@ def test_spinfers_last_part_of_k_has_tiles(k: int, splits: list[int]) -> None:
     assert spinfer.possible(k) == splits
 
 
+def test_a_split_that_k_has_too_few_tiles_for_is_refused() -> None:
+    w, x = weight(64, 576, 0.5), torch.zeros(8, 576).half()
+    given = Operands(problem(m=8, n=64, k=576), {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
+    with pytest.raises(Unsupported, match=r"a split among \[1, 2\] for k = 576, found 8"):
+        spinfer.prepare(given, split=8)
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.98, 1.0])
 def test_spinfers_bitmaps_and_values_are_the_weight(sparsity: float) -> None:
     w = weight(128, 192, sparsity)
