@@ -17,6 +17,7 @@ from sparsebench.harness._cli import (
     Data,
     Device,
     Json,
+    Peers,
     Timeout,
     measuring,
     out,
@@ -87,6 +88,7 @@ def run(
     data: Data = None,
     names: Names = None,
     timeout: Timeout = 120.0,
+    peers: Peers = None,
 ) -> None:
     """Measure what is left of a campaign, for a while; the same command goes on later."""
     from sparsebench.harness.campaign.plan import campaign as read

@@ -15,6 +15,7 @@ from sparsebench.harness._cli import (
     Data,
     Device,
     Json,
+    Peers,
     Timeout,
     err,
     measuring,
@@ -139,6 +140,7 @@ def check(
         Path | None, typer.Option(help="Runs that tell what things cost: results/published/...")
     ] = None,
     losses: Losses = None,
+    peers: Peers = None,
     as_json: Json = False,
 ) -> None:
     """Measure what is missing for claims, confirm what is promising, and judge.

@@ -39,6 +39,7 @@ class Ceilings:
     matrix_tflops   of large products, by dtype
     launch_us       a sample of almost nothing
     by              what reached a ceiling, by its name: read, copy, write or a dtype
+    age_s           how long before the run they were measured, by an earlier run of the same sitting
 
     What is None, or not there, is unknown. Runs before `write_gb_per_s` and `by` lack both.
     """
@@ -50,6 +51,7 @@ class Ceilings:
     l2_bytes: int
     write_gb_per_s: float | None = None
     by: Mapping[str, str] = field(default_factory=dict)
+    age_s: float = 0.0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

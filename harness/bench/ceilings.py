@@ -56,7 +56,7 @@ Streams = Iterator[tuple[str, Call]]
 
 
 def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ceilings:
-    """Measure a device's ceilings, those of products of these dtypes; all take 5 s on an H200."""
+    """Measure a device's ceilings, those of products of these dtypes; they take 10 s on an H200."""
     memory, moved_by = _memory(device), {}
     for kind, found in memory.items():
         moved_by[kind] = max(found.items(), key=lambda pair: pair[1])

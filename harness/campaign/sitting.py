@@ -42,7 +42,7 @@ from sparsebench.harness.run.watch import Told
 from sparsebench.results import bundle, files, store
 from sparsebench.results.environment import KIND, alike, require_alike
 
-LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 13 s
+LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"
 SAME = "code_sha256", *(f"gpu.{name}" for name in KIND)
 

@@ -279,5 +279,6 @@ def _highest(ceilings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         write_gb_per_s=max(written) if written else None,
         matrix_tflops={n: max(e.matrix_tflops.get(n, 0.0) for e in known) for n in sorted(names)},
         launch_us=min(each.launch_us for each in known),
+        age_s=max(each.age_s for each in known),
     )
     return asdict(highest)

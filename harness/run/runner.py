@@ -25,6 +25,7 @@ from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run import lately
 from sparsebench.harness.run.ahead import AHEAD
 from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
 from sparsebench.results.ceilings import FP32, TF32, Ceilings
@@ -109,11 +110,15 @@ class Runner:
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
-        """Return what the device can do at most in the dtypes of contests, measured now."""
-        self._worker = self._worker or self._start()
+        """Return what the device can do at most in the dtypes of contests, measured now or lately."""
+        worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
         dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
-        found = self._worker.ceilings(dtypes | ({TF32} if FP32 in dtypes else set()))
+        dtypes |= {TF32} if FP32 in dtypes else set()
+        if self._device.startswith("cuda"):
+            found = lately.ceilings(self.about["identity"], dtypes, worker.ceilings)
+        else:
+            found = worker.ceilings(dtypes)
         self.spent_s["ceilings"] += monotonic() - began
         return found
 

@@ -3,8 +3,9 @@
     bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
     share of the bound = bound / median time
 
-Bandwidth and matrix rates are measured in the run (harness/bench/ceilings.py). A reference that was
-faster than a ceiling raised it for the contests after it (results/ceilings.py).
+Bandwidth and matrix rates are measured by the run, or by an earlier one of the same sitting
+(harness/bench/ceilings.py). A reference that was faster than a ceiling raised it for the contests
+after it (results/ceilings.py).
 """
 
 from typing import Any
@@ -76,7 +77,8 @@ def _ceilings(run: Run) -> str:
         return f"Ceilings, the highest of {gpus} devices: {'; '.join(said)}."
     _, raises = found.after(run.reference)
     raised = "".join(f" {line[0].upper()}{line[1:]}." for line in raises)
-    return f"Ceilings, measured on this device: {'; '.join(said)}.{raised}"
+    when = f" {found.age_s:.0f} s before the run" if found.age_s else ""
+    return f"Ceilings, measured on this device{when}: {'; '.join(said)}.{raised}"
 
 
 def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
