@@ -39,7 +39,7 @@ class Ceilings:
     matrix_tflops   of large products, by dtype
     launch_us       a sample of almost nothing
     by              what reached a ceiling, by its name: read, copy, write or a dtype
-    age_s           how long before the run they were measured, by an earlier run of the same sitting
+    age_s           how long before the run they were measured, by another one of its sitting
 
     What is None, or not there, is unknown. Runs before `write_gb_per_s` and `by` lack both.
     """

@@ -110,7 +110,7 @@ class Runner:
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
-        """Return what the device can do at most in the dtypes of contests, measured now or lately."""
+        """Return what the device can do at most in the dtypes of contests, as measured lately."""
         worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
         dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}

@@ -87,7 +87,7 @@ def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
     sizes = zip(cases.n, cases.k, strict=True)
     return cases.assign(
         run=run,
-        shape=[f"{n} × {k}" for n, k in sizes],
+        shape=pd.Series([None if pd.isna(n) else f"{n} × {k}" for n, k in sizes], cases.index),
         asked=[f"{np.round(100 * level, 2):g} %" for level in cases.level],
         ours=cases.kernel.isin(ours()),
         dense=chose_dense(cases),

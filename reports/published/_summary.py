@@ -20,6 +20,7 @@ import pandas as pd
 from rich.console import Console
 
 from sparsebench.reports.picture import drawn
+from sparsebench.reports.published._again import alone
 from sparsebench.reports.published._runs import Published
 from sparsebench.reports.published._table import (
     PROBLEM,
@@ -89,7 +90,7 @@ def _of_run(run: Published) -> list[str]:
 def headline(questions: list[Question], runs: Mapping[str, Published]) -> str:
     """Return a line a question: our fastest contender, and the fastest peer, dense ones too."""
     header = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or units on"]
-    header += ["our kernel", "speed-up", "baseline", "best peer", "GPU", "run"]
+    header += ["our kernel", "speed-up", "baseline", "measured alone", "best peer", "GPU", "run"]
     return markdown(header, [_answer(question, runs) for question in questions])
 
 
@@ -119,6 +120,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
         f"`{line['kernel']}`{ran}",
         str(line["figure"]),
         line["opponent"],
+        alone(line, runs) or "not yet",
         peer,
         run.gpu,
         f"[{run.name}](/{run.home}), {count}",

@@ -1,0 +1,122 @@
+"""What was measured more than once: headlines alone, plans on two cards; and the energy of a call.
+
+alone      a headline's case in the run that confirms it (harness/run/confirm.py)
+elsewhere  a line a plan that two cards measured: how far their speed-ups are apart
+energy     a line a case of a run with `--energy`: mJ a call, and how much less than dense
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from sparsebench.reports.published._runs import Published
+from sparsebench.reports.published._table import PROBLEM, Table, markdown, matched
+from sparsebench.results import bundle
+from sparsebench.results.agreement import agreement
+from sparsebench.results.choices import Choices
+from sparsebench.results.record import Case, Status
+
+SEARCHED = {Choices.BUNDLE: "those of the first run"}
+OWN = "its own search"
+
+
+def alone(case: Mapping[Any, Any], runs: Mapping[str, Published]) -> str:
+    """Return the speed-up of a case in the run that confirms its own; "" where none has it."""
+    screened = bundle.identity(runs[case["run"]].run.path)
+    for run in runs.values():
+        if run.run.state.get("confirms", {}).get("manifest_sha256") != screened:
+            continue
+        same = (run.cases[name] == case[name] for name in ("label", *PROBLEM) if name != "run")
+        if np.logical_and.reduce([*same]).any():
+            where = f"problem_id == '{case['problem_id']}'"
+            ours = f"label == '{case['label']}'"
+            (line,) = matched(Table("", "", (run.name,), ours, (), (), where), runs).figure
+            return str(line)
+    return ""
+
+
+def elsewhere(runs: Mapping[str, Published]) -> str:
+    """Return a line a pair of runs of one plan on two cards; "" where there is none."""
+    header = ["run", "again", "on", "configurations", "cells", "ratio of speed-ups: mean"]
+    header += ["least", "most", "is"]
+    lines = []
+    for first, second in _pairs(runs):
+        found = agreement(first.run, second.run)
+        cells = found.found.cases[found.found.cases.agree.notna()]
+        ratios = cells.speedup_b_over_a.dropna()
+        figures = np.exp(np.log(ratios).mean()), ratios.min(), ratios.max()
+        lines.append(
+            [
+                *(f"[{run.name}](/{run.home})" for run in (first, second)),
+                str(found.place),
+                SEARCHED.get(found.choices, OWN),
+                str(len(ratios)),
+                *(f"{value:.3f}" for value in figures),
+                "reproduced" if found.reproduced else "not reproduced",
+            ]
+        )
+    return markdown(header, lines) if lines else ""
+
+
+def _pairs(runs: Mapping[str, Published]) -> Iterator[tuple[Published, Published]]:
+    """Yield runs of one plan, the earlier first, where the cards are two."""
+    known = sorted(runs.values(), key=lambda run: str(run.run.state["started"]))
+    for first, second in combinations(known, 2):
+        if _plan(first) == _plan(second) and _card(first) != _card(second):
+            yield first, second
+
+
+def _card(run: Published) -> str:
+    return run.run.rows[0].device
+
+
+def _plan(run: Published) -> tuple[object, ...]:
+    """Return what runs of one plan have in common; a run that confirms another has its own."""
+    flags, confirms = run.run.state["flags"], str(run.run.state.get("confirms"))
+    asked = flags["only"], flags["replicates"], flags["energy"]
+    return run.run.suite_text, *asked, confirms, run.gpu
+
+
+def energy(runs: Mapping[str, Published]) -> str:
+    """Return a line a case whose energy was measured; "" where there is none.
+
+    In brackets are the least and the greatest of its processes.
+    """
+    header = ["op", "dtype", "tokens", "n × k", "contender", "mJ a call", "less than dense, %"]
+    lines = [line for run in runs.values() for line in _of_run(run)]
+    return markdown([*header, "run"], lines) if lines else ""
+
+
+def _of_run(run: Published) -> Iterator[list[str]]:
+    known: dict[tuple[str, str], dict[int, float]] = {}
+    cases = {}
+    for row in run.run.rows:
+        if row.status is Status.OK and row.energy_j and not row.case.contender.twin:
+            cases[row.case.id] = row.case
+            at = row.case.problem.id, row.case.id
+            known.setdefault(at, {})[row.replicate] = 1e3 * row.energy_j
+    for (problem, case), used in known.items():
+        fields, who = cases[case].problem.fields, cases[case].contender
+        dense = [own for (at, base), own in known.items() if at == problem and _dense(cases[base])]
+        least = min(dense, key=lambda own: float(np.median([*own.values()])), default={})
+        saved = [100 * (1 - used[p] / least[p]) for p in used.keys() & least.keys()]
+        shape = f"{fields['n']} × {fields['k']}" if "n" in fields else f"{fields['layers']} layers"
+        yield [
+            *map(str, (cases[case].problem.op, fields["dtype"], fields["m"], shape)),
+            f"`{who.label}`",
+            _ends([*used.values()]),
+            "" if who.baseline else _ends(saved),
+            f"[{run.name}](/{run.home}), {run.processes} processes",
+        ]
+
+
+def _dense(case: Case) -> bool:
+    return case.contender.baseline
+
+
+def _ends(values: Sequence[float]) -> str:
+    """Write a median with its least and greatest value."""
+    ends = (f"{value:.4g}" for value in (np.median(values), min(values), max(values)))
+    return "{} [{}, {}]".format(*ends)
