@@ -283,6 +283,8 @@ def checked(page: str) -> list[str]:
         wrong += records(*table(text))
     for text in re.findall(r"\| question .*\n(?:\|.*\n)+", page):
         wrong += headline(table(text)[1])
+    for text in re.findall(r"\| GPU \| verdicts .*\n(?:\|.*\n)+", page):
+        wrong += twins(table(text)[1])
     for text in re.findall(r"\| run \| again .*\n(?:\|.*\n)+", page):
         wrong += elsewhere(table(text)[1])
     for text in re.findall(r"\| op \| dtype \| tokens .*mJ.*\n(?:\|.*\n)+", page):
@@ -373,6 +375,38 @@ def again(line: list[str], told: pd.DataFrame) -> Iterator[bool]:
             same = [json.dumps(json.loads(place)[1]) in problems for place in found.place]
             for _, case in found[same][found[same].kernel == line[7].split("`")[1]].iterrows():
                 yield figure(FIGURE.match(line[10]), case, found, line[9])
+
+
+def twins(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each GPU whose verdicts have other A/A pairs than shown, or other ones that differ."""
+    counted: dict[str, list[int]] = {}
+    for run in runs():
+        about = json.loads((HOME / run / "environment.json").read_text())
+        told, text = {}, gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
+        for line in text.splitlines()[1:]:
+            row = json.loads(line)
+            if row["status"] != "ok" or not row["samples_us"]:
+                continue
+            who = row["case"]["contender"]
+            key = json.dumps(
+                [row["case"]["problem"], {**who, "twin": 0, "baseline": 0}, row["reference"]]
+            )
+            key += row["scope"] + row["cache"]
+            size = min(row["samples_per_block"], len(row["samples_us"]))
+            samples = np.array(row["samples_us"][: len(row["samples_us"]) // size * size])
+            block_us = np.median(samples.reshape(-1, size), 1)
+            told.setdefault(key, ({}, {}))[who["twin"]][row["replicate"]] = block_us
+        pairs = [ratio(again, once) for once, again in told.values() if len(again) >= 6]
+        if pairs:
+            mine = counted.setdefault(about["gpu"]["name"], [0, 0, 0])
+            mine[0] += 1
+            mine[1] += len(pairs)
+            mine[2] += sum(low > 1 or high < 1 for _, low, high in pairs)
+    for line in lines:
+        runs_, pairs, found = counted.get(line[0], [0, 1, 0])
+        shares = [runs_, pairs, found, 100 * found / pairs]
+        if not all(map(agrees, [*line[1:4], line[4].removesuffix(" %")], shares)):
+            yield f"{line}: found {shares}"
 
 
 def elsewhere(lines: list[list[str]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.picture import picture
-from sparsebench.reports.published._again import elsewhere, energy
+from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._pages import pages
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import (
@@ -51,6 +51,7 @@ the present code; the list below has the commit of each. Dense baselines and pee
 since: leads at few tokens, over dense layers and over torch's BSR are smaller now (CHANGELOG.md).
 """
 RUNS = {
+    "The same kernel twice": "twins",
     "The same plan on two cards": "again",
     "Energy of a call": "energy",
 }
@@ -59,6 +60,8 @@ FILES = {
     "A whole model with few units on": "models",
 }
 ABOUT = {
+    "twins": """Every run times a kernel twice in the same contest (an A/A pair). Such a pair came
+out different if the interval of its ratio leaves out 1; chance alone gives 5 %.""",
     "again": """Cell by cell, the speed-up on the second card over that on the first. Reproduced: at
 least 95 % of the cells have the same outcome, or speed-ups as close as processes of one card are
 (`results/agreement.py`).""",
@@ -120,6 +123,7 @@ def blocks(root: Path, runs: Mapping[str, Published]) -> dict[str, str]:
         "figure": figure(runs),
         "terminal": terminal(runs),
         "again": elsewhere(runs),
+        "twins": twins(runs),
         "energy": energy(runs),
         "runs": list_of_runs(runs),
         "digests": digests(runs),

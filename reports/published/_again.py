@@ -2,6 +2,7 @@
 
 alone      a headline's case in the run that confirms it (harness/run/confirm.py)
 elsewhere  a line a plan that two cards measured: how far their speed-ups are apart
+twins      a line a GPU: how many pairs of the same kernel came out different
 energy     a line a case of a run with `--energy`: mJ a call, and how much less than dense
 """
 
@@ -77,6 +78,20 @@ def _plan(run: Published) -> tuple[object, ...]:
     flags, confirms = run.run.state["flags"], str(run.run.state.get("confirms"))
     asked = flags["only"], flags["replicates"], flags["energy"]
     return run.run.suite_text, *asked, confirms, run.gpu
+
+
+def twins(runs: Mapping[str, Published]) -> str:
+    """Return a line a GPU: A/A pairs of the verdicts on it; "" where there is none."""
+    lines = []
+    for gpu in dict.fromkeys(run.gpu for run in runs.values()):
+        known = [run.noise.pairs.different.dropna() for run in runs.values() if run.gpu == gpu]
+        known = [pairs for pairs in known if len(pairs)]
+        count, found = sum(map(len, known)), sum(int(pairs.sum()) for pairs in known)
+        if count:
+            share = f"{100 * found / count:.1f} %"
+            lines.append([gpu, str(len(known)), str(count), str(found), share])
+    header = ["GPU", "verdicts", "A/A pairs", "came out different", "share"]
+    return markdown(header, lines) if lines else ""
 
 
 def energy(runs: Mapping[str, Published]) -> str:

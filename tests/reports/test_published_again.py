@@ -16,7 +16,7 @@ from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.reproduce import reproduce
 from sparsebench.harness.run.state import Flags
-from sparsebench.reports.published._again import elsewhere, energy
+from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline
 from sparsebench.results import bundle
@@ -102,6 +102,16 @@ def test_a_plan_on_two_cards_shows_how_far_they_are_apart(runs: dict[str, Publis
     most = lines[0][7]
     assert outsider.checked(text.replace(most, "1.777"))
     assert elsewhere({"first": runs["first"]}) == ""
+
+
+def test_twins_are_counted_over_all_verdicts(runs: dict[str, Published]) -> None:
+    text = page(twins(runs))
+    (line,) = (line.split(" | ") for line in text.splitlines()[2:])
+    pairs = sum(len(run.noise.pairs) for run in runs.values())
+    assert line[:3] == ["| simulated H200", "4", str(pairs)]
+    assert outsider.checked(text) == []
+    assert outsider.checked(text.replace(f"| {pairs} |", f"| {pairs + 1} |"))
+    assert twins({}) == ""
 
 
 def test_energy_is_told_by_case_and_beside_dense(root: Path, runs: dict[str, Published]) -> None:
