@@ -26,15 +26,22 @@ from sparsebench.results.summary import CONTEST, NoCrossing
 from sparsebench.results.views import ANY, View, asked, views
 from sparsebench.results.words import part, percent, plain, times
 
-SCHEMA = "sparsebench/card@2"
+SCHEMA = "sparsebench/card@3"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["kind", "tile", "kernel", "name", "side", "median_us", "gain", "low", "high", "settled"]
+ROLES = {  # of a run that was made of another one: what run.json calls it
+    "confirms": "chosen cases of an earlier run, alone",
+    "reproduces": "an earlier run again",
+}
 PAYS = ["op", "dtype", "m", "shape", "kind", "block", "level", "note", "first", "last", "settled"]
 
 
 @dataclass(frozen=True)
 class Card:
-    """A run in a site. `slug` is its folder and never changes; `identity` names its bundle."""
+    """A run in a site. `slug` is its folder and never changes; `identity` names its bundle.
+
+    `role` says what a run is that was made of another one (ROLES); else it is "".
+    """
 
     schema: str
     slug: str
@@ -42,6 +49,7 @@ class Card:
     gpu: str
     suite: str
     title: str
+    role: str
     only: str
     started: str
     commit: str
@@ -71,6 +79,7 @@ def card(run: Run, found: Analysis, slug: str, identity: str, claims: Sequence[A
         gpu=device_name(run.environment),
         suite=str(run.state["suite"]),
         title=str(run.suite.get("title", run.state["suite"])),
+        role=next((words for name, words in ROLES.items() if run.state.get(name)), ""),
         only=part(run.state["flags"]["only"]),
         started=str(run.state["started"]),
         commit=flat(run.environment).get("commit", ""),

@@ -16,10 +16,12 @@ from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.reproduce import reproduce
 from sparsebench.harness.run.state import Flags
+from sparsebench.reports.publish._card import card
 from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline
 from sparsebench.results import bundle
+from sparsebench.results.analysis import analyse
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -102,6 +104,16 @@ def test_a_plan_on_two_cards_shows_how_far_they_are_apart(runs: dict[str, Publis
     most = lines[0][7]
     assert outsider.checked(text.replace(most, "1.777"))
     assert elsewhere({"first": runs["first"]}) == ""
+
+
+def test_a_site_says_what_was_made_of_another_run(runs: dict[str, Published]) -> None:
+    roles = {n: card(run.run, analyse(run.run), n, n).role for n, run in runs.items()}
+    assert roles == {
+        "first": "",
+        "second": "",
+        "alone": "chosen cases of an earlier run, alone",
+        "third": "an earlier run again",
+    }
 
 
 def test_twins_are_counted_over_all_verdicts(runs: dict[str, Published]) -> None:
