@@ -149,7 +149,8 @@ def whole(made: Mapping[str, str], surveyed: bool = True) -> str:
     parts = [*about, "## Headline", made["headline"], made["figure"]]
     parts += ["## Runs", made["runs"], DIGESTS, made["digests"]]
     for title, tables in SECTIONS.items():
-        parts += [f"## {title}", *(made[t.name] for t in tables if t.name in made)]
+        known = [made[table.name] for table in tables if table.name in made]
+        parts += [f"## {title}", *known] if known else []
     parts += ["## What pruning costs", made["pruning"]]
     parts += ["## How few units stay on after training", made["units"]]
     for title, name in (*RUNS.items(), *FILES.items()):

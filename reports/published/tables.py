@@ -77,7 +77,7 @@ def _ffn(name: str, title: str, where: str, over: str, against: str) -> Table:
 
 PERHAPS = {  # runs without which a table has fewer cells, or is left out
     *("decode-small", "ffn-others", "openai-gradients", "sparsity-slow"),
-    *("decoder", "decoder-whole", "decoder-look", "unstructured", "chain", "calls"),
+    *("ffn-authors", "decoder", "decoder-whole", "decoder-look", "unstructured", "chain", "calls"),
 }
 SPARSE = "level == 0.9"
 QUESTIONS = [
@@ -229,6 +229,12 @@ SECTIONS: Mapping[str, Sequence[Table]] = {
             "ffn-sparse", "Never dense (`way=sparse`), whatever pays", ("ffn", "ffn-others"),
             "options == 'way=sparse'", ("op", "shape", "active"), ("m",), "skew == 'iid'", DENSE,
             EAGER,
+        ),
+    ],
+    "Sparse activations beside the authors' kernels": [
+        Table(
+            "ffn-authors", "TwELL as its authors wrote it, and ours", ("ffn-authors",),
+            "kernel in ('ffn_sparse', 'ffn_twell', 'twell_authors')", ("kernel",), ("m",),
         ),
     ],
     "Formats beside each other": [
