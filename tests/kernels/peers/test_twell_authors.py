@@ -157,12 +157,14 @@ def test_few_units_on_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_value_that_is_lost_is_wrong_and_counted(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 40 of 512 units on a tile seldom has more than 31: the error alone would pass."""
-    row = ran_contest(problem(active=40), monkeypatch)
+    """At 44 of 512 units on a tile seldom has more than 31: the error alone would pass."""
+    row = ran_contest(problem(active=44), monkeypatch)
     assert row.status is Status.WRONG
-    count, rest = row.detail.removeprefix("before timing: ").split(" ", 1)
+    when, told = row.detail.split(" timing: ")  # operands are drawn anew after timing
+    count, rest = told.split(" ", 1)
+    assert when in ("before", "after")
     assert rest == "values lost: the format had no room for them"
-    assert 1 <= int(count) < 100
+    assert 1 <= int(count) < 300
 
 
 def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
