@@ -68,31 +68,47 @@ def digest(run: str) -> str:
     return hashlib.sha256((HOME / run / "manifest.json").read_bytes()).hexdigest()[:10]
 
 
+def rows(run: str) -> Iterator[tuple[dict, dict, dict]]:
+    """Yield the rows of a run that have times, each with its problem and its contender."""
+    text = gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
+    for line in text.splitlines()[1:]:
+        row = json.loads(line)
+        if row["status"] == "ok" and row["samples_us"]:
+            yield row, row["case"]["problem"], row["case"]["contender"]
+
+
+def by_block(row: dict) -> np.ndarray:
+    """Return the median time of each whole block of samples."""
+    size = min(row["samples_per_block"], len(row["samples_us"]))
+    samples = np.array(row["samples_us"][: len(row["samples_us"]) // size * size])
+    return np.median(samples.reshape(-1, size), 1)
+
+
+def label_of(who: dict) -> str:
+    """Return a contender as pages name it: bsr/torch_bsr tuned=True."""
+    given = " ".join(f"{k}={v}" for k, v in sorted(who["options"].items()))
+    return f"{who['format']}/{who['kernel']} {given}".strip()
+
+
 @cache
 def cases(run: str) -> pd.DataFrame:
     """Return a line a case of a run: what labels may say of it, and its samples by process."""
-    text = gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
     found: dict[tuple[str, ...], dict] = {}
-    for line in text.splitlines()[1:]:
-        row = json.loads(line)
-        problem, who = row["case"]["problem"], row["case"]["contender"]
-        if row["status"] != "ok" or row["reference"] or who["twin"] or not row["samples_us"]:
+    for row, problem, who in rows(run):
+        if row["reference"] or who["twin"]:
             continue
         key = json.dumps([problem, who, row["scope"], row["cache"]])
-        size = min(row["samples_per_block"], len(row["samples_us"]))
-        samples = np.array(row["samples_us"][: len(row["samples_us"]) // size * size])
         case = found.setdefault(
             key, {"place": json.dumps([run, problem, row["scope"], row["cache"]]), "key": key}
         )
-        took = np.median(samples.reshape(-1, size), 1), np.median(row["samples_us"])
+        took = by_block(row), np.median(row["samples_us"])
         case.setdefault("taken", []).append((row["clock"], row["replicate"], *took))
         case.setdefault("peaks", {})[row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
-        given = " ".join(f"{k}={v}" for k, v in sorted(who["options"].items()))
         fields = problem["fields"]
         case |= {
             **{"skew": "iid", "pattern": "dense", "active": None, **fields, **who},
             **{"op": problem["op"], "scope": row["scope"], "cache": row["cache"]},
-            "label": f"{who['format']}/{who['kernel']} {given}".strip(),
+            "label": label_of(who),
             "tokens": str(fields["m"]),
             "n × k": f"{fields['n']} × {fields['k']}" if "n" in fields else "",
             "sparsity_asked": fields.get("sparsity"),
@@ -292,21 +308,26 @@ def checked(page: str) -> list[str]:
     return wrong
 
 
-def trainings(data: dict, lines: list[list[str]]) -> Iterator[str]:
-    """Yield each line of a block-sparse model that its trainings do not give, and how many lack.
+def beside(own: pd.DataFrame, found: pd.DataFrame) -> Iterator[tuple[pd.Series, pd.Series]]:
+    """Yield trainings, each with the dense one of its seed with the fewest parameters of no fewer.
 
-    Beside each seed stands the dense model of that seed with the fewest parameters of no fewer.
+    A training without such a dense one is left out.
     """
+    dense = found[found.pattern == "dense"]
+    for _, one in own.iterrows():
+        enough = dense[(dense.seed == one.seed) & (dense.parameters >= one.parameters)]
+        if len(enough):
+            yield one, enough.loc[enough.parameters.idxmin()]
+
+
+def trainings(data: dict, lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of a block-sparse model that its trainings do not give, and how many lack."""
     found = pd.DataFrame(data["trained"])
-    dense, expected = found[found.pattern == "dense"], {}
+    expected = {}
     for key, own in found[found.pattern != "dense"].groupby(
         ["pattern", "block", "sparsity", "width"]
     ):
-        both = []
-        for _, one in own.iterrows():
-            enough = dense[(dense.seed == one.seed) & (dense.parameters >= one.parameters)]
-            if len(enough):
-                both.append((one, enough.loc[enough.parameters.idxmin()]))
+        both = [*beside(own, found)]
         saved = [100 * (1 - sparse.loss / other.loss) for sparse, other in both]
         faster = [other.step_us / sparse.step_us for sparse, other in both]
         label = key[0], str(key[1]), f"{100 * key[2]:.1f} %", str(key[3])
@@ -382,20 +403,11 @@ def twins(lines: list[list[str]]) -> Iterator[str]:
     counted: dict[str, list[int]] = {}
     for run in runs():
         about = json.loads((HOME / run / "environment.json").read_text())
-        told, text = {}, gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
-        for line in text.splitlines()[1:]:
-            row = json.loads(line)
-            if row["status"] != "ok" or not row["samples_us"]:
-                continue
-            who = row["case"]["contender"]
-            key = json.dumps(
-                [row["case"]["problem"], {**who, "twin": 0, "baseline": 0}, row["reference"]]
-            )
-            key += row["scope"] + row["cache"]
-            size = min(row["samples_per_block"], len(row["samples_us"]))
-            samples = np.array(row["samples_us"][: len(row["samples_us"]) // size * size])
-            block_us = np.median(samples.reshape(-1, size), 1)
-            told.setdefault(key, ({}, {}))[who["twin"]][row["replicate"]] = block_us
+        told: dict[str, tuple[dict, dict]] = {}
+        for row, problem, who in rows(run):
+            place = row["reference"], row["scope"], row["cache"]
+            key = json.dumps([problem, {**who, "twin": 0, "baseline": 0}, *place])
+            told.setdefault(key, ({}, {}))[who["twin"]][row["replicate"]] = by_block(row)
         pairs = [ratio(again, once) for once, again in told.values() if len(again) >= 6]
         if pairs:
             mine = counted.setdefault(about["gpu"]["name"], [0, 0, 0])
@@ -431,33 +443,28 @@ def elsewhere(lines: list[list[str]]) -> Iterator[str]:
 def used(lines: list[list[str]]) -> Iterator[str]:
     """Yield each line of energy that no case of its run gives."""
     for line in lines:
-        rows: dict[str, dict[int, float]] = {}
-        dense, names = {}, {}
+        contests: dict[str, dict[tuple[bool, str], dict[int, float]]] = {}
         (run,) = re.findall(r"([^/(]+/[^/]+)\)", line[-1])
-        for text in gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes()).splitlines()[1:]:
-            row = json.loads(text)
-            problem, who = row["case"]["problem"], row["case"]["contender"]
+        for row, problem, who in rows(run):
             fields = problem["fields"]
             n = fields.get("n")
             layer = f"{n} × {fields['k']}" if n else f"{fields['layers']} layers"
             about = [problem["op"], fields["dtype"], str(fields["m"]), layer]
-            if not row.get("energy_j") or who["twin"] or about != line[:4]:
-                continue
-            given = " ".join(f"{k}={v}" for k, v in sorted(who["options"].items()))
-            key = json.dumps([problem, who])
-            names[key] = f"`{who['format']}/{who['kernel']} {given}".strip() + "`"
-            dense |= {key: json.dumps(problem)} if who["baseline"] else {}
-            rows.setdefault(key, {})[row["replicate"]] = 1e3 * row["energy_j"]
-        least = min((rows[key] for key in dense), key=lambda own: np.median([*own.values()]))
-        own = {key: rows[key] for key, name in names.items() if name == line[4]}
+            if row.get("energy_j") and not who["twin"] and about == line[:4]:
+                contest = contests.setdefault(json.dumps(problem), {})
+                case = contest.setdefault((who["baseline"], f"`{label_of(who)}`"), {})
+                case[row["replicate"]] = 1e3 * row["energy_j"]
         expected = []
-        for key, taken in own.items():
-            saved = [] if key in dense else [100 * (1 - taken[p] / least[p]) for p in taken]
-            told = [
-                f"{np.median(v):.4g} [{min(v):.4g}, {max(v):.4g}]" if v else ""
-                for v in ([*taken.values()], saved)
-            ]
-            expected.append(told)
+        for contest in contests.values():
+            dense = [taken for (baseline, _), taken in contest.items() if baseline]
+            least = min(dense, key=lambda taken: np.median([*taken.values()]))
+            for (baseline, label), taken in contest.items():
+                saved = [] if baseline else [100 * (1 - taken[p] / least[p]) for p in taken]
+                told = [
+                    f"{np.median(v):.4g} [{min(v):.4g}, {max(v):.4g}]" if v else ""
+                    for v in ([*taken.values()], saved)
+                ]
+                expected += [told] if label == line[4] else []
         if line[5:7] not in expected:
             yield f"{line}: found {expected}"
 
@@ -599,15 +606,13 @@ def of_file(metric: str, shown: re.Match, data: dict, line: list[str]) -> bool:
         column = "peak_bytes" if metric.startswith("memory") else "times_us"
         value = METRICS[metric](np.median(other[column]) / np.median(ours[column]), 1)
         return shown[2] is None and agrees(shown[1], value)
-    found, kept = pd.DataFrame(data["trained"]), []
-    for seed in found.seed.unique():
-        of_seed = found[found.seed == seed]
-        dense = of_seed[of_seed.pattern == "dense"]
-        for _, one in of_seed[of_seed.pattern != "dense"].iterrows():
-            enough = dense[dense.parameters >= one.parameters]
-            about = f"train-lm, {100 * one.sparsity:.2f} %, blocks of {one.block}, "
-            if about + f"weights {one.pattern}, width {one.width}" == label and len(enough):
-                kept.append(enough.loc[enough.parameters.idxmin()].step_us / one.step_us)
+    found = pd.DataFrame(data["trained"])
+    named = [
+        f"train-lm, {100 * one.sparsity:.2f} %, blocks of {one.block}, "
+        f"weights {one.pattern}, width {one.width}" == label
+        for one in found.itertuples()
+    ]
+    kept = [dense.step_us / one.step_us for one, dense in beside(found[named], found)]
     values = np.exp(np.log(kept).mean()), min(kept), max(kept)
     return all(agrees(*each) for each in zip(shown.groups(), values, strict=True))
 

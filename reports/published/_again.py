@@ -105,33 +105,33 @@ def energy(runs: Mapping[str, Published]) -> str:
 
 
 def _of_run(run: Published) -> Iterator[list[str]]:
-    known: dict[tuple[str, str], dict[int, float]] = {}
-    cases = {}
+    cases: dict[str, Case] = {}
+    contests: dict[str, dict[str, dict[int, float]]] = {}
     for row in run.run.rows:
         if row.status is Status.OK and row.energy_j and not row.case.contender.twin:
             cases[row.case.id] = row.case
-            at = row.case.problem.id, row.case.id
-            known.setdefault(at, {})[row.replicate] = 1e3 * row.energy_j
-    for (problem, case), used in known.items():
-        fields, who = cases[case].problem.fields, cases[case].contender
-        dense = [own for (at, base), own in known.items() if at == problem and _dense(cases[base])]
-        least = min(dense, key=lambda own: float(np.median([*own.values()])), default={})
-        saved = [100 * (1 - used[p] / least[p]) for p in used.keys() & least.keys()]
-        shape = f"{fields['n']} × {fields['k']}" if "n" in fields else f"{fields['layers']} layers"
-        yield [
-            *map(str, (cases[case].problem.op, fields["dtype"], fields["m"], shape)),
-            f"`{who.label}`",
-            _ends([*used.values()]),
-            "" if who.baseline else _ends(saved),
-            f"[{run.name}](/{run.home}), {run.processes} processes",
-        ]
-
-
-def _dense(case: Case) -> bool:
-    return case.contender.baseline
+            contest = contests.setdefault(row.case.problem.id, {})
+            contest.setdefault(row.case.id, {})[row.replicate] = 1e3 * row.energy_j
+    for contest in contests.values():
+        dense = [used for case, used in contest.items() if cases[case].contender.baseline]
+        least = min(dense, key=lambda used: float(np.median([*used.values()])), default={})
+        for case, used in contest.items():
+            problem, who = cases[case].problem, cases[case].contender
+            fields, both = problem.fields, () if who.baseline else used.keys() & least.keys()
+            layers = f"{fields.get('layers')} layers"
+            shape = f"{fields['n']} × {fields['k']}" if "n" in fields else layers
+            yield [
+                *map(str, (problem.op, fields["dtype"], fields["m"], shape)),
+                f"`{who.label}`",
+                _ends([*used.values()]),
+                _ends([100 * (1 - used[p] / least[p]) for p in both]),
+                f"[{run.name}](/{run.home}), {run.processes} processes",
+            ]
 
 
 def _ends(values: Sequence[float]) -> str:
-    """Write a median with its least and greatest value."""
+    """Write a median with its least and greatest value; "" where there is none."""
+    if not values:
+        return ""
     ends = (f"{value:.4g}" for value in (np.median(values), min(values), max(values)))
     return "{} [{}, {}]".format(*ends)

@@ -52,8 +52,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         in_this_process(patch)
         suite = read(str(root / "again.yaml"), None)
-        for name, card in zip(("first", "second"), cards, strict=True):
-            measure(suite, Flags(card, replicates=6), home / name, None)
+        for name, device in zip(("first", "second"), cards, strict=True):
+            measure(suite, Flags(device, replicates=6), home / name, None)
         only = "m=64 kernel=bsr_small"
         first, quiet = home / "first", lambda done, total, problem: None
         given = first, cards[0], None, home / "alone", quiet
