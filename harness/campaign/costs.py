@@ -102,15 +102,15 @@ def _of_claims(entry: Entry, campaign: Campaign, there: Costs, data: Path | None
     for text in {part.suite.text for part in parts}:
         own = [part for part in parts if part.suite.text == text]
         suite = own[0].suite
-        left = [case for case in _cases(own) if case not in measured]
+        left = _cases((part, part.problems - measured) for part in own)
         alone = [part.cases(part.problems)[:2] for part in own if part.test.quantifier == "exists"]
         for cases in (left, alone[0] if alone else []):
             seconds += _cases_s(suite, cases, there, entry.replicates)
     return Estimate(entry, seconds)
 
 
-def _cases(parts: Iterable[Part]) -> list[str]:
-    return [*dict.fromkeys(case for part in parts for case in part.cases(part.problems))]
+def _cases(wanted: Iterable[tuple[Part, set[str]]]) -> list[str]:
+    return [*dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))]
 
 
 def _cases_s(suite: Suite, cases: Iterable[str], there: Costs, replicates: int) -> float:
@@ -120,7 +120,7 @@ def _cases_s(suite: Suite, cases: Iterable[str], there: Costs, replicates: int) 
 
 
 def _measured_above(entry: Entry, campaign: Campaign, data: Path | None) -> Iterable[str]:
-    """Yield the cases of all suites above an entry; those without their files here are no claim's.
+    """Yield the problems of all suites above an entry; without their files they are no claim's.
 
     Fewer processes than the claims ask for are taken, too.
     """
@@ -130,4 +130,4 @@ def _measured_above(entry: Entry, campaign: Campaign, data: Path | None) -> Iter
                 contests = only(above.read(data).contests, above.only)
             except SuiteError:
                 continue
-            yield from (Case(c.problem, k).id for c in contests for k in c.contenders)
+            yield from (contest.problem.id for contest in contests)

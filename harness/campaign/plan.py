@@ -10,7 +10,8 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - {suite: dlmc, data: dlmc}    # source files are in the folder dlmc of --data
   - {suite: decoder, energy: true}
   - {confirm: quick, cases: 2}   # the largest speed-ups of that entry, alone; `only` chooses
-  - {reproduce: quick}           # again, on another card of the kind
+  - {reproduce: quick}           # with its choices, on another card of the kind
+  - {name: quick-elsewhere, suite: quick, apart: quick}   # on another card, with its own search
   - claims: []                   # all claims, or those named, judged by every run above
 """
 
@@ -49,6 +50,7 @@ class Entry(BaseModel):
     energy: bool = False
     data: str = ""
     cases: int = Field(default=1, ge=1)
+    apart: str = ""
 
     @property
     def kind(self) -> str:
@@ -59,6 +61,11 @@ class Entry(BaseModel):
     def of(self) -> str:
         """Return the entry that it starts from; "" where it starts from none."""
         return self.confirm or self.reproduce or ""
+
+    @property
+    def elsewhere(self) -> str:
+        """Return the entry whose cards measure no part of this one; "" where any card may."""
+        return self.reproduce or self.apart
 
     def read(self, data: Path | None) -> Suite:
         """Return its suite; SuiteError where that cannot be had here."""
@@ -108,7 +115,7 @@ class Campaign:
         """Return what has to be whole before an entry can begin."""
         if entry.kind == "claims":
             return [*self.entries[: self.names.index(entry.name)]]
-        return [other for other in self.entries if other.name == entry.of]
+        return [other for other in self.entries if other.name in (entry.of, entry.apart)]
 
 
 def campaigns() -> dict[str, Any]:
@@ -147,12 +154,12 @@ def _read(where: str, text: str) -> Campaign:
         if not NAME.fullmatch(entry.name) or entry.name in before:
             expected = "a name of its own of a to z, 0 to 9 and -"
             raise SuiteError(f"{place}: expected {expected}; found {entry.name!r}")
-        if entry.of and entry.of not in before:
-            hint = did_you_mean(entry.of, before)
-            found = f"found {entry.of!r}{hint}"
-            raise SuiteError(f"{place}: expected an entry above it, {found}")
-        if entry.of and entries[before.index(entry.of)].kind == "claims":
-            raise SuiteError(f"{place}: expected the name of a run, found {entry.of}, the claims")
+        for name in filter(None, (entry.of, entry.apart)):
+            if name not in before:
+                found = f"found {name!r}{did_you_mean(name, before)}"
+                raise SuiteError(f"{place}: expected an entry above it, {found}")
+            if entries[before.index(name)].kind == "claims":
+                raise SuiteError(f"{place}: expected the name of a run, found {name}, the claims")
         if entry.suite and not entry.data:
             _chooses(place, entry)
         entries.append(entry)

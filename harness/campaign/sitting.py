@@ -1,7 +1,8 @@
 """One sitting of a campaign: as many of its entries as there is time for, on the devices here.
 
-    each device ─> the first entry that is open, whose runs above it are whole, and that no other
-                   device here measures ─> in pieces (pieces.py) ─> DIR/NAME, sealed and packed
+    each device ─> the entry that it has begun, else the first that is open, whose runs above it are
+                   whole, and that no other device here measures or has begun
+                ─> in pieces (pieces.py) ─> DIR/NAME, sealed and packed
     no time left, or nothing left to begin ─> the sitting ends, and another one goes on
 
     DIR/alike.json     kind of card and code: the first sitting writes them, others are held against
@@ -24,6 +25,7 @@ from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.campaign.pieces import (
     Pieces,
     Unfinished,
+    card_of,
     done_in,
     pieces,
 )
@@ -124,6 +126,7 @@ class Sitting:
         self._parts: list[Part] = []
         self._left = [e for e in self.entries if state(self.to, e).status != "whole"]
         self._busy = 0
+        self._here: frozenset[str] = frozenset()
 
     def run(self, devices: Sequence[str], progress: Progress) -> None:
         """Measure on some devices, an entry each at a time; Stopped where it is interrupted."""
@@ -131,6 +134,7 @@ class Sitting:
         if not self._left:
             return
         cards = {device: self._card(device) for device in devices}
+        self._here = frozenset(cards.values())
         cpus = apart(devices)
 
         def one(number: int) -> None:
@@ -200,7 +204,7 @@ class Sitting:
                     return None
                 ready = [e for e in self._left if e.name not in tried and self._ready(e, card)]
                 if ready:
-                    first = min(ready, key=self.campaign.entries.index)
+                    first = min(ready, key=lambda e: (self._begun(e, card), self._place(e)))
                     self._left.remove(first)
                     self._busy += 1
                     return first
@@ -208,12 +212,23 @@ class Sitting:
                     return None
                 self._changed.wait()
 
+    def _place(self, entry: Entry) -> int:
+        return self.campaign.entries.index(entry)
+
+    def _begun(self, entry: Entry, card: str) -> int:
+        """Return 0 for what this card has begun, 2 for what only another one here has, else 1."""
+        try:
+            cards = {card_of(run) for run in pieces(self.to / entry.name)}
+        except ResultError:  # a piece is missing: who measures the entry says so
+            return 1
+        return 0 if card in cards else 2 if cards & self._here else 1
+
     def _ready(self, entry: Entry, card: str) -> bool:
         """Say whether what an entry starts from is there, and note what it waits for."""
         waits = [e.name for e in self.campaign.above(entry) if not self._whole(e)]
         why = f"waits for {', '.join(waits)}" if waits else ""
-        if not waits and entry.reproduce:
-            run = store.read(self.to / entry.reproduce)
+        if not waits and entry.elsewhere:
+            run = store.read(self.to / entry.elsewhere)
             before = {row.device for row in run.rows}
             why = "waits for another card of the kind" if card in before else ""
         if why:

@@ -1,7 +1,7 @@
 """What was measured more than once: headlines alone, plans on two cards; and the energy of a call.
 
 alone      a headline's case in the run that confirms it (harness/run/confirm.py)
-elsewhere  a line a plan that two cards measured: how far their speed-ups are apart
+elsewhere  a line a plan, or a part of it, that two cards measured: how far speed-ups are apart
 twins      a line a GPU: how many pairs of the same kernel came out different
 energy     a line a case of a run with `--energy`: mJ a call, and how much less than dense
 """
@@ -62,22 +62,28 @@ def elsewhere(runs: Mapping[str, Published]) -> str:
 
 
 def _pairs(runs: Mapping[str, Published]) -> Iterator[tuple[Published, Published]]:
-    """Yield runs of one plan, the earlier first, where the cards are two."""
+    """Yield runs of one plan, or of it and a part, the earlier first, where no card is in both."""
     known = sorted(runs.values(), key=lambda run: str(run.run.state["started"]))
     for first, second in combinations(known, 2):
-        if _plan(first) == _plan(second) and _card(first) != _card(second):
+        one, other = _asked(first), _asked(second)
+        part = one <= other or other <= one
+        if part and _plan(first) == _plan(second) and not _cards(first) & _cards(second):
             yield first, second
 
 
-def _card(run: Published) -> str:
-    return run.run.rows[0].device
+def _cards(run: Published) -> set[str]:
+    return {row.device for row in run.run.rows}
+
+
+def _asked(run: Published) -> set[str]:
+    """Return the ids of the cases that a run was asked for; its twins are drawn among them."""
+    return {row.case.id for row in run.run.rows if not row.case.contender.twin}
 
 
 def _plan(run: Published) -> tuple[object, ...]:
     """Return what runs of one plan have in common; a run that confirms another has its own."""
     flags, confirms = run.run.state["flags"], str(run.run.state.get("confirms"))
-    asked = flags["only"], flags["replicates"], flags["energy"]
-    return run.run.suite_text, *asked, confirms, run.gpu
+    return run.run.suite_text, flags["replicates"], flags["energy"], confirms, run.gpu
 
 
 def twins(runs: Mapping[str, Published]) -> str:

@@ -271,6 +271,37 @@ def test_a_confirming_entry_measures_its_cells_alone_and_a_reproduction_asks_for
     assert {row.device for row in again.rows} == {"sim-2"}
 
 
+def test_an_entry_apart_from_another_is_measured_on_another_card_by_its_own_search(
+    asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
+) -> None:
+    more = "  - {name: far, suite: FOLDER/several.yaml, replicates: 1, apart: several}\n"
+    first = sit(asked(more), tmp_path / "runs", cards[0])
+    assert first.said == {
+        "several": "",
+        "other": "",
+        "far": "waits for another card of the kind",
+    }
+    assert sit(asked(more), tmp_path / "runs", cards[1]).said == {"far": ""}
+    far = store.read(tmp_path / "runs" / "far")
+    assert {row.device for row in far.rows} == {"sim-2"}
+    assert "reproduces" not in far.state
+
+
+def test_a_card_goes_on_with_what_it_has_begun_before_it_begins_anything(
+    asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
+) -> None:
+    to, whole = tmp_path / "runs", asked()
+    sitting = Sitting(whole, whole.named(["other"]), to)
+    with pytest.raises((Stopped, KeyboardInterrupt)):
+        sitting.run(cards[1:], stopping(3))
+    assert state(to, whole.entries[1]).status == "begun"
+    sit(whole, to, *cards)
+    devices = {
+        name: {row.device for row in store.read(to / name).rows} for name in ("several", "other")
+    }
+    assert devices == {"several": {"sim-1"}, "other": {"sim-2"}}
+
+
 def test_what_starts_from_a_run_waits_for_it(
     asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
 ) -> None:

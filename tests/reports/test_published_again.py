@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         given = first, cards[0], None, home / "alone", quiet
         confirm(*given, cases=1, replicates=6, condition=only)
         reproduce(first, cards[1], None, home / "third", quiet)
+        part = Flags(cards[1], replicates=6, only="m=16")
+        measure(suite, part, home / "fourth", None)
         for run in home.iterdir():
             pack(run)
         patch.setattr(outsider, "HOME", root / "results/published")
@@ -97,8 +100,13 @@ def test_a_headline_that_nobody_confirmed_says_so(runs: dict[str, Published]) ->
 def test_a_plan_on_two_cards_shows_how_far_they_are_apart(runs: dict[str, Published]) -> None:
     text = page(elsewhere(runs))
     lines = [line.split(" | ") for line in text.splitlines()[2:]]
-    assert [line[0].split("]")[0] for line in lines] == ["| [first", "| [first"]
-    assert [line[3] for line in lines] == ["its own search", "those of the first run"]
+    assert [line[0].split("]")[0] for line in lines] == ["| [first"] * 3
+    found = {re.findall(r"\[(\w+)\]", line[1])[0]: line[3:5] for line in lines}
+    assert found == {
+        "second": ["its own search", "4"],
+        "third": ["those of the first run", "4"],
+        "fourth": ["its own search", "2"],  # half of the plan
+    }
     assert {line[-1] for line in lines} == {"reproduced |"}
     assert outsider.checked(text) == []
     most = lines[0][7]
@@ -113,6 +121,7 @@ def test_a_site_says_what_was_made_of_another_run(runs: dict[str, Published]) ->
         "second": "",
         "alone": "chosen cases of an earlier run, alone",
         "third": "an earlier run again",
+        "fourth": "",
     }
 
 
@@ -120,7 +129,7 @@ def test_twins_are_counted_over_all_verdicts(runs: dict[str, Published]) -> None
     text = page(twins(runs))
     (line,) = (line.split(" | ") for line in text.splitlines()[2:])
     pairs = sum(len(run.noise.pairs) for run in runs.values())
-    assert line[:3] == ["| simulated H200", "4", str(pairs)]
+    assert line[:3] == ["| simulated H200", "5", str(pairs)]
     assert outsider.checked(text) == []
     assert outsider.checked(text.replace(f"| {pairs} |", f"| {pairs + 1} |"))
     assert twins({}) == ""
