@@ -136,12 +136,16 @@ def publish(
     to: To,
     file: File = "published",
     into: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PUBLISHED,
+    names: Names = None,
 ) -> None:
-    """Put a whole campaign in the place of the published runs, and draw every page from it."""
+    """Put a whole campaign in the place of the published runs, and draw every page.
+
+    With --entry those entries alone, which are whole; runs of other names stay.
+    """
     from sparsebench.harness.campaign.plan import campaign as read
     from sparsebench.harness.campaign.publish import publish as replace
 
-    for page in replace(read(file), to, into):
+    for page in replace(read(file), to, into, names or []):
         out.print(f"{page}: written", soft_wrap=True, highlight=False, markup=False)
 
 

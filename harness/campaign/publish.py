@@ -2,11 +2,11 @@
 
     DIR/NAME           ─> INTO/GPU/NAME             every run, its digests verified
     DIR/claims/NAME    ─> INTO/GPU/claims-NAME      what claims had measured
-    INTO/GPU           ─> gone: history keeps it
+    INTO/GPU           ─> gone: history keeps it; where entries are named, only runs of their names
     pages and picture  ─> drawn from what is there now (reports/published)
 
-All of it or nothing: an entry that is not whole is said before, and where a page cannot be drawn
-the runs from before are put back.
+All of what is asked for or nothing: an entry that is not whole is said before, and where a page
+cannot be drawn the runs from before are put back.
 """
 
 import re
@@ -22,24 +22,26 @@ from sparsebench.results import bundle, files
 from sparsebench.results.environment import device_name
 
 
-def publish(campaign: Campaign, to: Path, into: Path) -> list[Path]:
+def publish(campaign: Campaign, to: Path, into: Path, names: Sequence[str] = ()) -> list[Path]:
     """Replace the runs of the campaign's GPU below `into`, and draw the pages of its checkout.
 
-    Return the pages that have changed. ResultError where the campaign is not whole, a run was
-    changed, or a page asks for what is not there.
+    With `names` of entries, only runs of these names are replaced, and the others stay. Return the
+    pages that have changed. ResultError where an entry is not whole, a run was changed, or a page
+    asks for what is not there.
     """
-    open_ = [entry.name for entry in campaign.entries if state(to, entry).status != "whole"]
+    entries = campaign.named(names)
+    open_ = [entry.name for entry in entries if state(to, entry).status != "whole"]
     if open_:
         raise ResultError(f"{to}: expected every entry whole, found {', '.join(open_)} open")
-    runs = {run.name: run for run in _runs(to)}
-    claims = [entry.name for entry in campaign.entries if entry.kind == "claims"]
-    for name in claims:
+    runs = {entry.name: to / entry.name for entry in entries if entry.kind != "claims"}
+    for name in (entry.name for entry in entries if entry.kind == "claims"):
         runs |= {f"{name}-{run.name}": run for run in _runs(to / name)}
     for run in runs.values():
         bundle.verify(run)
     home = into / _folder(list(runs.values()))
-    with _replaced(home):
-        for name, run in runs.items():
+    with _replaced(home) as before:
+        kept = {run.name: run for run in _runs(before)} if names else {}
+        for name, run in (kept | runs).items():
             shutil.copytree(run, home / name)
         return _drawn(into.resolve().parents[1])
 
@@ -57,14 +59,17 @@ def _folder(runs: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _replaced(home: Path) -> Iterator[None]:
-    """Make a folder anew; put back what was there where that does not succeed."""
-    before = home.with_name(f".{home.name}.before")
+def _replaced(home: Path) -> Iterator[Path]:
+    """Make a folder anew, and yield the old one; put it back where that does not succeed.
+
+    Meanwhile the old one is beside `published`, where no page looks for runs.
+    """
+    before = home.parent.with_name(f".{home.name}.before")
     if home.exists():
         home.rename(before)
     home.mkdir(parents=True)
     try:
-        yield
+        yield before
     except BaseException:
         shutil.rmtree(home)
         if before.exists():

@@ -123,6 +123,7 @@ class Worker:
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = log
         self._words: list[str] = []
+        self._unasked = False
         self._readers = [
             _reader(self._child.stdout, self._answers.put),
             _reader(self._child.stderr, lambda line: self._hear(line, log)),
@@ -176,7 +177,8 @@ class Worker:
         while True:
             answer = self._next(timeout_s)
             if isinstance(answer, Lost):
-                self._explain(contest, options, case, answer.detail, "".join(self._words))
+                if not self._unasked:
+                    self._explain(contest, options, case, answer.detail, "".join(self._words))
                 return Lost(case, answer.status, answer.detail)
             try:
                 if "at" in answer:
@@ -191,7 +193,7 @@ class Worker:
                     _require_all(contest, answer, rows, options["measures"])
                     return Measured(rows, dict(answer["spent_s"]))
             except (ValueError, KeyError, TypeError, LookupError) as error:
-                self.kill()
+                self._kill()
                 return Lost(case, Status.FAILED, f"no answer to its contest: {error!r}"[:400])
 
     def _explain(
@@ -223,7 +225,11 @@ class Worker:
         return code
 
     def kill(self) -> None:
-        """End the child at once, and whatever it has started."""
+        """End the child at once, and whatever it has started; nobody asks it any more."""
+        self._unasked = True
+        self._kill()
+
+    def _kill(self) -> None:
         if self._end.is_alive():
             _kill_group(self._child.pid)
         self.close()
@@ -254,7 +260,7 @@ class Worker:
             line = self._answers.get(timeout=timeout_s)
         except Empty:
             self._dump()
-            self.kill()
+            self._kill()
             return Lost("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
         if not line:
             return Lost("", Status.FAILED, self._last_words(self.close()))
@@ -262,7 +268,7 @@ class Worker:
             answer = json.loads(line)
             if isinstance(answer, dict):
                 return answer
-        self.kill()
+        self._kill()
         return Lost("", Status.FAILED, f"expected an answer in JSON, found {line[:80]!r}")
 
     def _dump(self) -> None:

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from math import exp, inf
 from pathlib import Path
@@ -230,6 +230,7 @@ def _rows(
             progress(done_now, total(), describe(contest) + last)
             yield contest
 
+    time = _Time(until)
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):
             seed = f"{record.suite} {replicate}" + (f" {part.number}" if part else "")
@@ -243,7 +244,7 @@ def _rows(
                 runner.fresh()
             window()  # what was before the first contest is no contest's
             asked = wanted.after(kept)
-            timely = announced(_before(until, left))
+            timely = announced(time.for_all(left))
             for measured in runner.run(timely, replicate, asked):
                 seen_meanwhile = window()
                 store.append(
@@ -261,15 +262,22 @@ def _rows(
         watch.end()
 
 
-def _before(until: float, contests: Iterable[Contest]) -> Iterator[Contest]:
-    """Yield contests while there is time for one more that takes as long as the longest so far."""
-    longest_s, began = 0.0, monotonic()
-    for contest in contests:
-        if began + longest_s > until:
-            return
-        yield contest
-        now = monotonic()
-        longest_s, began = max(longest_s, now - began), now
+@dataclass
+class _Time:
+    """The time until a moment, for contests of all processes, the longest so far in mind."""
+
+    until: float
+    longest_s: float = 0.0
+
+    def for_all(self, contests: Iterable[Contest]) -> Iterator[Contest]:
+        """Yield contests while there is time for one more that takes as long as the longest."""
+        began = monotonic()
+        for contest in contests:
+            if began + self.longest_s > self.until:
+                return
+            yield contest
+            now = monotonic()
+            self.longest_s, began = max(self.longest_s, now - began), now
 
 
 @contextmanager

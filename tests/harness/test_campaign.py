@@ -394,15 +394,24 @@ def test_a_campaign_takes_the_place_of_what_was_published_whole_or_not_at_all(
     into, to = tmp_path / "root" / "results" / "published", tmp_path / "runs"
     before = into / "simulated-h200" / "older"
     before.mkdir(parents=True)
+    (before / "run.json").write_text("{}")
     with pytest.raises(ResultError, match="expected every entry whole, found several, other open"):
         publish(asked(), to, into)
     sit(asked(), to, cards[0])
     with pytest.raises(ResultError, match="expected a published run, found no sparsity-4096"):
         publish(asked(), to, into)  # the pages ask for runs that this campaign has not
     assert [*before.parent.iterdir()] == [before]
+    drawn_from = list[str]()
+
+    def write(root: Path) -> list[Path]:
+        files = (root / "results/published").glob("*/*/run.json")
+        drawn_from.extend(sorted(file.parent.name for file in files))
+        return [root / "README.md"]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(published, "write", lambda root: [root / "README.md"])
+        patch.setattr(published, "write", write)
         assert publish(asked(), to, into) == [tmp_path.resolve() / "root" / "README.md"]
-    names = sorted(path.name for path in before.parent.iterdir())
-    assert names == ["other", "several"]
+    assert (
+        drawn_from == sorted(path.name for path in before.parent.iterdir()) == ["other", "several"]
+    )
     assert [path.name for path in into.iterdir()] == ["simulated-h200"]

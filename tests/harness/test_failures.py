@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from command import sparsebench
@@ -87,6 +88,23 @@ def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     said = failures("faulty.hangs", timeout_s=2)
     assert "no answer within 2 s" in said
     assert "most recent call first" in said
+
+
+def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
+    """As a part of a run is ended in a thread, where a sitting is interrupted."""
+    runner = Runner("cpu", None, 600)
+    contest = Contest(PROBLEM, (Contender("dense", "faulty.hangs", baseline=True),))
+
+    def stop() -> None:
+        runner.stopping.set()
+        runner.kill()
+
+    later = Timer(1.0, stop)
+    later.start()
+    with pytest.raises(KeyboardInterrupt):
+        [*runner.run([contest])]
+    later.join()
+    assert runner.log.failures == []
 
 
 def test_a_run_tells_the_first_reason_and_keeps_all(tmp_path: Path) -> None:

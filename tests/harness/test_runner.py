@@ -13,9 +13,11 @@ from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.cli import main
+from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import ahead
 from sparsebench.harness.run import child as children
+from sparsebench.harness.run import measure as measuring
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.state import Flags
@@ -184,6 +186,24 @@ def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
     assert {row.replicate for row in run.rows} == {0, 1}
     assert run.environment["versions"]["torch"]
     assert {"operands", "convert", "check", "timing"} <= run.state["spent_s"].keys()
+
+
+def test_no_process_starts_a_contest_that_the_longest_of_another_would_outlast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each contest takes 10 s by a clock of its own; after the first process 4 s are left."""
+    now = [0.0]
+    monkeypatch.setattr(measuring, "monotonic", lambda: now[0])
+    suite = read("quick")
+    count = len(planned(suite, "sim"))
+
+    def tick(done: int, total: int, problem: str) -> None:
+        now[0] = 10.0 * done
+
+    flags = Flags("sim", replicates=2)
+    path = measure(suite, flags, tmp_path / "run", None, tick, until=10.0 * count + 4)
+    state = store.read(path).state
+    assert (state["status"], state["contests"]["done"]) == ("interrupted", count)
 
 
 def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) -> None:
