@@ -68,6 +68,12 @@ def digest(run: str) -> str:
     return hashlib.sha256((HOME / run / "manifest.json").read_bytes()).hexdigest()[:10]
 
 
+def device(run: str) -> str:
+    """Return the name of the GPU, or of the CPU, that a run was measured on."""
+    about = json.loads((HOME / run / "environment.json").read_text())
+    return (about["gpu"] or about["cpu"])["name"]
+
+
 def rows(run: str) -> Iterator[tuple[dict, dict, dict]]:
     """Yield the rows of a run that have times, each with its problem and its contender."""
     text = gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
@@ -120,7 +126,7 @@ def cases(run: str) -> pd.DataFrame:
     most = max(len(case["taken"]) for case in found.values())
     right = [case for case in found.values() if len(case["taken"]) == most]  # in every process
     for case in right:
-        case["processes"] = most
+        case["processes"], case["device"] = most, device(run)
         clocks = [clock for clock, *_ in case["taken"]]
         kept = [each for each in case["taken"] if each[0] == max(clocks, key=clocks.count)]
         case["blocks"] = {process: block_us for _, process, block_us, _ in kept}
@@ -194,7 +200,7 @@ def shared(found: pd.DataFrame, caption: str, names: list[str]) -> pd.DataFrame:
     for name, usual in {"skew": "iid", "scope": "kernel"}.items():  # where nothing is said
         if name not in names and usual in set(found[name]):
             found = found[found[name] == usual]
-    return found[found.cache == "cold"]
+    return found[found.cache == ("cold" if (found.cache == "cold").any() else "hot")]
 
 
 def over_of(caption: str) -> str:
@@ -399,10 +405,9 @@ def again(line: list[str], told: pd.DataFrame) -> Iterator[bool]:
 
 
 def twins(lines: list[list[str]]) -> Iterator[str]:
-    """Yield each GPU whose verdicts have other A/A pairs than shown, or other ones that differ."""
+    """Yield each device whose verdicts have other A/A pairs than shown, or others that differ."""
     counted: dict[str, list[int]] = {}
     for run in runs():
-        about = json.loads((HOME / run / "environment.json").read_text())
         told: dict[str, tuple[dict, dict]] = {}
         for row, problem, who in rows(run):
             place = row["reference"], row["scope"], row["cache"]
@@ -410,7 +415,7 @@ def twins(lines: list[list[str]]) -> Iterator[str]:
             told.setdefault(key, ({}, {}))[who["twin"]][row["replicate"]] = by_block(row)
         pairs = [ratio(again, once) for once, again in told.values() if len(again) >= 6]
         if pairs:
-            mine = counted.setdefault(about["gpu"]["name"], [0, 0, 0])
+            mine = counted.setdefault(device(run), [0, 0, 0])
             mine[0] += 1
             mine[1] += len(pairs)
             mine[2] += sum(low > 1 or high < 1 for _, low, high in pairs)
@@ -522,7 +527,16 @@ def even(gains: dict[float, float]) -> str:
 
 def break_evens(page: str, every: pd.DataFrame) -> Iterator[str]:
     """Yield each cell of the grid of break-evens that no sweep of a run gives."""
-    asked = shared(every, "linear; bf16", [])
+    for text, about in re.findall(
+        r'(<h2>A format is faster than dense.*?</table>).*?class="note">(\w+, \w+)', page, re.S
+    ):
+        name = re.findall(r'faster than dense on (.*?)"', html.unescape(text))[0]
+        asked = shared(every[every.device == name], about.replace(", ", "; "), [])
+        yield from grid_of(text, asked)
+
+
+def grid_of(grid: str, asked: pd.DataFrame) -> Iterator[str]:
+    """Yield each cell of a device's grid of break-evens that no sweep of these cases gives."""
     best: dict[tuple, dict[float, list[float]]] = {}  # several files of a level: their mean
     for _, contest in asked[asked.sparsity_asked.notna()].groupby("place"):
         dense = fastest(contest, contest.format == "dense")
@@ -537,21 +551,19 @@ def break_evens(page: str, every: pd.DataFrame) -> Iterator[str]:
     for (*key, _), gains in best.items():
         means = {level: float(np.exp(np.mean(logs))) for level, logs in gains.items()}
         found.setdefault(tuple(key), set()).add(even(means))
-    grids = re.findall(r"<h2>A format is faster than dense.*?</table>", page, re.S)
-    for grid in grids:
-        tokens = re.findall(r'scope="col">m (\d+)<', grid)
-        for head, line in re.findall(r'scope="row">(.*?)</th>(.*?)</tr>', grid):
-            name, _, block = head.partition(" ")
-            for m, cell in zip(tokens, re.findall(r"<td>(.*?)</td>", line), strict=True):
-                title, shown = (
-                    re.findall(r'title="(.*?)">(.*?) %<', html.unescape(cell)) or [("", "")]
-                )[0]
-                for shape, text in re.findall(r"n × k (\d+ × \d+)[^:]*: ([≤>]? ?[\d.]+) %", title):
-                    if text.replace(" ", "") not in found.get((NAMES[name], block, m, shape), ()):
-                        yield f"{head}, m {m}, {shape}: {text} %"
-                own = (those for key, those in found.items() if key[:3] == (NAMES[name], block, m))
-                if shown and not {*shown.split("–")} <= set().union(*own):
-                    yield f"{head}, m {m}: {shown} %"
+    tokens = re.findall(r'scope="col">m (\d+)<', grid)
+    for head, line in re.findall(r'scope="row">(.*?)</th>(.*?)</tr>', grid):
+        name, _, block = head.partition(" ")
+        for m, cell in zip(tokens, re.findall(r"<td>(.*?)</td>", line), strict=True):
+            title, shown = (
+                re.findall(r'title="(.*?)">(.*?) %<', html.unescape(cell)) or [("", "")]
+            )[0]
+            for shape, text in re.findall(r"n × k (\d+ × \d+)[^:]*: ([≤>]? ?[\d.]+) %", title):
+                if text.replace(" ", "") not in found.get((NAMES[name], block, m, shape), ()):
+                    yield f"{head}, m {m}, {shape}: {text} %"
+            own = (those for key, those in found.items() if key[:3] == (NAMES[name], block, m))
+            if shown and not {*shown.split("–")} <= set().union(*own):
+                yield f"{head}, m {m}: {shown} %"
 
 
 def claimed(page: str) -> Iterator[str]:

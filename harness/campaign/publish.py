@@ -1,6 +1,6 @@
 """A campaign that is whole, put in the place of the runs that were published before.
 
-    DIR/NAME           ─> INTO/GPU/NAME             every run, its digests verified
+    DIR/NAME           ─> INTO/GPU/NAME             every run, its digests verified; no logs
     DIR/claims/NAME    ─> INTO/GPU/claims-NAME      what claims had measured
     INTO/GPU           ─> gone: history keeps it; where entries are named, only runs of their names
     pages and picture  ─> drawn from what is there now (reports/published)
@@ -42,7 +42,7 @@ def publish(campaign: Campaign, to: Path, into: Path, names: Sequence[str] = ())
     with _replaced(home) as before:
         kept = {run.name: run for run in _runs(before)} if names else {}
         for name, run in (kept | runs).items():
-            shutil.copytree(run, home / name)
+            shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
         return _drawn(into.resolve().parents[1])
 
 

@@ -26,9 +26,10 @@ from sparsebench.results.summary import CONTEST, NoCrossing
 from sparsebench.results.views import ANY, View, asked, views
 from sparsebench.results.words import part, percent, plain, times
 
-SCHEMA = "sparsebench/card@3"
+SCHEMA = "sparsebench/card@4"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
-LINE = ["kind", "tile", "kernel", "name", "side", "median_us", "gain", "low", "high", "settled"]
+LINE = ["kind", "tile", "kernel", "name", "side", "cache"]
+LINE += ["median_us", "gain", "low", "high", "settled"]
 ROLES = {  # of a run that was made of another one: what run.json calls it
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",

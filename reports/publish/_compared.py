@@ -1,10 +1,11 @@
 """Devices held against each other: a page for each suite that a site has of several devices.
 
-    compare/SUITE.html    A is the run of the first device, B, C ... those of the others
+    compare/SUITE.html    A is the run of the device with most cases, B, C ... those of the others
     compare/SUITE.json    the same for a script; it names the runs that the page is of
 
 Of each device it takes the run with the most processes, the newest of these. Simulated devices come
-last. Runs are read again only where one of them is new or the code has changed.
+last. A device that has no case in common with A is left out, as a CPU, which times warm caches.
+Runs are read again only where one of them is new or the code has changed.
 """
 
 import json
@@ -47,7 +48,7 @@ def compared(cards: Sequence[Card]) -> list[Devices]:
         best.setdefault(card.suite, {})[card.gpu] = card
     found = []
     for suite, of_device in sorted(best.items()):
-        first, *others = sorted(of_device.values(), key=lambda card: (_simulated(card), card.gpu))
+        first, *others = sorted(of_device.values(), key=_rank)
         shared = [card for card in others if _timed(card) & _timed(first)]
         if shared:
             found.append(Devices(suite, [first, *shared][:MOST]))
@@ -70,9 +71,13 @@ def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterat
         yield f"{devices.name}.json", json.dumps(comparison.to_json(found)) + "\n"
 
 
+def _rank(card: Card) -> tuple[bool, int, str]:
+    return _simulated(card), -len(card.lines), card.gpu
+
+
 def _timed(card: Card) -> set[tuple[str, ...]]:
-    """Return what has a time: its problem, and its name."""
-    return {tuple(str(line[name]) for name in (*PLACE, "name")) for line in card.lines}
+    """Return what has a time: its problem, its name, and the state of the cache."""
+    return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in card.lines}
 
 
 def _simulated(card: Card) -> bool:

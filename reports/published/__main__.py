@@ -45,10 +45,11 @@ is not of a sparse format. `+` after a commit says that there were uncommitted c
 `make site` writes the report of every run, as a site.
 """
 SURVEY = """
-`core-look` and `core` are what `new-gpu --budget 8m` measured: a look at every problem, then
-verdicts on those that decide. `core-sim` is modelled, not measured. The other runs are older than
-the present code; the list below has the commit of each. Dense baselines and peers are better tuned
-since: leads at few tokens, over dense layers and over torch's BSR are smaller now (CHANGELOG.md).
+Verdicts of 2026-11-24 are the first part of the campaign `suites/campaigns/published.yaml`, all of
+one commit. `core-look` and `core` are what `new-gpu --budget 8m` measured. `core-sim` and
+`quick-sim` are modelled, not measured. Other runs are looks of older commits, which the list below
+has; the campaign measures them again. Dense baselines and peers are better tuned since then: in
+those looks, leads at few tokens and over dense layers are up to a fifth too large (CHANGELOG.md).
 """
 RUNS = {
     "The same kernel twice": "twins",

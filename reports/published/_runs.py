@@ -79,11 +79,11 @@ def _read(root: Path, path: Path) -> Published:
     run = store.read(path)
     found = analyse(run)
     home = path.relative_to(root)
-    cases = _with_names(found.cases, path.name)
+    cases = with_names(found.cases, path.name)
     return Published(run, home.as_posix(), cases, found.noise)
 
 
-def _with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
+def with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
     sizes = zip(cases.n, cases.k, strict=True)
     return cases.assign(
         run=run,

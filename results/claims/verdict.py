@@ -342,7 +342,8 @@ def _claim(name: str, claim: Claim, device: str, tests: list[Judged], simulated:
     if any(t.leans for t in used):
         lean = _united([t.leans or t.word for t in used], capped)
         leans = lean if lean is not Word.INCONCLUSIVE else None
-    near = max((t.basis for t in used), key=list(Basis).index)
+    measured = [t.basis for t in used if t.basis is not Basis.NONE]
+    near = max(measured, key=list(Basis).index, default=Basis.NONE)
     said = [f"{t.test.name}: {t.why}" if len(used) > 1 else t.why for t in used]
     return Verdict(name, device, word, near, " ".join(said), tuple(tests), leans, simulated)
 

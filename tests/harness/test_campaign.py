@@ -398,6 +398,7 @@ def test_a_campaign_takes_the_place_of_what_was_published_whole_or_not_at_all(
     with pytest.raises(ResultError, match="expected every entry whole, found several, other open"):
         publish(asked(), to, into)
     sit(asked(), to, cards[0])
+    (to / "other" / "worker.log").write_text("a warning")
     with pytest.raises(ResultError, match="expected a published run, found no sparsity-4096"):
         publish(asked(), to, into)  # the pages ask for runs that this campaign has not
     assert [*before.parent.iterdir()] == [before]

@@ -304,13 +304,13 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     first, second = (line.split() for line in done.stdout.splitlines() if "openai-2017" in line)
-    assert first[:6] == [names[0], "H200", "inconclusive", "other", "GPU", "refuted"]
-    assert second[:6] == [names[1], "H200", "inconclusive", "other", "GPU", "partly"]
+    assert first[:6] == [names[0], "H200", "refuted", "other", "GPU", "the"]
+    assert second[:6] == [names[1], "H200", "partly", "other", "GPU", "the"]
     folder = tmp_path / "site" / "claims"
     page = (folder / f"{names[1]}.html").read_text()
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
     assert page.count("<svg") == 1
-    assert "leans to partly" in (folder / f"{names[1]}.svg").read_text()
+    assert f"{names[1]}: partly · H200" in (folder / f"{names[1]}.svg").read_text()
 
 
 def test_a_model_is_pruned_to_the_fractions_of_a_claim(

@@ -21,6 +21,7 @@ from sparsebench.results import pruning
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.schema import Written, parse
+from sparsebench.results.claims.verdict import Basis, Word
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 PRUNED = PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json"
@@ -133,7 +134,9 @@ def test_a_site_judges_claims_by_its_runs_and_has_a_table_on_its_front(
     assert rows == ["twell-2026-training", "macko-2025"]
     (run,) = (tmp_path / "site" / "runs").iterdir()
     said = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
-    assert "leans to partly" in said
+    (verdict,) = evidence(chosen(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
+    assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.KERNEL_PROXY)
+    assert f": {verdict.word} · sparsebench</title>" in said
     assert run.name in said
     assert '<a href="../index.html">sparsebench</a>' in said
     again = publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)

@@ -1,6 +1,7 @@
 """A site of runs: what is added stays, no user and no host is on it, bad input is a line."""
 
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from places import PUBLISHED
 
 from sparsebench.errors import ResultError
 from sparsebench.harness._cli_publish import address
+from sparsebench.reports.publish import site as sites
 from sparsebench.reports.publish._card import Card
 from sparsebench.reports.publish._pages import Site, page_of, pages
 from sparsebench.reports.publish.site import publish
@@ -100,6 +102,23 @@ def test_a_suite_of_several_devices_has_a_page_that_holds_them_against_each_othe
     publish([STEP], to, Site(), unchecked)
     assert not page.exists()
     assert "compare/" not in (to / "index.html").read_text()
+
+
+def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU times warm caches; here its run is of the suite that a GPU and a simulation ran."""
+    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
+    homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
+    cpu, simulated, gpu = (PUBLISHED / home for home in homes)
+    publish([cpu, simulated], tmp_path / "two", Site(), unchecked)
+    assert not (tmp_path / "two" / "compare").exists()
+    publish([cpu, simulated, gpu], tmp_path / "three", Site(), unchecked)
+    runs = json.loads((tmp_path / "three" / "compare" / "quick.json").read_text())["runs"]
+    assert [re.sub(r"-\w+$", "", run) for run in runs.values()] == [
+        "runs/nvidia-h200-quick",
+        "runs/simulated-h200-quick",
+    ]
 
 
 def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:

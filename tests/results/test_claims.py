@@ -257,6 +257,9 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     assert both(met, missed) is Word.PARTLY
     assert both(missed, missed) is Word.REFUTED
     assert both(met, astride) is Word.INCONCLUSIVE
+    (half,) = judge("mine", claim, [replace(met, test="one")], wanted)
+    (whole,) = judge("mine", claim, [replace(met, test=name) for name in wanted], wanted)
+    assert half.basis is whole.basis is not Basis.NONE  # that of what is measured
 
 
 def test_devices_are_judged_apart_and_cells_survive_json() -> None:

@@ -1,16 +1,17 @@
 """Who was not at their best: found in synthetic rows, and in the bundles that are published."""
 
+import shutil
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from places import PUBLISHED
 
 from sparsebench.results import peers, store
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.statistics import FEWEST
 
 PROBLEM = Problem("linear", {"m": 64, "n": 512, "k": 512, "dtype": "bf16"})
 H200 = PUBLISHED / "nvidia-h200"
@@ -63,31 +64,30 @@ def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one
     assert not peers.apart({name: tables[name] for name in "ac"})
 
 
-@cache
-def tables() -> dict[str, pd.DataFrame]:
-    names = "sparsity-4096", "sparsity-64", "training", "untuned"
-    return {name: frame(store.read(H200 / name).rows) for name in names}
+def test_no_published_verdict_has_a_tuned_contender_behind_its_default() -> None:
+    runs = [store.read(file.parent) for file in H200.glob("*/run.json")]
+    verdicts = [run for run in runs if run.state["flags"]["replicates"] >= FEWEST]
+    assert len(verdicts) > 10
+    found = [doubt for run in verdicts for doubt in peers.doubts(frame(run.rows), run.path.name)]
+    assert not found
 
 
-def test_torch_bsr_tuned_is_slower_than_as_shipped_in_four_published_cells_at_64_tokens() -> None:
-    doubts = peers.doubts(tables()["sparsity-64"], "sparsity-64")
-    assert len(doubts) == 4
-    assert all("bsr/torch_bsr tuned=True" in doubt.case for doubt in doubts)
-
-
-def test_the_published_run_that_took_331_us_for_165_is_found() -> None:
-    found = [finding for finding in peers.apart(tables()) if finding.found == "331.1 µs"]
-    (finding,) = found
-    assert finding.run == "sparsity-4096"
-    assert "block=32 bsr/torch_bsr tuned=True" in finding.case
-    assert finding.expected == "about 164.9 µs, as in untuned"
-
-
-def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read() -> None:
-    run = store.read(H200 / "untuned")
-    said = list(peers.told(run, [H200 / "training", H200 / "nowhere"]))
+def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_path: Path) -> None:
+    home, slow = tmp_path / "runs", tmp_path / "runs" / "slow"
+    shutil.copytree(H200 / "quick", home / "quick")
+    shutil.copytree(H200 / "quick", slow)
+    (slow / "rows.jsonl.gz").unlink()
+    (slow / "rows.jsonl").write_text("")
+    store.keep(slow, [late(each) for each in store.rows(H200 / "quick")])
+    said = list(peers.told(store.read(slow), [home / "quick", home / "nowhere"]))
     assert all(line.startswith("warning: ") for line in said)
     assert any("nowhere is not compared: " in line for line in said)
-    assert any("as in training, found 111.4 µs" in line for line in said)
-    assert H200 / "training" in peers.siblings(H200 / "untuned")
-    assert H200 / "untuned" not in peers.siblings(H200 / "untuned")
+    assert any("bsr/bsr_wgmma" in line and ", as in quick, found " in line for line in said)
+    assert not [line for line in said if "bsr/bsr_small" in line]
+    assert peers.siblings(slow) == [home / "quick"]
+
+
+def late(row: Row) -> Row:
+    """Return a row that took twice as long, if it is of bsr_wgmma."""
+    times = 2 if row.case.contender.kernel == "bsr_wgmma" else 1
+    return replace(row, samples_us=tuple(times * us for us in row.samples_us))

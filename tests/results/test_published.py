@@ -47,7 +47,7 @@ def test_a_cpu_draws_the_bits_that_the_gpu_drew(path: Path) -> None:
     for row in store.read(path).rows:
         if row.digest:
             digests[row.case.problem.id] = row.case.problem, row.digest
-    assert len(digests) > 20
+    assert len(digests) >= 8
     for problem, digest in digests.values():
         drawn = operands.operands(problem, load_op(problem.op), torch.device("cpu"), None)
         assert drawn.digest == digest
