@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,9 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, a scheduler, a c
 WIDE = 120  # columns where there is no window: of a pipe and of a file
 RESUME = "run --resume"
 EVERY_S = 10.0  # between two lines of progress in a pipe
+# Options of `run` that a stopped run has of its own, and those one that is shared out has, too.
+OF_A_RUN = "to", "only", "replicates", "energy", "devices", "slurm", "submit", "shards", "shard"
+OF_A_PLAN = "device", "data", "timeout"
 LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
 
 Show = Callable[[int, int, str], None]
@@ -107,6 +111,18 @@ def common(
     ] = False,
 ) -> None:
     """Compare sparse matrix formats on a GPU, reproducibly."""
+
+
+def require_own(given: typer.Context, names: Collection[str]) -> None:
+    """Refuse options beside --resume that the run has of its own."""
+    found = []
+    for option in given.command.params:
+        source = given.get_parameter_source(option.name or "")
+        if option.name in names and source and source.name == "COMMANDLINE":
+            found.append(option.opts[0])
+    if found:
+        said = f"found {' '.join(found)} beside it"
+        raise typer.BadParameter(f"expected --resume RUN, which has flags of its own; {said}")
 
 
 def wide() -> Console:
@@ -206,19 +222,84 @@ def progress_bar() -> Iterator[Show]:
 
 def _lines() -> Show:
     began = time.monotonic()
-    due = began
+    due, left = began, _Left()
 
     def show(done: int, total: int, problem: str) -> None:
         nonlocal due
         now = time.monotonic()
+        left_s = left.after(now, done, total)
         if now < due and done < total:
             return
         due = now + EVERY_S
-        left = f", {(now - began) / done * (total - done):.0f} s left" if done else ""
-        line = f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip()
+        told = "" if left_s is None else f", {left_s:.0f} s left"
+        line = f"{done}/{total} after {now - began:.0f} s{told}  {problem}".rstrip()
         err.print(line, soft_wrap=True, highlight=False, markup=False)
 
     return show
+
+
+class _Left:
+    """The seconds left, by what was done since the first call: a resumed run begins with some done.
+
+    A run that follows a whole one begins anew. Where another one comes before that, several take
+    turns, or one was given up: from then on nobody knows.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last = 0, 0
+        self._known = True
+
+    def after(self, now: float, done: int, total: int) -> float | None:
+        """Return the seconds left when so many parts are done; None where that is not known."""
+        before, of = self._last
+        if self._first is None:
+            self._first = now, done
+        elif total != of or done < before:
+            self._first = now, done
+            self._known = self._known and before >= of
+        self._last = done, total
+        since, first = self._first
+        if not self._known or done == first:
+            return None
+        return (now - since) / (done - first) * (total - done)
+
+
+def ended(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the line for what ended a command."""
+    from sparsebench.errors import SparsebenchError, WorkerError
+
+    match error:
+        case SystemExit():
+            return int(error.code or 0), ""
+        case KeyboardInterrupt():
+            return INTERRUPTED, "interrupted"
+        case SparsebenchError():
+            return BAD_INPUT, str(error)
+        case WorkerError():
+            return UNFIT, str(error)
+        case OSError():
+            return BAD_INPUT, f"{error.filename or 'a file'}: {error.strerror or error}"
+        case MemoryError():
+            return BAD_INPUT, "expected enough memory, found none left"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(where.filename).name}:{where.lineno}"
+    hint = "SPARSEBENCH_TRACEBACK=1 shows where"
+    said = f"{type(error).__name__}: {error} ({place}; {hint})"
+    plugin = _plugin(error)
+    if plugin:
+        return BAD_INPUT, f"an error of the plug-in {plugin}: {said}"
+    return DEFECT, f"an error of sparsebench: {said}"
+
+
+def _plugin(error: BaseException) -> str | None:
+    """Name the package of others that an error comes from: libraries below it have no fault."""
+    from sparsebench._discovery import others
+
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    named = [name for name in packages if name in {"sparsebench", *others}]
+    return named[-1] if named and named[-1] != "sparsebench" else None
 
 
 def show_page(page: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from sparsebench.errors import ResultError
 from sparsebench.harness._cli import (
     GATE_FAILED,
     SOME_FAILED,
@@ -26,7 +27,7 @@ from sparsebench.harness._cli import (
     wide,
 )
 from sparsebench.harness._cli_cluster import Devices, Ways
-from sparsebench.harness._cli_survey import PUBLISHED, Budget, budget_s
+from sparsebench.harness._cli_survey import PUBLISHED, budget_s
 
 campaign = typer.Typer(
     help="Measure many suites in one order, in pieces, over several machines.",
@@ -35,8 +36,13 @@ campaign = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+GPU = PUBLISHED / "nvidia-h200"  # whose runs tell what things cost
+
 File = Annotated[str, typer.Argument(help="A campaign's name, or a file.yaml.")]
 To = Annotated[Path, typer.Option("--to", help="Folder of its runs; it is made, or gone on with.")]
+Budget = Annotated[
+    str | None, typer.Option(help="Time to take: 90s, 10m, 2h; default: as long as it takes.")
+]
 Names = Annotated[
     list[str] | None, typer.Option("--entry", help="This entry alone; more than once, these.")
 ]
@@ -46,8 +52,9 @@ Names = Annotated[
 def plan(
     file: File = "published",
     gpu: Annotated[
-        Path, typer.Option(help="Published runs that tell what things cost.")
-    ] = PUBLISHED / "nvidia-h200",
+        Path | None,
+        typer.Option(help=f"Published runs that tell what things cost; default {GPU}."),
+    ] = None,
     data: Data = None,
     names: Names = None,
     as_json: Json = False,
@@ -56,9 +63,12 @@ def plan(
     from sparsebench.harness.campaign.costs import estimates
     from sparsebench.harness.campaign.plan import campaign as read
 
+    if gpu is None and not GPU.is_dir():
+        said = f"expected {GPU}, the published runs of a checkout, found none here"
+        raise ResultError(f"--gpu: {said}; --gpu names others")
     asked = read(file)
     chosen = [entry.name for entry in asked.named(names or [])]
-    found = [each for each in estimates(asked, gpu, data) if each.entry.name in chosen]
+    found = [each for each in estimates(asked, gpu or GPU, data) if each.entry.name in chosen]
     total = sum(each.seconds or 0.0 for each in found)
     if as_json:
         entries = [
@@ -113,6 +123,7 @@ def run(
 def status(to: To, file: File = "published", names: Names = None, as_json: Json = False) -> None:
     """Say how far each entry of a campaign is, without a GPU."""
     from sparsebench.harness.campaign.plan import campaign as read
+    from sparsebench.harness.campaign.publish import published
     from sparsebench.harness.campaign.sitting import state
 
     asked = read(file)
@@ -129,6 +140,9 @@ def status(to: To, file: File = "published", names: Names = None, as_json: Json 
     whole = sum(each.status == "whole" for each in states)
     spent = _time(sum(each.seconds for each in states))
     out.print(f"{whole} of {len(states)} entries are whole, after {spent} of one GPU")
+    named = {each.name for each in states}
+    if same := len(named.intersection(published(asked, to, PUBLISHED))):
+        out.print(f"{same} of them are in {PUBLISHED} already, of this code")
 
 
 @campaign.command()

@@ -152,7 +152,7 @@ def check(
     from sparsebench.harness.claims.catalog import chosen
     from sparsebench.harness.claims.check import check as checked
     from sparsebench.harness.claims.check import evidence, to_json
-    from sparsebench.harness.claims.costs import looks
+    from sparsebench.harness.claims.costs import left_out, looks
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
     from sparsebench.harness.run.state import Flags
@@ -163,8 +163,8 @@ def check(
 
     def planned(found: "Evidence") -> None:
         left = looks(found, picked, replicates, there)
-        for look in left:
-            err.print(look.sentence, soft_wrap=True, highlight=False, markup=False)
+        for line in [*(look.sentence for look in left), *left_out(found)]:
+            err.print(line, soft_wrap=True, highlight=False, markup=False)
         known = [look.seconds for look in left if look.seconds is not None]
         total = f", about {sum(known):.0f} s" if known else ""
         err.print(f"{len(left)} runs of {replicates} processes{total}", highlight=False)

@@ -1,4 +1,7 @@
-"""The commands that make weights and activations to measure: prune and train-lm."""
+"""The commands prune and train-lm make weights and activations.
+
+The command whole measures a model.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

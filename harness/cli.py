@@ -10,18 +10,16 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from sparsebench.harness._cli import (
-    BAD_INPUT,
-    DEFECT,
-    INTERRUPTED,
+    OF_A_PLAN,
+    OF_A_RUN,
     SOME_FAILED,
-    UNFIT,
     Data,
     Debug,
     Device,
@@ -38,10 +36,12 @@ from sparsebench.harness._cli import (
     RunPath,
     Timeout,
     app,
+    ended,
     err,
     measuring,
     out,
     print_json,
+    require_own,
     show_page,
     telling,
     wide,
@@ -69,6 +69,10 @@ from sparsebench.harness._cli_survey import doctor, new_gpu
 from sparsebench.harness._cli_try import profiled, try_
 from sparsebench.harness.run import ahead
 
+if TYPE_CHECKING:
+    from sparsebench.harness.plan.suite import Suite
+    from sparsebench.harness.run.state import Flags
+
 # What a report needs, 3 s together on a cold disk.
 REPORTING = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"
 
@@ -78,7 +82,7 @@ def main() -> int:
     try:
         app()
     except BaseException as error:
-        code, said = _ended(error)
+        code, said = ended(error)
         if said and os.environ.get("SPARSEBENCH_TRACEBACK"):
             traceback.print_exc()
         with suppress(OSError):  # the terminal may be gone
@@ -89,43 +93,6 @@ def main() -> int:
     finally:
         ahead.end()
     return 0
-
-
-def _ended(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the line for what ended a command."""
-    from sparsebench.errors import SparsebenchError, WorkerError
-
-    match error:
-        case SystemExit():
-            return int(error.code or 0), ""
-        case KeyboardInterrupt():
-            return INTERRUPTED, "interrupted"
-        case SparsebenchError():
-            return BAD_INPUT, str(error)
-        case WorkerError():
-            return UNFIT, str(error)
-        case OSError():
-            return BAD_INPUT, f"{error.filename or 'a file'}: {error.strerror or error}"
-        case MemoryError():
-            return BAD_INPUT, "expected enough memory, found none left"
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(where.filename).name}:{where.lineno}"
-    hint = "SPARSEBENCH_TRACEBACK=1 shows where"
-    said = f"{type(error).__name__}: {error} ({place}; {hint})"
-    plugin = _plugin(error)
-    if plugin:
-        return BAD_INPUT, f"an error of the plug-in {plugin}: {said}"
-    return DEFECT, f"an error of sparsebench: {said}"
-
-
-def _plugin(error: BaseException) -> str | None:
-    """Name the package of others that an error comes from: libraries below it have no fault."""
-    from sparsebench._discovery import others
-
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
-    named = [name for name in packages if name in {"sparsebench", *others}]
-    return named[-1] if named and named[-1] != "sparsebench" else None
 
 
 @app.command("list")
@@ -194,6 +161,7 @@ def check(
 
 @app.command()
 def run(
+    given: typer.Context,
     suite: Annotated[str | None, typer.Argument(help="A suite's name, or a file.yaml.")] = None,
     device: Device = None,
     data: Data = None,
@@ -218,40 +186,75 @@ def run(
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     ways = Ways(devices, slurm, submit, shards)
-    if not (repeat or profile):
-        count = 0 if slurm or submit else ways.count
-        ahead.early(device or devices, count, 1 if resume else replicates)
-    from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run.measure import measure
+    if (suite is None) == (resume is None):
+        raise typer.BadParameter("expected a suite, or --resume RUN alone")
+    if resume:
+        if repeat or profile:
+            raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
+        require_own(given, OF_A_RUN)
+        ahead.early(device, 1, 1)
+        if is_shared(resume):
+            require_own(given, OF_A_PLAN)
+            with measuring() as show:
+                path = go_on(resume, show, telling(debug))
+        else:
+            path = _resumed(resume, device, data, timeout, debug)
+    elif repeat or profile:
+        raise typer.Exit(profiled(str(suite), device, data, only, repeat, profile))
+    else:
+        ahead.early(device or devices, 0 if slurm or submit else ways.count, replicates)
+        from sparsebench.harness.plan.suite import read
+        from sparsebench.harness.run.state import Flags
+
+        asked = read(str(suite), data)
+        flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
+        path = _measured(asked, flags, debug, to=to, ways=ways)
+    _told(path, as_json, markdown, browse)
+
+
+def _resumed(
+    run: Path, device: str | None, data: Path | None, timeout_s: float, debug: bool
+) -> Path:
+    """Go on with a run by its own suite and flags, on this device if one is named."""
+    from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.own_suite import own_suite
     from sparsebench.harness.run.state import Flags
     from sparsebench.results import store
 
-    if (suite is None) == (resume is None):
-        raise typer.BadParameter("expected a suite, or --resume RUN alone")
-    if repeat or profile:
-        if suite is None:
-            raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
-        raise typer.Exit(profiled(suite, device, data, only, repeat, profile))
-    if resume and is_shared(resume):
-        with measuring() as show:
-            path = go_on(resume, show, telling(debug))
-    else:
-        if resume:
-            stopped = not_merged(store.read(resume))
-            before = stopped.state["flags"]
-            only, replicates = before["only"], before["replicates"]
-            energy, shard = before.get("energy", False), before.get("shard", "")
-            data = data or (Path(before["data"]) if before.get("data") else None)
-            device = device or before["device"]
-        asked = own_suite(stopped, data) if resume else read(str(suite), data)
-        flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
-        engine = ways.measure if ways else measure
-        ahead.meanwhile(*REPORTING)
-        with measuring() as show:
-            path = engine(asked, flags, to, resume, show, told=telling(debug))
+    stopped = not_merged(store.read(run))
+    own = stopped.state["flags"]
+    data = data or (Path(own["data"]) if own.get("data") else None)
+    asked = own_suite(stopped, data)
+    flags = Flags(
+        *(named(device or own["device"]), data, timeout_s, own["replicates"], own["only"]),
+        *(own.get("energy", False), own.get("shard", "")),
+    )
+    return _measured(asked, flags, debug, resume=run)
+
+
+def _measured(
+    asked: "Suite",
+    flags: "Flags",
+    debug: bool,
+    *,
+    to: Path | None = None,
+    resume: Path | None = None,
+    ways: Ways | None = None,
+) -> Path:
+    """Measure here, or shared out in one of the ways, and return the run."""
+    from sparsebench.harness.run.measure import measure
+
+    engine = ways.measure if ways else measure
+    ahead.meanwhile(*REPORTING)
+    with measuring() as show:
+        return engine(asked, flags, to, resume, show, told=telling(debug))
+
+
+def _told(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
+    """Print the answer of a run and write its report; exit with SOME_FAILED where cases failed."""
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+    from sparsebench.results import store
     from sparsebench.results.analysis import analyse
 
     measured = store.read(path)

@@ -6,10 +6,10 @@
 A cell is text, or text and a style: good, bad, unsure, quiet.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
@@ -69,12 +69,23 @@ class Sheet:
         return "\n".join([*title, *(f"| {' | '.join(map(_plain, line))} |" for line in lines)])
 
     def html(self) -> Markup:
-        """Return an HTML table; styles are classes."""
-        head = _row("th", ((name, "") for name in self.columns))
-        body = Markup("\n").join(_row("td", map(_cell, line)) for line in self.lines)
+        """Return an HTML table; styles are classes. A cell has its head, for narrow screens."""
+        head = Markup("").join(Markup("<th>{}</th>").format(name) for name in self.columns)
+        body = Markup("\n").join(self._row(line) for line in self.lines)
         title = Markup("<h2>{}</h2>\n").format(self.title) if self.title else Markup()
-        table = Markup('<div class="scroll" tabindex="0"><table>\n')
-        return title + table + head + Markup("\n") + body + Markup("\n</table></div>")
+        table = (
+            '<div class="scroll" tabindex="0"><table class="stacked">\n<thead><tr>{}</tr></thead>\n'
+        )
+        return title + Markup(table + "<tbody>\n{}\n</tbody></table></div>").format(head, body)
+
+    def _row(self, line: Sequence[Cell]) -> Markup:
+        cells = [
+            Markup('<td class="{}" data-head="{}">{}</td>').format(
+                style or ("vacant" if text in ("", "-") else ""), name, text
+            )
+            for name, (text, style) in zip(self.columns, map(_cell, line), strict=True)
+        ]
+        return Markup("<tr>{}</tr>").format(Markup("").join(cells))
 
     def _kept(self, window: int) -> list[str]:
         """Return the columns that fit: as many of the spare ones as there is room for."""
@@ -100,16 +111,6 @@ def _cell(cell: Cell) -> tuple[str, str]:
 def _styled(cell: Cell) -> tuple[str, str]:
     text, style = _cell(cell)
     return text, STYLES.get(style, "")
-
-
-def _row(tag: str, cells: Iterable[tuple[str, str]]) -> Markup:
-    drawn = (
-        Markup('<{0} class="{1}">{2}</{0}>').format(Markup(tag), style, escape(text))
-        if style
-        else Markup("<{0}>{1}</{0}>").format(Markup(tag), escape(text))
-        for text, style in cells
-    )
-    return Markup("<tr>") + Markup("").join(drawn) + Markup("</tr>")
 
 
 def _plain(text: str) -> str:

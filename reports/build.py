@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import pandas as pd
 from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
@@ -148,17 +149,24 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {known[key]}" for name, key in names.items() if key in known]
     dirty = " with uncommitted changes" if known.get("dirty") == "True" else ""
-    ok = (cases.status == Status.OK).groupby(cases.case_id).all()
     facts = {
         "started": str(run.state.get("started", "")),
         "devices": _devices(run),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
         "only": part(run.state.get("flags", {}).get("only", "")),
-        "cases": f"{ok.sum()} ok, {(~ok).sum()} not, of {cases.problem_id.nunique()} problems",
+        "cases": f"{_counted(cases)}, of {cases.problem_id.nunique()} problems",
         "processes": str(frames.rows.replicate.nunique()),
     }
     return [(name, value) for name, value in facts.items() if value]
+
+
+def _counted(cases: pd.DataFrame) -> str:
+    """Count cases by their worst status: `229 ok, 57 unsupported`."""
+    worst = cases.sort_values("status", key=lambda status: status == Status.OK, kind="stable")
+    counts = worst.drop_duplicates("case_id").status.value_counts()
+    said = [f"{counts[status]} {status}" for status in Status if status in counts]
+    return ", ".join(said).replace("_", " ")
 
 
 def _devices(run: Run) -> str:

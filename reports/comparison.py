@@ -1,6 +1,7 @@
 """Runs compared: a summary first, then every case, the largest change first.
 
     A, B, C ...   the runs; each is held against A
+    warning       first of all, where one of them is simulated
     summary       how many cases are faster, slower, equal; geometric mean; what else differs
     table         speed-ups over the local baseline, their ratio, parts of the local bound, times
 
@@ -23,13 +24,21 @@ from rich.text import Text
 
 from sparsebench.errors import ResultError
 from sparsebench.reports._sheet import Cell, Sheet
-from sparsebench.reports.terminal import labels, shown, split
+from sparsebench.reports.terminal import PARTS, USUAL, labels, shown, split
 from sparsebench.results.analysis import analyse
 from sparsebench.results.changes import Changes, Word, changes
 from sparsebench.results.compare import KEYS, Comparison
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.store import Run
-from sparsebench.results.words import duration, estimate, kernel, percent, rounded, significant
+from sparsebench.results.words import (
+    duration,
+    estimate,
+    kernel,
+    listed,
+    percent,
+    rounded,
+    significant,
+)
 
 LINES = 30
 FACTS_SHOWN = 8
@@ -55,7 +64,9 @@ class Compared:
         """Yield the runs, the summary and the largest changes."""
         yield from (Text(line) for line in runs(self))
         yield Text()
-        yield from (Text(line, style="bold") for line in sentences(self))
+        warned = warning(self)
+        yield from (Text(line, style="red") for line in warned)
+        yield from (Text(line, style="" if warned else "bold") for line in sentences(self))
         yield summary(self)
         yield from (Text(line) for line in notes(self))
         yield Text()
@@ -71,12 +82,29 @@ def compared(given: Sequence[Run]) -> Compared:
     if not 2 <= len(given) <= len(ascii_uppercase):
         raise ResultError(f"compare: expected 2 to 26 runs, found {len(given)}")
     named = dict(zip(ascii_uppercase, given, strict=False))
-    return Compared(named, {name: changes(given[0], named[name]) for name in [*named][1:]})
+    others = {name: changes(given[0], named[name]) for name in [*named][1:]}
+    for name, own in others.items():
+        if not own.counts:
+            expected = "expected a case in common that is no baseline and has a time"
+            raise ResultError(f"{given[0].path} and {named[name].path}: {expected}, found none")
+    return Compared(named, others)
 
 
 def runs(found: Compared) -> list[str]:
     """Return a line a run: its letter, path, device, commit and badges."""
     return [f"{name}: {_about(run)}" for name, run in found.runs.items()]
+
+
+def warning(found: Compared) -> list[str]:
+    """Return what comes before any result where runs are simulated; else nothing."""
+    simulated = [name for name, run in found.runs.items() if "sim" in run.environment]
+    if not simulated:
+        return []
+    verb = "is" if len(simulated) == 1 else "are"
+    said = f"{listed(simulated)} {verb} simulated: no GPU ran, a model of one made these times."
+    if len(simulated) < len(found.runs):
+        said += " What differs from a real run says nothing of a GPU."
+    return [said]
 
 
 def sentences(found: Compared) -> list[str]:
@@ -114,8 +142,6 @@ def notes(found: Compared) -> list[str]:
             f"{', '.join(looks)}: a look, no verdict. Ranges are compared, and an unlucky process "
             "moves them."
         )
-    if len({"SIMULATED" in words for words in told.values()}) > 1:
-        said.append("Simulated and real runs are compared: what differs says nothing of a GPU.")
     for name, own in found.others.items():
         if not own.same_device:
             devices = f"{own.found.name_a} and {own.found.name_b}"
@@ -131,28 +157,32 @@ def notes(found: Compared) -> list[str]:
     return said
 
 
-def table(found: Compared) -> Sheet:
-    """Return all cases, the largest change first; broken ones before all others."""
+def table(found: Compared, folded: bool = False) -> Sheet:
+    """Return all cases, the largest change first; broken ones before all others.
+
+    `folded`: what varies of the problems is one column, for a page.
+    """
     ordered = sorted(_joined(found), key=lambda case: -max(map(_size, case.values())))
     first = [next(iter(case.values())) for case in ordered]
     every = pd.DataFrame(first)
     names = [n for n in ["op", *_fields(every), "scope", "cache"] if n in every]
     varying, constant = split(every, names)
-    columns = [*varying, "contender", "× baseline A"]
+    columns = [*(["problem"] if folded else varying), "contender", "× baseline A"]
     cells: list[list[Cell]] = []
     for case, line in zip(ordered, first, strict=True):
         base = " (baseline)" if line["is_baseline"] else ""
         own: list[Cell] = [shown(name, line[name]) for name in varying]
+        own = [_problem(varying, line)] if folded else own
         own += [kernel(line["label"]) + base, rounded(line["speedup_a"], line["uncertainty_a"])]
         for name in found.others:
             own += _of(case[name]) if name in case else [""] * len(ADDED)
         cells.append(own)
     others = [*found.others]
     columns += [text.format(name) for name in others for text in ADDED]
-    words = {"contender", "op", "pattern", "dtype"}
+    words = {"problem", "contender", "op", "pattern", "dtype"}
     words |= {text.format(name) for name in others for text in ADDED if text in WORDS}
     spare = [text.format(name) for text in SPARE for name in others]
-    title = f"Largest changes first: {constant}"
+    title = ": ".join(filter(None, ["Largest changes first", constant]))
     spare += ["× baseline A", *(f"{name} is" for name in others)]  # a ratio also has a colour
     return Sheet(title, tuple(columns), cells, frozenset(words), tuple(spare))
 
@@ -160,7 +190,13 @@ def table(found: Compared) -> Sheet:
 def markdown(found: Compared) -> str:
     """Return the comparison for a pull request: the summary, and all cases folded away."""
     head = [f"- {line}" for line in runs(found)]
-    parts = ["\n".join(sentences(found)), "\n".join(head), summary(found).markdown(), *notes(found)]
+    parts = [
+        *warning(found),
+        "\n".join(sentences(found)),
+        "\n".join(head),
+        summary(found).markdown(),
+        *notes(found),
+    ]
     whole = table(found).markdown()
     parts.append(f"<details><summary>Every case</summary>\n\n{whole}\n\n</details>")
     return "\n\n".join(parts) + "\n"
@@ -171,11 +207,13 @@ def html(found: Compared, root: str = "") -> str:
 
     In a site, `root` leads from the page to the folder that the runs' paths are relative to.
     """
-    css = (files("sparsebench.reports") / "templates" / "report.css").read_text("utf-8")
+    templates = files("sparsebench.reports") / "templates"
+    css, page = ((templates / n).read_text("utf-8") for n in ("report.css", "comparison.html"))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(PAGE).render(
+    return environment.from_string(page).render(
         css=Markup(css),
         title=f"{len(found.runs)} runs compared",
+        warning=warning(found),
         sentences=sentences(found),
         root=root,
         runs=[
@@ -184,7 +222,7 @@ def html(found: Compared, root: str = "") -> str:
         ],
         summary=summary(found).html(),
         notes=notes(found),
-        table=table(found).html(),
+        table=table(found, folded=True).html(),
     )
 
 
@@ -222,6 +260,15 @@ def to_json(found: Compared) -> dict[str, Any]:
             for name, own in found.others.items()
         },
     }
+
+
+def _problem(names: Sequence[str], line: Mapping[Any, Any]) -> str:
+    """Write the fields of a problem that vary: `linear, bf16, two_four, 50 %, m 16, n 4096`."""
+    told = [(name, shown(name, line[name])) for name in names]
+    told = [each for each in told if each[1] != "-" and each not in USUAL]
+    plain = (*PARTS, "sparsity")
+    first = [value for name, value in told if name in plain]
+    return ", ".join([*first, *(f"{name} {value}" for name, value in told if name not in plain)])
 
 
 def _about(run: Run) -> str:
@@ -280,34 +327,3 @@ def _side(line: Mapping[Any, Any], side: str) -> str:
     if pd.isna(ends[0]):
         return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
     return f"{estimate(*ends)} {said}".rstrip()
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ title }}</title>
-<style>
-{{ css }}
-td.good { color: var(--series-2); } td.bad { color: var(--warn); } td.quiet { color: var(--soft); }
-</style>
-</head>
-<body>
-<header>
-<p class="over">sparsebench{% if root %} <a href="{{ root }}index.html">All runs</a>{% endif %}</p>
-<h1>{{ title }}</h1>
-{% for line in sentences %}<p><b>{{ line }}</b></p>
-{% endfor %}{{ summary }}
-<ul>{% for line, page in runs %}<li>{{ line }}
-{% if page %}<a href="{{ page }}">report</a>{% endif %}</li>
-{% endfor %}</ul>
-{% for line in notes %}<p class="quiet">{{ line }}</p>
-{% endfor %}</header>
-<main>
-{{ table }}
-</main>
-</body>
-</html>
-"""

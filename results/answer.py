@@ -2,11 +2,13 @@
 
     badges      LOOK: 3 processes · SIMULATED · UNRELIABLE · BUSY MACHINE, each with its reason
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
-    sentences   BSR beats dense: blocks of 16 from 64 %; of 32, 64 and 128 already at 50 %.
+    sentences   BSR beats dense: blocks of 16 from a point between 50 % and 80 %; blocks of 32, 64
+                and 128 already at 50 %.
                 At 90 %: BSR in blocks of 128, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
 
 Every function is pure: of a view (views.py), of cases, or of a run's environment. A gain is over
 the fastest dense contender of the same contest (contests.py). Dense winning is a sentence too.
+Only levels that were measured are said: nothing between two of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +17,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.summary import NoCrossing, crossing
+from sparsebench.results.summary import CONTEST
 from sparsebench.results.views import ANY, View, ordered, views
 from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, times
 
@@ -44,20 +46,16 @@ class Badge(StrEnum):
 class BreakEven:
     """From which level on a format is faster than dense, in one row of a view.
 
-    `low` and `high` are where the ends of its interval cross. `settled`: the levels on both sides
-    of the crossing are beyond the noise; without one the first or last level is. `note` is why
-    there is none, as in summary.break_even.
+    `slower` is the last measured level at which it is slower: NaN where there is none. `faster` is
+    the first one from which on it is faster: NaN where it is slower at the last one. `settled`:
+    these levels are beyond the noise.
     """
 
     kind: str
     row: Any
-    level: float
-    low: float
-    high: float
+    slower: float
+    faster: float
     settled: bool
-    note: str
-    first: float
-    last: float
 
 
 def badges(
@@ -145,7 +143,7 @@ def sentences(view: View) -> list[str]:
         return ["No dense contender has a time here: there is nothing to compare with."]
     if not (view.cells.best_gain > 1).any():
         top = view.cells.nlargest(1, "best_gain").iloc[0]
-        near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {_place(view, top)}."
+        near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {place(view, top)}."
         return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
     first = _crossings(view) if view.x == "level" else _spans(view)
     return [*first, *_levels(view)]
@@ -159,6 +157,30 @@ def break_evens(view: View) -> list[BreakEven]:
     found = [_break_even(str(kind), row, cells.sort_values("x")) for (kind, row), cells in groups]
     rows = {plain(value): i for i, value in enumerate(ordered(view.formats.y))}
     return sorted(found, key=lambda each: (each.kind, rows[plain(each.row)]))
+
+
+def variants(view: View, cases: pd.DataFrame) -> str:
+    """Say which of a view's winners stand for the fastest of several variants; "" if none does."""
+    beside = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+    beside = beside.merge(view.cells[CONTEST].drop_duplicates(), on=CONTEST)
+    beside = beside[beside.kernel.isin(view.cells.best_kernel.dropna())]
+    said = []
+    several = beside.groupby([*CONTEST, "kernel"]).label.transform("nunique") > 1
+    for name, own in beside[several].groupby("kernel", sort=False):
+        labels = own.label.str.replace(r" block=\S+", "", regex=True)
+        options = labels.str.partition(" ")[2].unique()
+        if len(options) > 1:  # else they differ in the block that they store
+            most = "faster" if len(options) == 2 else "fastest"
+            named = listed([text or "no option" for text in options])
+            said.append(f"{name}: the {most} of {named}")
+    return "; ".join(said)
+
+
+def place(view: View, line: Any) -> str:
+    """Say where a cell is: `at 90 %, m 16`."""
+    across = word(view.x, line.x) + view.units
+    along = word(view.y, line.y) if view.y not in ("", "block") else ""
+    return ", ".join(filter(None, [across if view.x == "level" else f"at {across}", along]))
 
 
 def _processes(count: int) -> str:
@@ -196,24 +218,11 @@ def _shared(view: View, name: str) -> str:
 
 
 def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
-    logs = {name: np.log(cells.set_index("x")[name]) for name in ("gain", "low", "high")}
-    found = crossing(logs["gain"])
-    ends = [crossing(logs[name].fillna(logs["gain"])) for name in ("high", "low")]
-    above, below = cells.x >= found["break_even"], cells.x < found["break_even"]
-    near = [cells[above].head(1), cells[below].tail(1)]
-    if found["note"]:
-        near = [cells.head(1) if found["note"] == NoCrossing.BELOW else cells.tail(1)]
-    low, high = (end["break_even"] for end in ends)
+    below = cells.x <= cells.x[cells.gain < 1].max()  # nowhere, where the greatest of none is NaN
+    near = [cells[below].tail(1), cells[~below].head(1)]
+    slower, faster = (float(side.x.max()) for side in near)
     return BreakEven(
-        kind,
-        row,
-        found["break_even"],
-        low,
-        high,
-        settled=all(bool(side.settled.all()) for side in near),
-        note=found["note"],
-        first=found["first_level"],
-        last=found["last_level"],
+        kind, row, slower, faster, settled=all(bool(side.settled.all()) for side in near)
     )
 
 
@@ -243,23 +252,14 @@ def _subject(kind: str) -> tuple[str, str]:
     return name[:1].upper() + name[1:], "beat" if name.endswith("s") else "beats"
 
 
-def _level(view: View, level: float) -> str:
-    """Write a level with two significant digits of its density: 64 %, 99.5 %, 99.86 %."""
-    return percent(1 - float(f"{1 - level:.2g}")) + view.units
-
-
 def _from(view: View, each: BreakEven) -> str:
-    if each.note == NoCrossing.BELOW:
-        unsure = "" if each.settled else " (not settled)"
-        return f"already at {percent(each.first)}{view.units}{unsure}"
-    if each.note:
-        return f"not up to {percent(each.last)}{view.units}"
-    level = _level(view, each.level)
-    if each.settled:
-        return f"from {level}"
-    ends = [_level(view, end) for end in (each.low, each.high) if not np.isnan(end)]
-    span = f": {' to '.join(ends)}" if len(set(ends)) > 1 else ""
-    return f"from about {level} (not settled{span})"
+    unsure = "" if each.settled else " (not settled)"
+    if pd.isna(each.slower):
+        return f"already at {percent(each.faster)}{view.units}{unsure}"
+    if pd.isna(each.faster):
+        return f"not up to {percent(each.slower)}{view.units}"
+    span = f"{percent(each.slower)} and {percent(each.faster)}{view.units}"
+    return f"from a point between {span}{unsure}"
 
 
 def _rows(view: View, rows: Sequence[Any]) -> str:
@@ -311,7 +311,7 @@ def _levels(view: View) -> list[str]:
             rows = ordered(cells.y)
             rows = [row for row in ASKED.get(view.y, ()) if row in rows] or [rows[0], rows[-1]]
             cells = pd.concat([cells[cells.y == row] for row in dict.fromkeys(rows)])
-        said += [f"{_place(view, line)[:1].upper()}{_place(view, line)[1:]}: {winner(line)}."
+        said += [f"{place(view, line)[:1].upper()}{place(view, line)[1:]}: {winner(line)}."
                  for _, line in cells.iterrows()]  # fmt: skip
     return said
 
@@ -342,10 +342,3 @@ def _short(line: Any, side: str) -> str:
 
 def _gain(line: Any) -> str:
     return between(line.best_gain, line.best_low, line.best_high, line.best_half)
-
-
-def _place(view: View, line: Any) -> str:
-    """Say where a cell is: `at 90 %, m 16`."""
-    across = word(view.x, line.x) + view.units
-    along = word(view.y, line.y) if view.y not in ("", "block") else ""
-    return ", ".join(filter(None, [across if view.x == "level" else f"at {across}", along]))

@@ -3,8 +3,8 @@
     cases ─> raced     cases with a time; each is against the fastest dense one of its contest
           ─> contests  a line a contest, with columns best_*, ours_*, peer_* and dense_*
 
-    gain      time of the fastest dense contender / time of the case, process by process. It is
-              `speedup` where the baseline is that contender
+    gain      time of the fastest dense contender / time of the case, block by block and process by
+              process (pairing.py). It is `speedup` where the baseline is that contender
     half      how far `gain` may be off, as `uncertainty` of a speed-up (verdict.py)
     settled   the interval of `gain` is beyond the noise floor, and the verdict says so too
 
@@ -19,8 +19,9 @@ import pandas as pd
 
 from sparsebench.results.families import OURS, family
 from sparsebench.results.frame import fields
+from sparsebench.results.pairing import between
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, Outcome, hodges_lehmann
+from sparsebench.results.statistics import Outcome
 from sparsebench.results.summary import CONTEST, chose_dense
 from sparsebench.results.verdict import uncertainty
 
@@ -118,27 +119,8 @@ def _over(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, flo
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
         if line["outcome"] in list(Outcome):
             return gain, low, high, line["outcome"] in DECIDED
-    else:
-        gain, low, high = _ratio(line, base)
+    elif found := between(line["blocks"], base["blocks"]):
+        gain, low, high = found.value, found.low, found.high
+    else:  # they were timed in different processes
+        gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan
     return gain, low, high, bool(low > 1 + floor or high < 1 / (1 + floor))
-
-
-def _ratio(line: dict[Any, Any], base: dict[Any, Any]) -> tuple[float, float, float]:
-    """Return the ratio of two cases of a contest, process by process, and its interval."""
-    pair = [case["speedups"] for case in (line, base)]
-    known = all(isinstance(each, tuple) for each in pair) and len(pair[0]) == len(pair[1])
-    if not known or np.isnan(pair).any():
-        return base["median_us"] / line["median_us"], np.nan, np.nan
-    logs = np.subtract(*np.log(pair))
-    if logs.size >= FEWEST:
-        found = hodges_lehmann(logs)
-        return _exp(found.estimate, found.low, found.high)
-    if logs.size > 1:
-        return _exp(logs.mean(), logs.min(), logs.max())
-    ends = line["speedup_low"] / base["speedup_high"], line["speedup_high"] / base["speedup_low"]
-    return float(np.exp(logs[0])), *ends
-
-
-def _exp(*logs: Any) -> tuple[float, float, float]:
-    estimate, low, high = np.exp(logs).tolist()
-    return estimate, low, high

@@ -5,9 +5,11 @@ Code reads `gpu.name`, `gpu.uuid`, `cpu.name`, `versions.<package>`, `commit`, `
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import ResultError
+from sparsebench.results.files import from_json
 
 KIND = "name", "compute_capability", "multiprocessors", "memory_bytes", "l2_bytes"
 LIMITS = "driver", "power_limit_w", "sm_clock_max_mhz"  # GPUs of one name may be set otherwise
@@ -18,6 +20,20 @@ def device_name(environment: Mapping[str, Any]) -> str:
     """Name the GPU, or the CPU where there was none."""
     facts = flat(environment)
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
+
+
+def identity_of(environment: Mapping[str, Any]) -> str:
+    """Return the UUID of the GPU, or the name of the CPU where there was none, as a row has it."""
+    facts = flat(environment)
+    found = facts.get("gpu.uuid") or facts.get("cpu.name")
+    if not found:
+        raise ResultError("environment.json: expected gpu.uuid or cpu.name, found neither")
+    return found
+
+
+def identity_at(run: Path) -> str:
+    """Return `identity_of` a run on disk, and read none of its rows."""
+    return identity_of(from_json(run / "environment.json"))
 
 
 def devices_named(environment: Mapping[str, Any]) -> str:

@@ -12,9 +12,10 @@ import gzip
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from sparsebench.errors import ResultError, SparsebenchError
 
@@ -25,6 +26,7 @@ INTEGER_DIGITS = 100
 JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
 ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
 
+Model = TypeVar("Model")
 Raised = type[SparsebenchError]
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 30 times as fast, where libyaml is
 
@@ -76,6 +78,17 @@ def from_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
     return data
+
+
+def validated(file: Path, model: type[Model], schema: str) -> Model:
+    """Return what a JSON file holds, as a model; the error names the schema and the first place."""
+    try:
+        return TypeAdapter(model).validate_json(content(file, JSON_BYTES))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
+        raise ResultError(f"{file}: expected {schema}; {wrong}") from error
 
 
 def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:

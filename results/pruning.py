@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, FiniteFloat
 
 from sparsebench.errors import ResultError
-from sparsebench.results.files import JSON_BYTES, content
+from sparsebench.results.files import validated
 
 SCHEMA: Final = "sparsebench/pruning@1"
 OUTPUT = "output"  # the error of what the layer or the MLP gives, beside those of its parts
@@ -78,13 +78,7 @@ class Pruning:
 
 def read(path: Path) -> Pruning:
     """Read what `sparsebench prune --json` printed; ResultError says what is wrong with it."""
-    try:
-        found = TypeAdapter(Pruning).validate_json(content(path, JSON_BYTES))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
-        raise ResultError(f"{path}: expected {SCHEMA}; {wrong}") from error
+    found = validated(path, Pruning, SCHEMA)
     for number, outcome in enumerate(found.outcomes):
         if OUTPUT not in outcome.errors:
             names = ", ".join(outcome.errors) or "none"

@@ -12,18 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
-from sparsebench.errors import ResultError
-from sparsebench.results.files import JSON_BYTES, content
+from sparsebench.results.files import validated
 
 SCHEMA: Final = "sparsebench/whole@1"
 FORWARD: Final = "forward"
@@ -95,10 +86,4 @@ class Whole:
 
 def read(path: Path) -> Whole:
     """Read what `sparsebench whole` wrote; ResultError says what is wrong with it."""
-    try:
-        return TypeAdapter(Whole).validate_json(content(path, JSON_BYTES))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
-        raise ResultError(f"{path}: expected {SCHEMA}; {wrong}") from error
+    return validated(path, Whole, SCHEMA)

@@ -14,18 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
-from sparsebench.errors import ResultError
-from sparsebench.results.files import JSON_BYTES, content
+from sparsebench.results.files import validated
 
 SCHEMA: Final = "sparsebench/widths@1"
 DENSE = "dense"
@@ -100,10 +91,4 @@ class Widths:
 
 def read(path: Path) -> Widths:
     """Read a file of `train-lm --pattern`; ResultError says what is wrong with it."""
-    try:
-        return TypeAdapter(Widths).validate_json(content(path, JSON_BYTES))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
-        raise ResultError(f"{path}: expected {SCHEMA}; {wrong}") from error
+    return validated(path, Widths, SCHEMA)

@@ -9,7 +9,7 @@ from places import cuda_source
 from torch import Tensor
 
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels.csr.csr_cuda import LEAST
+from sparsebench.kernels._common.cuda import AMPERE
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -54,7 +54,7 @@ def on_this_machine(name: str, dtype: torch.dtype) -> str:
 
 
 ampere = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE,
     reason="needs a GPU of compute capability 8.0 or newer",
 )
 

@@ -54,7 +54,7 @@ METRICS = {  # of a ratio and the density: what a claim is about
     "of_ideal, %": lambda r, density: 100 * r * density,
     "memory_saved, %": lambda r, density: 100 * (1 - 1 / r),
 }
-FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: \((\d) processes\))?(?: `(\w+)`)?")
+FIGURE = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?(?: \((\d+) processes\))?(?: `(\w+)`)?")
 DRAWN = r"At \d+ %: .*blocks of \d+\.|```\n[^`]*×[^`]*```|Baseline: .*µs\)"
 
 
@@ -74,12 +74,12 @@ def device(run: str) -> str:
     return (about["gpu"] or about["cpu"])["name"]
 
 
-def rows(run: str) -> Iterator[tuple[dict, dict, dict]]:
-    """Yield the rows of a run that have times, each with its problem and its contender."""
+def rows(run: str, timed: bool = True) -> Iterator[tuple[dict, dict, dict]]:
+    """Yield the rows of a run, each with its problem and its contender: those that have times."""
     text = gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
     for line in text.splitlines()[1:]:
         row = json.loads(line)
-        if row["status"] == "ok" and row["samples_us"]:
+        if not timed or (row["status"] == "ok" and row["samples_us"]):
             yield row, row["case"]["problem"], row["case"]["contender"]
 
 
@@ -115,6 +115,7 @@ def cases(run: str) -> pd.DataFrame:
             **{"skew": "iid", "pattern": "dense", "active": None, **fields, **who},
             **{"op": problem["op"], "scope": row["scope"], "cache": row["cache"]},
             "label": label_of(who),
+            "asked": sorted(fields.items()),
             "tokens": str(fields["m"]),
             "n × k": f"{fields['n']} × {fields['k']}" if "n" in fields else "",
             "sparsity_asked": fields.get("sparsity"),
@@ -285,32 +286,38 @@ def table(text: str) -> tuple[list[str], list[list[str]]]:
 
 
 def checked(page: str) -> list[str]:
-    """Return the figures of a page that its runs do not give."""
-    wrong = []
+    """Return the figures of a page that its runs do not give, and the tables that nobody reads."""
+    wrong, left = [], set(re.findall(r"^(?:\|.*\n)+", page, re.MULTILINE))
     for title, caption, text in re.findall(r"\*\*(.+)\.\*\* (.+)\.\n\n((?:\|.*\n)+)", page):
         if file := re.search(r"\(((?:training|whole)/[^/)]+\.json)\)", caption):
             data = json.loads((HOME / file[1]).read_text())
             way = trainings if "trained" in data else models
             wrong += [f"{title}: {each}" for each in way(data, table(text)[1])]
+            left.discard(text)
             continue
         runs = re.findall(r"([^/(]+/[^/]+)\)", caption)
         if not runs:
             continue
+        left.discard(text)
         found = pd.concat([cases(run) for run in runs], ignore_index=True)
         header, lines = table(text)
         way = counts if "geometric mean" in header else cells
         missing = way(caption.partition("; [")[0], header, lines, found)
         wrong += [f"{title}: {each}" for each in missing]
-    for text in re.findall(r"\| (?:method|L1 term) .*\n(?:\|.*\n)+", page):
-        wrong += records(*table(text))
-    for text in re.findall(r"\| question .*\n(?:\|.*\n)+", page):
-        wrong += headline(table(text)[1])
-    for text in re.findall(r"\| GPU \| verdicts .*\n(?:\|.*\n)+", page):
-        wrong += twins(table(text)[1])
-    for text in re.findall(r"\| run \| again .*\n(?:\|.*\n)+", page):
-        wrong += elsewhere(table(text)[1])
-    for text in re.findall(r"\| op \| dtype \| tokens .*mJ.*\n(?:\|.*\n)+", page):
-        wrong += used(table(text)[1])
+    readers = {
+        "| question ": headline,
+        "| run | suite ": listed,
+        "| GPU | verdicts ": twins,
+        "| run | again ": elsewhere,
+        "| op | dtype | tokens ": used,
+    }
+    for text in sorted(left):
+        header, lines = table(text)
+        reads = [read(lines) for start, read in readers.items() if text.startswith(start)]
+        reads += [records(header, lines)] if header[0] in ("method", "L1 term") else []
+        if not reads and re.search(r"\d", text):
+            reads = [iter([f"nothing holds this table against rows: {text.splitlines()[0]}"])]
+        wrong += [each for read in reads for each in read]
     return wrong
 
 
@@ -462,15 +469,50 @@ def used(lines: list[list[str]]) -> Iterator[str]:
         expected = []
         for contest in contests.values():
             dense = [taken for (baseline, _), taken in contest.items() if baseline]
-            least = min(dense, key=lambda taken: np.median([*taken.values()]))
+            least = min(dense, key=lambda taken: np.median([*taken.values()]), default={})
             for (baseline, label), taken in contest.items():
-                saved = [] if baseline else [100 * (1 - taken[p] / least[p]) for p in taken]
+                both = [] if baseline else [p for p in taken if p in least]
+                saved = [100 * (1 - taken[p] / least[p]) for p in both]
                 told = [
                     f"{np.median(v):.4g} [{min(v):.4g}, {max(v):.4g}]" if v else ""
                     for v in ([*taken.values()], saved)
                 ]
                 expected += [told] if label == line[4] else []
         if line[5:7] not in expected:
+            yield f"{line}: found {expected}"
+
+
+def listed(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the list of runs that its bundle does not give."""
+    every = pd.concat([cases(run) for run in runs()], ignore_index=True)
+    every["median"] = every.medians.map(np.median)
+    what = [every[name].map(json.dumps) for name in ("asked", "params", "options")]
+    same = every.groupby(
+        ["device", "op", "source", "kernel", "scope", "cache", *what], dropna=False
+    )
+    every["times"] = every["median"] / same["median"].transform("min")
+    for line in lines:
+        (run,) = re.findall(r"\(([^)]+)\)", line[0])
+        problems, asked, limited = set(), set(), {}
+        for row, problem, who in rows(run, timed=False):
+            key = json.dumps([problem, who, row["scope"], row["cache"]])
+            if who["twin"] or row["reference"]:
+                continue
+            problems.add(json.dumps(problem))
+            asked.add(key)
+            told = row["telemetry"] or {}
+            share = told.get("power_capped_us", 0) / (1e6 * told.get("seconds", np.inf))
+            limited[key] = limited.get(key, False) or share > 0.2
+        found = cases(run)
+        own = every[every.place.isin(found.place) & ~every.kernel.isin(OURS)]
+        slow = own[own.times > 1.1].times
+        about = (HOME / run / "environment.json").read_text()
+        cards = sorted({uuid[:8] for uuid in re.findall(r'"uuid": "(?:GPU-)?(.*?)"', about)})
+        processes = {row["replicate"] for row, *_ in rows(run)}
+        expected = [", ".join(cards), *(str(len(each)) for each in (problems, asked, processes))]
+        expected += [f"{sum(limited[key] for key in found.key)} of {len(found)}"]
+        expected += [f"{len(slow)}, to {max(slow):.2f}" if len(slow) else "0"]
+        if [*line[4:8], *line[-2:]] != expected:
             yield f"{line}: found {expected}"
 
 

@@ -61,14 +61,19 @@ CHANGED = {
     "a count": (LEAD, changing(2)),
     "a peer of the headline": (r"`\w+` ([\d.]+) \| NVIDIA", changing(1)),
     "a speed-up of the headline": (CELL + r" \| dense", changing(2)),
+    "a card of the list": (r"([0-9a-f]{7}\d) \| \d+ \|", changing(1)),
+    "a share of the list": (r"(\d+) of \d+ \|", changing(1)),
+    "a slow peer of the list": (r"\d, to ([\d.]+) \|", changing(1)),
+    "a table that nobody reads of the list": (r"\| run \| suite ", lambda found: "| what | suite "),
 }
+PARTS = {"headline": "## Headline", "list": "## Runs"}
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_is_changed_on_a_page_is_found_out(what: str) -> None:
     pattern, change = CHANGED[what]
     page = PAGE.read_text("utf-8")
-    start = page.index("## Headline" if "headline" in what else "**4096 tokens.**")
+    start = page.index(PARTS.get(what.split()[-1], "**4096 tokens.**"))
     part = page[start : page.index("\n## ", start + 1)] + "\n"
     changed, count = re.subn(pattern, change, part, count=1)
     assert count == 1

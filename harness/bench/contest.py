@@ -2,7 +2,8 @@
 
     operands from the seed, on the device
     each contender: convert ─> prepare ─> activations redrawn in place ─> run on poisoned output
-                    ─> held against the definition in fp64 ─> many calls looked at (spots.py)
+                    ─> held against the definition in fp64 (checking.py) ─> many calls looked at
+                    (spots.py)
     in scope chain, 8 layers: the same for the launches of all of them, called in turn
     the correct ones timed together, once for each scope and cache state (timing.py), with calls
     among the samples looked at, held against the device's ceilings (results/ceilings.py), then
@@ -16,10 +17,9 @@ A case is a row for each scope and cache state. What cannot run is a row with it
 CUDA error nothing more can be trusted: Fatal.
 """
 
-import gc
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.check import Expected, check, roundings, where_stored
+from sparsebench.harness.bench.checking import check_all, of_layer, redraw
 from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.entry import (
     Announce,
@@ -39,7 +39,6 @@ from sparsebench.harness.bench.entry import (
     Explain,
     Fatal,
     RunningContest,
-    bound,
     one_line,
     synchronize,
     unexplained,
@@ -49,12 +48,12 @@ from sparsebench.harness.bench.operands import Layer
 from sparsebench.harness.bench.prepare import follow, prepare, unsupported
 from sparsebench.harness.bench.samples import CHAIN, LAYERS, chained, layers_of, possible
 from sparsebench.harness.bench.seal import Seal
-from sparsebench.harness.bench.spots import A, B, Outputs, Spots, each, print_of, values_of
+from sparsebench.harness.bench.spots import A, Outputs, Spots
 from sparsebench.harness.bench.timing import Samples, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.ops._op import Op
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Output
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
@@ -90,7 +89,7 @@ def run(
             _time(contest, *measure)
         if options.energy:
             _energy(contest)
-        _check_all(contest, "after timing")
+        check_all(contest, "after timing")
     finally:
         contest.guard.watched.clear()  # it knows the contest: a cycle would keep all memory
     return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
@@ -129,8 +128,8 @@ def start(
         prepare(contest, entry)
         follow(contest, entry)
     contest.packed.clear()
-    _check_all(contest, "before timing")
-    _redraw(contest)
+    check_all(contest, "before timing")
+    redraw(contest)
     contest.keep(A)
     for number, entry in enumerate(entries):
         if entry.running:
@@ -167,7 +166,7 @@ def _further(
 def _activations(layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Name the activations of all layers."""
     return {
-        f"{name}{_where(number)}": x
+        f"{name}{of_layer(number)}": x
         for number, layer in enumerate(layers)
         for name, x in layer.dense.activations.items()
     }
@@ -186,7 +185,7 @@ def _capture(entry: Entry, device: torch.device) -> None:
 def _watch(contest: RunningContest, data: Path | None) -> None:
     """Watch the operands that the definition takes, and what they are drawn from."""
     for number, layer in enumerate(contest.layers):
-        dense, where = layer.dense, _where(number)
+        dense, where = layer.dense, of_layer(number)
         named = {
             f"the operand {name}{where}": tensor
             for name, tensor in {**dense.weights, **dense.activations}.items()
@@ -198,27 +197,6 @@ def _watch(contest: RunningContest, data: Path | None) -> None:
 def _rewrite(contest: RunningContest, layer: Layer, data: Path | None) -> None:
     about = layer.problem, contest.op, contest.device, data
     operands.rewrite(*about, layer.dense, contest.draw)
-
-
-def _where(layer: int) -> str:
-    """Name a further layer of a chain; the first is the problem itself."""
-    return f" of layer {layer}" if layer else ""
-
-
-def _redraw(contest: RunningContest) -> None:
-    """Draw the activations anew, by a number that nobody has seen, and tell it to the rows."""
-    recordings = [of for layer in contest.layers for of in layer.dense.recorded.values()]
-    contest.draw = operands.unseen(contest.draw, recordings)
-    for number, layer in enumerate(contest.layers):
-        own = layer.dense
-        operands.redraw(
-            *(layer.problem, contest.op, own.activations, contest.draw),
-            *(own.recorded, own.weights),
-        )
-        contest.guard.renew({f"the operand {name}{_where(number)}" for name in own.activations})
-    for entry in contest.entries:
-        if entry.running:
-            entry.row = replace(entry.row, draws=(*entry.row.draws, contest.draw))
 
 
 def _calls(contest: RunningContest, entry: Entry) -> list[tuple[Callable[[], Outputs], Spots]]:
@@ -253,139 +231,6 @@ def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str,
         "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
         "dense_bytes": itemsize * sum(full.values()),
     }
-
-
-def _check_all(contest: RunningContest, when: str) -> None:
-    """Redraw the activations, then run every contender and judge it: first on poisoned output."""
-    running = [(number, entry) for number, entry in enumerate(contest.entries) if entry.running]
-    first = when == "before timing"
-    if not running:
-        return
-    contest.announce("", "reference")
-    with contest.stage("check"):
-        _redraw(contest)
-        if first:
-            contest.keep(B)
-        expected = _with_room(contest, when)
-        if expected is None:
-            return
-        pattern = contest.op.pattern
-        size = contest.dense.nnz[pattern] if pattern else expected[0].reference.numel()
-        contest.output_bytes = size * expected[0].dtype.itemsize
-    for number, entry in [(number, entry) for number, entry in running if entry.running]:
-        with contest.at(entry, "check"):
-            assert entry.launch is not None
-            call = entry.timed.call if entry.timed else entry.launch
-            found = _check(contest, number, call, [entry.launch], expected[:1], contest.spots, when)
-            entry.row = replace(entry.row, **found)
-            _tell(entry, found)
-            if entry.chain and entry.running:
-                call = entry.chained.call if entry.chained else entry.chain.run
-                launches = entry.chain.launches
-                spots = contest.chain_spots
-                found = _check(contest, number, call, launches, expected, spots, when)
-                _tell(entry, found, CHAIN)
-
-
-def _check(
-    contest: RunningContest,
-    number: int,
-    call: Callable[[], Outputs],
-    launches: Sequence[Launch],
-    expected: Sequence[Expected],
-    spots: Spots,
-    when: str,
-) -> dict[str, Any]:
-    """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
-    entry, first = contest.entries[number], when == "before timing"
-    if first:
-        for out in each(call()):
-            _poison(out, contest.guard)
-    outputs = call()
-    contest.inspect()
-    allowed = (entry.row.case.contender.error or {}).get("at_most")
-    verdicts = []
-    for layer, (out, right) in enumerate(zip(each(outputs), expected, strict=True)):
-        _own(out, contest.guard)
-        verdict = check(out, replace(right, allowed=allowed), entry.pattern)
-        reason = _lost(launches[layer]) or verdict.reason
-        if reason and entry.running:
-            entry.end(Status.WRONG, f"{when}{_where(layer)}: {reason}")
-        verdicts.append(verdict)
-    if first and entry.running:
-        references = [where_stored(right, entry.pattern).reference for right in expected]
-        if seen := print_of(references, outputs):
-            spots.prints[B][number] = seen
-    worst = max(verdicts, key=lambda verdict: verdict.error or 0.0)
-    return {name: value for name, value in vars(worst).items() if name != "reason"}
-
-
-def _tell(entry: Entry, found: Mapping[str, Any], scope: str = "") -> None:
-    """Put errors into the rows that were measured: all, or those of a scope."""
-    for measure, row in entry.measured.items():
-        if scope in ("", measure[0]):
-            entry.measured[measure] = replace(row, **found, draws=entry.row.draws)
-
-
-def _lost(launch: Launch) -> str | None:
-    """Say how many values the last call left out, or None."""
-    count = launch.lost() if launch.lost else 0
-    return f"{count} values lost: the format had no room for them" if count else None
-
-
-def _with_room(contest: RunningContest, when: str) -> list[Expected] | None:
-    """Compute what each layer is expected to give.
-
-    Where memory ends, the twins end, and then everybody: None. Of Qwen3-32B in fp8 the weights of
-    all layers, dense and 2:4, are 57 GB, twins 57 more.
-    """
-    for ends in (lambda entry: entry.row.case.contender.twin, lambda entry: True):
-        try:
-            return [_expected(contest.op, layer) for layer in contest.layers]
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            reason = f"reference, {when}: {one_line(error)}"
-        for entry in contest.entries:
-            if entry.running and ends(entry):
-                entry.end(Status.OUT_OF_MEMORY, reason)
-        gc.collect()
-        if contest.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return None
-
-
-def _expected(op: Op, layer: Layer) -> Expected:
-    """Compute the right answer; torch's own comes first, when no fp64 is in memory yet."""
-    problem, known = layer.problem, {**layer.dense.weights, **layer.dense.activations}
-    dense = {name: known[name] for name in op.arguments}
-    plain = bound(op.definition, problem)(**dense)
-    arguments = {name: operand.double() for name, operand in dense.items()}
-    depth = op.depth(**arguments)
-    reference = bound(op.definition, problem)(**arguments)
-    spread = bound(op.spread, problem)(**arguments)
-    dtype = problem["dtype"]
-    allowed = roundings(dtype, op.rounds(dtype))
-    parts = op.parts(problem)
-    return Expected(reference, spread, OUTPUTS[dtype], depth, *allowed, parts, plain)
-
-
-def _poison(out: Output, guard: Guard) -> None:
-    """Fill an output with NaN and let go of it: in the next one every element must be new.
-
-    A launch with an output of its own writes over the NaN. One that allocates is likely to be
-    given the same memory again.
-    """
-    elements = _own(out, guard)
-    if elements is not None:
-        elements.fill_(float("nan"))
-
-
-def _own(out: Output, guard: Guard) -> Tensor | None:
-    """Return the elements of an output, which lie in no operand: Meddled where they do."""
-    elements = values_of(out)
-    if type(elements) is not Tensor:
-        return None  # check says what it is
-    guard.refuse(elements)
-    return elements
 
 
 def _time(contest: RunningContest, scope: str, cache: str) -> None:

@@ -126,7 +126,8 @@ class Entry:
 
     def leave_chain(self, status: Status, reason: str) -> None:
         """Record why there is no chain of it, and let go of its layers."""
-        self.chain, self.alone = None, (status, reason)
+        self.chain = self.chained = None
+        self.alone = status, reason
 
     def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
         """Return a row for each measure; what was not measured says so by its status."""

@@ -30,6 +30,7 @@ from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.watch import Told
 from sparsebench.results import bundle, files, store
+from sparsebench.results.environment import identity_at
 from sparsebench.results.record import Row
 
 
@@ -83,20 +84,22 @@ class Pieces:
         origin: Mapping[str, Any] | None = None,
     ) -> Path:
         """Measure what is left and return the run, whole, at `out`; Unfinished while it is not."""
-        assert out
-        assert not resume
+        if not out or resume:
+            found = f"{resume}, which is to be resumed" if resume else "no name"
+            raise ResultError(f"campaign: expected the name of a new run, found {found}")
         contests = planned(suite, flags.device, flags.only)
         runs, folder = pieces(out), parts(out)
         own = [run for run in runs if card_of(run) == self.card]
         others = [run for run in runs if run not in own]
         earlier = [row for run in others for row in settled(run, suite, flags, contests)]
         if len(done_in(earlier)) < len(contests) * flags.replicates:
-            rest = Rest(folder, len(runs) + 1, boot(), earlier)
+            number = int(own[-1].name) if own else len(runs) + 1
+            rest = Rest(folder, number, boot(), earlier)
             self.begun(rest)
             folder.mkdir(parents=True, exist_ok=True)
             if own:
                 unpack(own[-1])
-            target = None if own else folder / str(len(runs) + 1)
+            target = None if own else folder / str(number)
             try:
                 measure(
                     suite, flags, target, own[-1] if own else None,
@@ -133,8 +136,7 @@ def pieces(out: Path) -> list[Path]:
 
 def card_of(run: Path) -> str:
     """Return the identity of the card that measured a piece."""
-    environment = store.read(run).environment
-    return str((environment.get("gpu") or {}).get("uuid") or environment["cpu"]["name"])
+    return identity_at(run)
 
 
 def done_in(rows: Iterable[Row]) -> set[tuple[int, str]]:

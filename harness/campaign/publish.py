@@ -46,6 +46,17 @@ def publish(campaign: Campaign, to: Path, into: Path, names: Sequence[str] = ())
         return _drawn(into.resolve().parents[1])
 
 
+def published(campaign: Campaign, to: Path, into: Path) -> list[str]:
+    """Name the entries whose runs below `into` are by the GPU and the code of the folder `to`."""
+    if not (to / "alike.json").exists():
+        return []
+    here = files.from_json(to / "alike.json")
+    home = into / _slug(str(here["gpu.name"]))
+    known = {name: home / name / "environment.json" for name in campaign.names}
+    code = {n: files.from_json(f).get("code_sha256") for n, f in known.items() if f.exists()}
+    return [name for name, digest in code.items() if digest == here["code_sha256"]]
+
+
 def _runs(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob("*/run.json"))
 
@@ -55,7 +66,11 @@ def _folder(runs: Sequence[Path]) -> str:
     names = {device_name(files.from_json(run / "environment.json")) for run in runs}
     if len(names) != 1:
         raise ResultError(f"expected runs of one GPU, found {', '.join(sorted(names)) or 'none'}")
-    return re.sub(r"[^a-z0-9]+", "-", names.pop().lower()).strip("-")
+    return _slug(names.pop())
+
+
+def _slug(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 @contextmanager
@@ -65,6 +80,9 @@ def _replaced(home: Path) -> Iterator[Path]:
     Meanwhile the old one is beside `published`, where no page looks for runs.
     """
     before = home.parent.with_name(f".{home.name}.before")
+    if before.exists():
+        said = "expected none, found the runs from before a publication that was stopped"
+        raise ResultError(f"{before}: {said}; move it back to {home}, for what is there now")
     if home.exists():
         home.rename(before)
     home.mkdir(parents=True)

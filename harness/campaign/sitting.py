@@ -180,19 +180,20 @@ class Sitting:
             def show(done: int, total: int, problem: str, name: str = entry.name) -> None:
                 progress(done, total, f"{name}: {problem}")
 
-            why = ""
+            why, again = "interrupted", False
             try:
                 self._measured(entry, device, card, show)
+                why = ""
             except Unfinished as left:
-                why = f"the time ended after {left}"
+                why, again = f"the time ended after {left}", True
             except SparsebenchError as error:
-                why = str(error)
+                why, again = str(error), True
                 self.refused.add(entry.name)
             finally:
                 with self._changed:
                     self.said[entry.name] = why
                     self._busy -= 1
-                    if why:
+                    if again:
                         self._left.append(entry)
                     self._changed.notify_all()
 

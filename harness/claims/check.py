@@ -34,11 +34,12 @@ from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.asked import Asked
-from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.cells import Cell, cells, judging, of_files
 from sparsebench.results.claims.of_file import of_file, read_file
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Judged, Verdict, judge
 from sparsebench.results.statistics import FEWEST
+from sparsebench.results.store import Run
 
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 
@@ -77,13 +78,13 @@ class Evidence:
             if name in self.runs:
                 raise SuiteError(f"{path}: expected each run once, found {name} twice")
             self.runs[name] = path
-            ids = {row.case.problem.id for row in run.rows}
-            touched = [part for part in self.all_parts if part.problems & ids]
+            there = {row.case.problem.id for row in run.rows}
+            touched = [(part, ids) for part in self.all_parts if (ids := _in(part, run) & there)]
             if not touched:
                 continue
             found = analyse(run)
-            for part in touched:
-                own = cells(part.test, part.problems, run, found)
+            for part, ids in touched:
+                own = cells(part.test, ids, run, found)
                 self.cells[part.written.name] += [replace(cell, run=name) for cell in own]
 
     def _read_file(self, path: Path) -> None:
@@ -112,12 +113,14 @@ class Evidence:
         ]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
-        """Return the verdicts on each claim, one a device."""
+        """Return the verdicts on each claim, one a device; simulated ones only where all are."""
+        known = {name: [*own, *self.files.get(name, ())] for name, own in self.cells.items()}
+        known = judging(known)
         return {
             each.name: judge(
                 each.name,
                 each.claim,
-                [*self.cells[each.name], *self.files.get(each.name, ())],
+                known[each.name],
                 {part.test.name: part.problems for part in self.parts[each.name]},
                 self._refused(each.name),
             )
@@ -126,6 +129,11 @@ class Evidence:
 
     def _refused(self, name: str) -> dict[str, str]:
         return {test: why for (claim, test), why in self.refused.items() if claim == name}
+
+
+def _in(part: Part, run: Run) -> set[str]:
+    """Return the ids of problems that are a test's where a run has them."""
+    return part.problems | of_files(part.test, part.written.claim.measured(part.test), run)
 
 
 def evidence(

@@ -2,7 +2,8 @@
 
     run = RUN_S + what plan/elsewhere.py says of its cases + ENERGY_S a case and process
 
-Kernels without rows on that GPU are taken as typical, and named.
+Kernels without rows on that GPU are taken as typical, and named. A suite of files below --data that
+are not given is left out, and named as well.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,18 @@ class Look:
 def looks(found: Evidence, device: str, replicates: int, there: Costs | None) -> list[Look]:
     """Return the runs that a check of so many processes will make, before any confirming one."""
     return [_look(wanted, replicates, there) for wanted in missing(found, device)]
+
+
+def left_out(found: Evidence) -> list[str]:
+    """Say which suites are not measured since their files are not here, a line each."""
+    by_suite: dict[str, list[str]] = {}
+    for part in found.all_parts:
+        if not part.contests:
+            by_suite.setdefault(part.suite.name, []).append(part.written.name)
+    return [
+        f"{suite}: left out, its problems are files below --data; for {', '.join(names)}"
+        for suite, names in by_suite.items()
+    ]
 
 
 def _look(wanted: Sequence[Wanted], replicates: int, there: Costs | None) -> Look:

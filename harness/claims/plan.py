@@ -3,7 +3,8 @@
     test ─> its suite, expanded ─> contests at its fields ─> subjects and baselines in them
 
 Whatever cannot be met by the suite is an error with the line of the claim. What this machine cannot
-run, or has no memory for, is a reason, before anything is drawn.
+run, or has no memory for, is a reason, before anything is drawn. A suite of files below --data has
+no contest without them: its cells are then those of the runs that are given.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ import yaml
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import load_op
+from sparsebench.harness.catalog import load_op, suites
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import only, text
@@ -27,7 +28,7 @@ from sparsebench.harness.plan.suite import Contest, Suite, expand, read
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.asked import Asked
-from sparsebench.results.claims.cells import Cell, matches
+from sparsebench.results.claims.cells import Cell, about, matches
 from sparsebench.results.claims.schema import Chosen, Measure, Test, Written
 from sparsebench.results.record import Case, Contender, Problem
 
@@ -38,7 +39,7 @@ GIB = 2**30
 class Part:
     """A test of a claim, and what has to be run for it.
 
-    contests  with the subjects and baselines alone
+    contests  with the subjects and baselines alone; none where its files are not here
     """
 
     written: Written
@@ -68,8 +69,11 @@ def parts(written: Written, data: Path | None = None) -> list[Part]:
         measure = test.measure or written.claim.measure
         assert measure
         name = f"{written.name}-{number + 1}" if test.measure else written.name
+        if measure.data and data is None and measure.suite in suites():
+            found.append(Part(written, test, Suite(measure.suite, "", "", ()), ()))
+            continue
         with _placed(written.at(*own)):
-            asked = measure.model_dump_json(exclude={"only", "energy"})
+            asked = measure.model_dump_json(exclude={"only", "energy", "data"})
             suite = _suite("" if measure.suite else name, asked, data)
             contests = only(suite.contests, measure.only)
         part = Part(written, test, suite, tuple(contests))
@@ -95,8 +99,9 @@ def asked(
 def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     """Return how many times as fast as dense a kernel of equal efficiency can be, at most.
 
-    Without ceilings the larger of the ratios of FLOPs and of bytes, without any index: no device
-    allows more. With them the ratio of both bounds, none of which is below an empty launch.
+    Without ceilings the larger of the ratios of FLOPs and of bytes: no device allows more. With
+    them the ratio of both bounds, none of which is below an empty launch. No index counts, but for
+    2:4 a bit an element: no tensor core multiplies it with fewer.
     """
     op, dtype, whole = load_op(problem.op), problem["dtype"], elements(problem)
     fields = op.sizes(problem.fields)
@@ -105,10 +110,14 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     pruned |= {name: level(fields, op.operands[name].shape) for name in here}
     kept = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
     itemsize = DTYPES[dtype].itemsize
-    sides = [
+    (dense, dense_bytes), (sparse, sparse_bytes) = (
         (op.flops(given, nnz), op.fewest_bytes(given, nnz, itemsize))
         for given, nnz in ((op.dense(problem), whole), (problem, kept))
-    ]
+    )
+    if problem["pattern"].startswith(("two_four", "spense")):  # half of the 2:4 part are zeros
+        zeros = [op.copies(fields, name) * (whole[name] - kept[name]) for name in whole]
+        sparse_bytes += 2 * sum(zeros) // 8
+    sides = [(dense, dense_bytes), (sparse, sparse_bytes)]
     if ceilings is None:
         return max(sides[0][0] / sides[1][0], sides[0][1] / sides[1][1])
     out = problem["m"] * fields.get("n", fields.get("vocab", 0)) * OUTPUTS[dtype].itemsize
@@ -128,7 +137,7 @@ def elements(problem: Problem) -> dict[str, int]:
 def bounds(part: Part, ceilings: Ceilings | None = None) -> dict[str, float]:
     """Return `most` by problem, of a test whose baseline is dense and whose metric is a time's."""
     test = part.test
-    timed = test.metric in ("speedup", "of_ideal")
+    timed = test.metric in ("speedup", "of_ideal") and test.over is None
     bases = [base for contest in part.contests for base in _those(test.baseline, contest)]
     if not timed or test.at_least is None or any(base.format != "dense" for base in bases):
         return {}
@@ -145,7 +154,7 @@ def out_of_reach(part: Part, found: Mapping[str, float]) -> bool:
 
 def refused(part: Part, device: str) -> str:
     """Say why a test cannot be run on a device; "" where it can."""
-    if simulated(device):
+    if simulated(device) or not part.contests:
         return ""
     here = torch.device(device)
     if here.type == "cuda":
@@ -176,7 +185,7 @@ def _suite(name: str, measure: str, data: Path | None) -> Suite:
     asked = Measure.model_validate_json(measure)
     if asked.suite is not None:
         return read(asked.suite, data)
-    listed = asked.model_dump(exclude={"suite", "only", "energy"})
+    listed = asked.model_dump(exclude={"suite", "only", "energy", "data"})
     written = {"schema": "sparsebench/suite@1", "title": f"What the claim {name} needs", **listed}
     return expand(f"{name}.yaml", yaml.safe_dump(written, sort_keys=False, width=100), data)
 
@@ -188,7 +197,11 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
     def where(key: str) -> str:
         return part.written.at("tests", number, key)
 
-    contests = [c for c in part.contests if _at(test, c.problem)]
+    ops = {contest.problem.op for contest in part.contests}
+    if test.over and test.over not in ops:
+        expected = f"an op of its problems, one of {', '.join(sorted(ops))}"
+        raise SuiteError(f"{where('over')}: over: expected {expected}; found {test.over!r}")
+    contests = [c for c in part.contests if about(test, c.problem.fields)]
     for name, value in test.at.items():
         values = value if isinstance(value, list) else [value]
         known = {text(c.problem.fields[name]) for c in part.contests if name in c.problem.fields}
@@ -222,15 +235,6 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
         expected = "energy: true in measure, for a metric of energy"
         raise SuiteError(f"{where('metric')}: metric: expected {expected}; found energy: false")
     return replace(part, contests=tuple(kept))
-
-
-def _at(test: Test, problem: Problem) -> bool:
-    """Say whether a problem has a value of each field that a test names."""
-    for name, value in test.at.items():
-        values = value if isinstance(value, list) else [value]
-        if name not in problem.fields or text(problem.fields[name]) not in map(text, values):
-            return False
-    return True
 
 
 def _those(chosen: Chosen, contest: Contest) -> list[Contender]:

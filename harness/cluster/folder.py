@@ -26,6 +26,7 @@ from sparsebench.harness.run.part import owners
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import files, store
+from sparsebench.results.environment import identity_at
 
 SCHEMA = "sparsebench/shards@1"
 
@@ -147,15 +148,10 @@ def shares(folder: Path, plan: Plan) -> Iterator[Share]:
         done = sum(state["contests"]["done"] for state in states)
         status = states[-1]["status"] if states else "waiting"  # of the one written last
         complete = status == "finished" if states else number not in claimed
-        device = _device(runs[-1]) if runs else ""
+        device = identity_at(runs[-1]) if runs else ""
         yield Share(number, done, complete, device, status)
 
 
 def unclaimed(folder: Path, asked: Sequence[Contest]) -> int:
     """Return how many contests no part has taken yet."""
     return len({contest.problem.id for contest in asked} - owners(folder).keys())
-
-
-def _device(run: Path) -> str:
-    found = files.from_json(run / "environment.json")
-    return str((found.get("gpu") or {}).get("uuid") or found["cpu"]["name"])

@@ -36,6 +36,7 @@ from sparsebench.harness.run.runner import Pinned
 from sparsebench.results import files, store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}
+OPTIONS = {"slurm": "--slurm", "local": "--submit local"}
 TRIES = 3  # jobs of a part that may end one after the other without a new contest
 MINUTES = 240  # of a job, unless `time` is given
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
@@ -135,7 +136,7 @@ def executor(plan: Plan, folder: Path) -> Any:
         import submitit
     except ModuleNotFoundError as error:
         hint = "pip install 'sparsebench[cluster]'"
-        raise SuiteError(f"--{plan.by}: expected submitit, found none; {hint}") from error
+        raise SuiteError(f"{OPTIONS[plan.by]}: expected submitit, found none; {hint}") from error
     python = f"{shlex.quote(sys.executable)} -P"  # the working directory holds our folders
     given = dict(plan.options)
     kind = submitit.SlurmExecutor if plan.by == "slurm" else submitit.LocalExecutor
@@ -153,7 +154,8 @@ def executor(plan: Plan, folder: Path) -> Any:
             found.update_parameters(timeout_min=MINUTES, setup=[set_to], **given)
     except (RuntimeError, ValueError, TypeError) as error:
         line = " ".join(str(error).split())
-        raise SuiteError(f"--{plan.by}: expected a cluster and options of it; {line}") from error
+        expected = f"expected a cluster and options of it; {line}"
+        raise SuiteError(f"{OPTIONS[plan.by]}: {expected}") from error
     return found
 
 
@@ -172,7 +174,8 @@ def _send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
         raise
     except Exception as error:  # submitit raises what sbatch said, in several classes
         line = " ".join(str(error).split())[-300:]
-        raise SuiteError(f"--{plan.by}: expected a cluster that takes jobs; {line}") from error
+        expected = f"expected a cluster that takes jobs; {line}"
+        raise SuiteError(f"{OPTIONS[plan.by]}: {expected}") from error
     known = jobs(folder)
     for number, job in zip(wanted, sent, strict=True):
         known.setdefault(str(number), []).append(str(job.job_id))

@@ -27,7 +27,7 @@ from sparsebench.harness.run.own_suite import own_suite, require_planned
 from sparsebench.harness.run.state import Counts
 from sparsebench.results import bundle, files, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.environment import alike, require_alike
+from sparsebench.results.environment import alike, identity_of, require_alike
 from sparsebench.results.inspection import inspect
 from sparsebench.results.store import Run
 
@@ -159,7 +159,7 @@ def _joined(runs: Sequence[Run], out: Path) -> Run:
     devices: dict[str, dict[str, Any]] = {}
     shards = []
     for run in runs:
-        device = _device(run)
+        device = identity_of(run.environment)
         host = hosts[_host(run)]
         devices.setdefault(device, {"uuid": device, "host": host, **_own(run, runs)})
         manifest = bundle.identity(run.path)
@@ -227,10 +227,6 @@ def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], joined: Ru
     what = f"{len(missing)} missing, such as problem {problem} in replicate {replicate}"
     which = f" (no shard {', '.join(lost[:5])})" if lost else ""
     return f"merge: expected all {total} contests of the plan, found {what}{which}"
-
-
-def _device(run: Run) -> str:
-    return str((run.environment.get("gpu") or {}).get("uuid") or run.environment["cpu"]["name"])
 
 
 def _host(run: Run) -> str:

@@ -26,6 +26,7 @@ from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.state import Counts, Flags
 from sparsebench.harness.run.watch import Told
 from sparsebench.results import bundle, store
+from sparsebench.results.environment import identity_at
 from sparsebench.results.record import Row
 
 Begun = Callable[[Part], None]
@@ -55,7 +56,7 @@ def work(
     with store.locked(folder / str(number)):
         pieces = folders.pieces(folder, number)
         here = _identity(flags) if pieces else ""
-        same = [run for run in pieces if _device(run) == here]
+        same = [run for run in pieces if identity_at(run) == here]
         earlier = list[Row]()
         for run in pieces:
             if run not in same:
@@ -116,8 +117,3 @@ def _identity(flags: Flags) -> str:
     worker = Worker(flags.device, flags.data, Log())
     worker.kill()
     return str(worker.about["identity"])
-
-
-def _device(run: Path) -> str:
-    environment = store.read(run).environment
-    return str((environment.get("gpu") or {}).get("uuid") or environment["cpu"]["name"])

@@ -39,20 +39,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import log2
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from sparsebench.harness.ops._attention import (
+    EPSILON,
+    attended,
+    attention_and_variance,
+    by_sequence,
+)
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
-EPSILON = 1e-6  # of RMS norms
-ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
 LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other is the head's
 MLP = "wg", "wu", "wd"
 EXAMPLE = {
@@ -116,14 +120,6 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Heads(NamedTuple):
-    """Queries [m, kv_heads, group, head_dim]; key and value of the token [m, kv_heads, 1, ...]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 def definition(
     wqkv: Tensor,
     wo: Tensor,
@@ -144,9 +140,10 @@ def definition(
     stored = wg.dtype
     wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
     wh, gains, keys, values, s = (t.to(wg.dtype) for t in (wh, gains, keys, values, x))
-    keys, values = (_by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
+    keys, values = (by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
     for layer in range(len(gains) // 2):
-        s = s + _attended(_norm(s, gains[2 * layer]), wqkv, wo, keys, values, layer % caches)
+        z, cache = _norm(s, gains[2 * layer]), layer % caches
+        s = s + attended(z, wqkv, wo, keys[cache], values[cache])
         z = _norm(s, gains[2 * layer + 1])
         s = s + linear(act_of(linear(z, wg), activation) * linear(z, wu), wd)
     y = linear(_norm(s, gains[-1]), wh)
@@ -162,11 +159,11 @@ def settle(
     wqkv, wo, wg, wu, wd = (weights[name].double() for name in LAYER)
     gains, m, caches = activations["gains"], problem["m"], problem["caches"]
     keys, values, s = (activations[name].double() for name in ("keys", "values", "x"))
-    keys, values = (_by_sequence(t, m, caches, wqkv, wo) for t in (keys, values))
+    keys, values = (by_sequence(t, m, caches, wqkv, wo) for t in (keys, values))
     count = round(problem["active"] * m)
     for layer in range(problem["layers"]):
-        z = _norm(s, gains[2 * layer].double())
-        s = s + _attended(z, wqkv, wo, keys, values, layer % caches)
+        z, cache = _norm(s, gains[2 * layer].double()), layer % caches
+        s = s + attended(z, wqkv, wo, keys[cache], values[cache])
         z = _norm(s, gains[2 * layer + 1].double())
         z[:, 0] = 0
         unit = (s.square().mean(1, True) + EPSILON).sqrt()  # 1 over what a gain of 1 makes of 1
@@ -174,16 +171,6 @@ def settle(
         gains[2 * layer + 1, 0] = last.mean()
         z = _norm(s, gains[2 * layer + 1].double())
         s = s + linear(act_of(linear(z, wg), problem["activation"]) * linear(z, wu), wd)
-
-
-def _attended(
-    z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor, cache: int
-) -> Tensor:
-    """Return what attention adds to the stream [m, hidden], from its norm and one of the caches."""
-    heads = _heads(linear(z, wqkv), keys)
-    q, k = (_turned(_unit(t), keys.shape[3]) for t in (heads.q, heads.k))
-    p, own = _attention(q, k, keys[cache])
-    return linear((p @ values[cache] + own * heads.v).reshape(len(z), -1), wo)
 
 
 def spread(
@@ -208,9 +195,9 @@ def spread(
     of different values count as independent, and each step as linear in them.
     """
     wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
-    keys, values = (_by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
+    keys, values = (by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
     fine = FINE_FP8 if dtype == "fp8" else 1.0
-    cache, s, var_s = keys.shape[3], x, torch.zeros_like(x)
+    s, var_s = x, torch.zeros_like(x)
 
     def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = linear(z, w)
@@ -222,27 +209,9 @@ def spread(
     for layer in range(len(gains) // 2):
         z, var = _norm(s, gains[2 * layer]), _norm_of(var_s, s, gains[2 * layer])
         projected, var = product(z, var, wqkv)
-        heads, by_head = _heads(projected, keys), _heads(var, keys)
-        q, k = (_turned(_unit(t), cache) for t in (heads.q, heads.k))
-        var_q, var_k = (
-            _turned_of(_unit_of(own, t), cache) + fine * turned.square()
-            for own, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
-        )
-        old, seen = keys[layer % caches], values[layer % caches]
-        p, own = _attention(q, k, old)
-        o = p @ seen + own * heads.v
-        width = q.shape[-1]
-        moved = p.square() * (var_q @ old.square().mT) / width  # p² times the variance of a score
-        own_moved = own.square() * (
-            (var_q * k.square()).sum(-1, True) + (q.square() * var_k).sum(-1, True)
-        )
-        own_moved = own_moved / width
-        var = moved @ seen.square() - 2 * o * (moved @ seen) + o.square() * moved.sum(-1, True)
-        var = var.clamp(min=0) + own_moved * (heads.v - o).square()
-        var = var + own.square() * by_head.v
-        var = var + fine * (p.square() @ seen.square() + (own * heads.v).square())
-        m = len(x)
-        s, var_s = added(*product(o.reshape(m, -1), var.reshape(m, -1), wo))
+        cache = keys[layer % caches], values[layer % caches]
+        o, var = attention_and_variance(projected, var, *cache, fine)
+        s, var_s = added(*product(o, var, wo))
         z, var = _norm(s, gains[2 * layer + 1]), _norm_of(var_s, s, gains[2 * layer + 1])
         (g, var_g), (u, var_u) = product(z, var, wg), product(z, var, wu)
         act, slope = act_of(g, activation), slope_of(g, var_g, activation)
@@ -352,58 +321,6 @@ def _norm(x: Tensor, gain: Tensor) -> Tensor:
 def _norm_of(variance: Tensor, x: Tensor, gain: Tensor) -> Tensor:
     """Carry the variance of x through its norm."""
     return variance * gain.square() / (x.square().mean(-1, True) + EPSILON)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return rms_norm(x, (x.shape[-1],), None, EPSILON)
-
-
-def _unit_of(variance: Tensor, x: Tensor) -> Tensor:
-    return variance / (x.square().mean(-1, True) + EPSILON)
-
-
-def _by_sequence(cached: Tensor, m: int, caches: int, wqkv: Tensor, wo: Tensor) -> Tensor:
-    """Return keys or values as [caches, m, kv_heads, cache, head_dim]."""
-    width = cached.shape[1]
-    kv_heads = (wqkv.shape[0] - wo.shape[1]) // (2 * width)
-    return cached.view(caches, m, kv_heads, -1, width)
-
-
-def _heads(projected: Tensor, keys: Tensor) -> _Heads:
-    """Split a row q | k | v into heads."""
-    _, m, kv_heads, _, width = keys.shape
-    of_cache = kv_heads * width
-    q, k, v = projected.split((projected.shape[1] - 2 * of_cache, of_cache, of_cache), 1)
-    q = q.view(m, kv_heads, -1, width)
-    return _Heads(q, k.reshape(m, kv_heads, 1, width), v.reshape(m, kv_heads, 1, width))
-
-
-def angles(width: int, position: int, device: torch.device) -> Tensor:
-    """Return fp64 [width / 2]: by how much the pairs of a head are turned at a position."""
-    pair = torch.arange(0, width, 2, dtype=torch.float64, device=device)
-    return position * ROTARY ** (-pair / width)
-
-
-def _turned(x: Tensor, position: int) -> Tensor:
-    """Turn elements i and i + width / 2 of each head as a pair."""
-    angle = angles(x.shape[-1], position, x.device)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def _turned_of(variance: Tensor, position: int) -> Tensor:
-    angle = angles(variance.shape[-1], position, variance.device)
-    cos2, sin2 = (t.square().to(variance.dtype) for t in (angle.cos(), angle.sin()))
-    a, b = variance.chunk(2, -1)
-    return torch.cat((a * cos2 + b * sin2, b * cos2 + a * sin2), -1)
-
-
-def _attention(q: Tensor, k: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of the cached tokens [m, kv_heads, group, cache], and of its own."""
-    scores = torch.cat((q @ keys.mT, (q * k).sum(-1, True)), -1) / q.shape[-1] ** 0.5
-    p = scores.softmax(-1)
-    return p[..., :-1], p[..., -1:]
 
 
 OP = Op(

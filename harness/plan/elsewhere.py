@@ -131,6 +131,10 @@ def costs(path: Path) -> Costs:
     timed = [run for run in runs if any(row.status is Status.OK for row in run.rows)]
     if not timed:
         raise ResultError(f"--gpu {path}: expected rows with times, found none")
+    for run in timed:  # those of a simulated GPU have none
+        if not run.state["spent_s"].keys() >= {*STAGES}:
+            expected = "runs with the seconds of each stage (spent_s)"
+            raise ResultError(f"--gpu {run.path}: expected {expected}, found none")
     first = _kernels(runs, first=True)
     pinned = [run for run in runs if choices(run.state) is Choices.FIRST]
     later = _kernels(pinned, first=False)

@@ -2,19 +2,23 @@
 
 --only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
 --only "kernel!=cusparse_csr|cusparse_bsr"     or none of them
+--only "m!=16 m!=64"                           a field named twice has to meet both
 --only "op=linear_dgrad"                       op, format, kernel, case are fields, too
 --shard 2/4                                    the second of four parts, by a draw
 """
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.references import references, with_twins
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
+
+Wanted = tuple[str, Sequence[str]]
+"""A field, with ! for none of them, and the values that are asked for."""
 
 
 def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
@@ -45,13 +49,13 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
         "op",
         *(name for c in contests for name in c.problem.fields),
     }
-    for name, values in wanted.items():
+    for name, values in wanted:
         if name.removesuffix("!") not in known or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(known))}"
             found = f"{name}={'|'.join(values)}"
             raise SuiteError(f"--only: expected {expected}; found {found!r}")
-    for name, value in [(name, value) for name, values in wanted.items() for value in values]:
-        one = {name.removesuffix("!"): [value]}
+    for name, value in [(name, value) for name, values in wanted for value in values]:
+        one = [(name.removesuffix("!"), [value])]
         if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
@@ -71,12 +75,12 @@ def meets(problem: Problem, contender: Contender, condition: str) -> bool:
     return _meets(problem, contender, _wanted(condition))
 
 
-def _wanted(condition: str) -> dict[str, list[str]]:
+def _wanted(condition: str) -> list[Wanted]:
     parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
-    return {name: value.split("|") for name, value in parts}
+    return [(name, value.split("|")) for name, value in parts]
 
 
-def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence[str]]) -> bool:
+def _meets(problem: Problem, contender: Contender, wanted: Iterable[Wanted]) -> bool:
     facts: dict[str, Any] = {
         **problem.fields,
         "op": problem.op,
@@ -90,7 +94,7 @@ def _meets(problem: Problem, contender: Contender, wanted: Mapping[str, Sequence
         among = told in facts and text(facts[told]) in map(text, values)
         return among is (told == name)
 
-    return all(meets(name, values) for name, values in wanted.items())
+    return all(meets(name, values) for name, values in wanted)
 
 
 def text(value: Any) -> str:

@@ -66,33 +66,42 @@ class Measured:
 
 @dataclass
 class Log:
-    """What workers print, and why cases failed: kept until there are files for it."""
+    """What workers print, and why cases failed: kept until there are files for it.
+
+    A thread a worker adds to it, so one at a time does.
+    """
 
     file: Path | None = None
     explained: Explained = lambda reason, text: None
     kept: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, line: str) -> None:
         """Take one line; it is published, so paths are left out."""
-        self.kept.append(without_paths(line))
-        if self.file:
-            with self.file.open("a") as file:
-                file.write("".join(self.kept))
-            self.kept.clear()
+        with self.lock:
+            self.kept.append(without_paths(line))
+            if self.file:
+                _append(self.file, self.kept)
 
     def explain(self, reason: str, text: str) -> None:
         """Take why a case failed."""
         reason, text = without_paths(reason), without_paths(text)
-        told = "(the traceback is that of an earlier case)" if text in self.known else text
-        self.known.add(text)
-        self.failures.append(f"{reason}\n{told.rstrip()}\n\n")
-        if self.file:
-            with self.file.with_name(FAILURES).open("a") as file:
-                file.write("".join(self.failures))
-            self.failures.clear()
+        with self.lock:
+            told = "(the traceback is that of an earlier case)" if text in self.known else text
+            self.known.add(text)
+            self.failures.append(f"{reason}\n{told.rstrip()}\n\n")
+            if self.file:
+                _append(self.file.with_name(FAILURES), self.failures)
         self.explained(reason, text)
+
+
+def _append(path: Path, lines: list[str]) -> None:
+    """Move lines to the end of a file."""
+    with path.open("a") as file:
+        file.write("".join(lines))
+    lines.clear()
 
 
 class Worker:
@@ -192,7 +201,7 @@ class Worker:
                     rows = [Row.from_json(row) for row in answer["rows"]]
                     _require_all(contest, answer, rows, options["measures"])
                     return Measured(rows, dict(answer["spent_s"]))
-            except (ValueError, KeyError, TypeError, LookupError) as error:
+            except (ValueError, TypeError, LookupError) as error:
                 self._kill()
                 return Lost(case, Status.FAILED, f"no answer to its contest: {error!r}"[:400])
 

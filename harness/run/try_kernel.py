@@ -36,6 +36,11 @@ from sparsebench.results.record import Case, Problem, Row, Status
 OWN = {"op", "format", "baseline", "seed"}
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
+CLOCKS = {
+    "graph": "device time of a CUDA-graph replay, cold L2",
+    "events": "device time, cold L2",
+    "host": "host time",
+}
 
 
 @dataclass(frozen=True)
@@ -230,9 +235,7 @@ def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
         "machine code": row.code or "",
     }
     lines = [f"{name}: {escape(text)}" for name, text in told.items() if text]
-    clock = {"graph": "device time of a CUDA-graph replay", "events": "device time"}
-    how = f"{clock.get(row.clock, 'host time')}, cold L2" if row.clock != "host" else "host time"
-    return [*lines, f"{device}, {how}, one process: a look"]
+    return [*lines, f"{device}, {CLOCKS[row.clock]}, one process: a look"]
 
 
 def _bytes(row: Row) -> str:

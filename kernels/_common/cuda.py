@@ -32,7 +32,7 @@ from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; a family's own lie beside its kernels
-HOPPER = (9, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
 HOPPERS_OWN = "sm_90a"  # the target that has wgmma; it runs on 9.0 alone
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
@@ -164,6 +164,22 @@ def unsupported_on_hopper(
         return f"needs {wanted}, found {found[0]}.{found[1]}"
     if problem["dtype"] not in dtypes:
         return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
+    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+
+
+def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | None:
+    """Say why a kernel for compute capability 8.0 or newer cannot run here, or None.
+
+    wrong  what it says against the problem's dtype, or None: a device is named before a dtype
+    """
+    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
+    if device.type != "cuda":
+        return f"needs {wanted}, found {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < AMPERE:
+        return f"needs {wanted}, found {found[0]}.{found[1]}"
+    if wrong:
+        return wrong
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 

@@ -251,7 +251,8 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:REASON]
+        lines = str(error).strip().splitlines()[:1]
+        return ": ".join([type(error).__name__, *lines])[:REASON]
     return None
 
 

@@ -16,7 +16,6 @@ bsr_resident_dgrad.py is the same kernel over W.T.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -37,6 +36,7 @@ from sparsebench.kernels._common.cuda import (
     Loaded,
     load,
     target_of,
+    unsupported_before_ampere,
 )
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
@@ -44,7 +44,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.results.record import Problem
 
-LEAST = (8, 0)  # compute capability
 SIDE = 64  # of a block, at most
 TOKENS, WARPS, SHARES = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16), (1, 2, 4)
 SUMS = 64  # fp32 of a lane, at most
@@ -245,15 +244,9 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernel cannot run the problem here, or None."""
-    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
-    if device.type != "cuda":
-        return f"needs {wanted}, found {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST:
-        return f"needs {wanted}, found {found[0]}.{found[1]}"
-    if problem["dtype"] not in ("fp16", "bf16"):
-        return f"expected fp16 or bf16, found {problem['dtype']}"
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+    dtype = problem["dtype"]
+    wrong = None if dtype in ("fp16", "bf16") else f"expected fp16 or bf16, found {dtype}"
+    return unsupported_before_ampere(device, wrong)
 
 
 def _shared_bytes(device: torch.device) -> int:

@@ -14,7 +14,6 @@ CTA transposes a panel of it in shared memory, and every gather is from there.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from sparsebench.kernels._common.cuda import (
     ahead,
     load,
     target_of,
+    unsupported_before_ampere,
 )
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
@@ -37,7 +37,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, work_of
 from sparsebench.results.record import Problem
 
-LEAST = (8, 0)  # compute capability
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
 VECTOR_BYTES = 16
@@ -206,15 +205,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernel cannot run the problem here, or None."""
-    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
-    if device.type != "cuda":
-        return f"needs {wanted}, found {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST:
-        return f"needs {wanted}, found {found[0]}.{found[1]}"
-    if problem["dtype"] == "fp8":
-        return "expected 16 or 32 bits, found fp8"
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+    wrong = "expected 16 or 32 bits, found fp8" if problem["dtype"] == "fp8" else None
+    return unsupported_before_ampere(device, wrong)
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported, tunes=True)

@@ -384,7 +384,6 @@ def _tuned(kernel: str, call: Call, w: Bsr, default: C, **fixed: Any) -> C:
 
 
 def _in_torch(call: Call, w: Bsr) -> Multiply:
-    shape, index = w.shape, (w.offsets, w.columns)
     pattern = _bare(w)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -392,7 +391,7 @@ def _in_torch(call: Call, w: Bsr) -> Multiply:
             return a @ b
 
     def dense(values: Tensor) -> Tensor:
-        return Bsr(shape, *index, values).to_dense()
+        return replace(pattern, values=values).to_dense()
 
     if call.op == "linear":
         return lambda x, values: product(x, dense(values).T)

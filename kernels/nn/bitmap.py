@@ -19,6 +19,21 @@ from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels.nn.matmul import NAMES, matmul
 
 
+def require_layout(layer: nn.Module, what: str, state: Tensor) -> None:
+    """Raise FormatError unless `state` is the layer's extra state: numbers that `what` names."""
+    expected, found = layer.get_extra_state().tolist(), state.tolist()
+    require(found == expected, f"{what}: expected {expected}, found {found}")
+
+
+def load_layout_first(
+    layer: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+) -> None:
+    """Load as nn.Module does, but the extra state, which may raise, before anything is written."""
+    if (layout := state_dict.get(f"{prefix}_extra_state")) is not None:
+        layer.set_extra_state(layout)
+    nn.Module._load_from_state_dict(layer, state_dict, prefix, *args, **options)
+
+
 class BitmapLinear(nn.Module):
     """nn.Linear with W [out_features, in_features] as a bitmap: the same call and bias.
 
@@ -98,16 +113,9 @@ class BitmapLinear(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise FormatError for another layout: fp16 bytes would be read as bf16."""
-        expected, found = self.get_extra_state().tolist(), state.tolist()
-        what = f"n, k, which of {', '.join(NAMES.values())}"
-        require(found == expected, f"{what}: expected {expected}, found {found}")
+        require_layout(self, f"n, k, which of {', '.join(NAMES.values())}", state)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
-    ) -> None:
-        if (layout := state_dict.get(f"{prefix}_extra_state")) is not None:
-            self.set_extra_state(layout)  # before anything is written
-        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+    _load_from_state_dict = load_layout_first
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype; then nothing has changed."""

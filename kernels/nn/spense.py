@@ -49,6 +49,7 @@ from sparsebench.kernels.nn._spense_op import (
     linear,
     rounded_by_row,
 )
+from sparsebench.kernels.nn.bitmap import load_layout_first, require_layout
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
 KNOWN = "expected fp16, bf16 or fp8 (float8_e4m3fn)"
@@ -186,16 +187,10 @@ class SpenseLinear(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise FormatError for another layout: fp16 bytes would be read as bf16."""
-        expected, found = self.get_extra_state().tolist(), state.tolist()
         what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
-        require(found == expected, f"{what}: expected {expected}, found {found}")
+        require_layout(self, what, state)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
-    ) -> None:
-        if (layout := state_dict.get(f"{prefix}_extra_state")) is not None:
-            self.set_extra_state(layout)  # before anything is written
-        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+    _load_from_state_dict = load_layout_first
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype; then nothing has changed."""

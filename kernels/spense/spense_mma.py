@@ -16,21 +16,27 @@ the same packed bytes.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
-from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
+from sparsebench.kernels._common.cuda import (
+    BoundKernel,
+    Constants,
+    Layout,
+    Loaded,
+    load,
+    target_of,
+    unsupported_before_ampere,
+)
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 from sparsebench.results.record import Problem
 
-LEAST = (8, 0)  # compute capability
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
 W_BYTES = VALUE_BYTES + 512  # of a stage, each row of tiles: half a tile, and half its metadata
@@ -208,17 +214,11 @@ def prepare(operands: Operands, *, tuned: Tuned = True, ahead: bool = True) -> L
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Say why the kernel cannot run the problem here, or None."""
-    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
-    if device.type != "cuda":
-        return f"needs {wanted}, found {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST:
-        return f"needs {wanted}, found {found[0]}.{found[1]}"
-    if problem["dtype"] == "fp8":
-        return "expected fp16 or bf16, found fp8: 8.0 has no mma.sp for it, 9.0 emulates it"
-    if problem["dtype"] not in ("fp16", "bf16"):
-        return f"expected fp16 or bf16, found {problem['dtype']}"
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
+    dtype, wrong = problem["dtype"], None
+    if dtype not in ("fp16", "bf16"):
+        why = ": 8.0 has no mma.sp for it, 9.0 emulates it" if dtype == "fp8" else ""
+        wrong = f"expected fp16 or bf16, found {dtype}{why}"
+    return unsupported_before_ampere(device, wrong)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported, tunes=True)

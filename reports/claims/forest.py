@@ -2,11 +2,12 @@
 
 m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  unclear (a square)
 m 64, 90 %     ├─○─┤     :        :  the threshold
-m 64, 95 %        ├──■───:─┤  |   |  the bound of the cell
-All cells: linear, bf16           what they share is said once: labels are read on a telephone
+m 64, 95 %        ├──■───:─┤  |   |  the most that the device allows
+All cells: linear, bf16           what they share is said once: labels are read on a telephone;
+                                  the run too, where they are of several
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import INK, OURS, PAPER, PEER, canvas, style, svg
-from sparsebench.results.claims.cells import Cell
-from sparsebench.results.claims.metrics import METRICS
+from sparsebench.results.claims.cells import Cell, most
+from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.claims.verdict import state
 
@@ -33,8 +34,8 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Markup:
-    """Draw the cells that have a value, the best first; nothing where there is none."""
+def forest(test: Test, cells: Sequence[Cell]) -> Markup:
+    """Draw the cells of a device that have a value, the best first; nothing where there is none."""
     known = [cell for cell in cells if not cell.reason]
     if not known:
         return Markup("")
@@ -44,10 +45,11 @@ def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
         figure, axes = canvas((WIDTH, 60 + LINE * len(shown)), fitted=True)
         for place, cell in enumerate(reversed(shown)):
             look = LOOKS[state(test, cell)]
-            axes.hlines(place, cell.low, cell.high, color=look["color"], linewidth=1.4)
+            if cell.processes > 1:
+                axes.hlines(place, cell.low, cell.high, color=look["color"], linewidth=1.4)
             axes.plot([cell.value], [place], linestyle="none", markersize=5, **look)
-            if test.metric == "speedup" and cell.problem in bounds:
-                axes.plot([bounds[cell.problem]], [place], "|", color=INK, markersize=9)
+            if test.at_least is not None and (bound := most(test, cell)):
+                axes.plot([bound], [place], "|", color=INK, markersize=9)
         axes.axvline(test.limit, color=INK, linewidth=1.1, linestyle=(0, (2, 2)))
         none = METRICS[test.metric].none
         if none is not None:
@@ -57,18 +59,19 @@ def forest(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Ma
         axes.set_ylim(-0.7, len(shown) - 0.3)
         axes.tick_params(axis="y", length=0, labelsize=10)
         _across(axes, [*(c.value for c in shown), test.limit])
-        axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {test.unit}")
+        axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}")
         axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
-        drawn = svg(
-            figure, f"{test.name}: {len(shown)} cells, threshold {test.limit:g} {test.unit}"
-        )
+        limit = f"{test.limit:g}{SIGNS[test.unit]}"
+        drawn = svg(figure, f"{test.name}: {len(shown)} cells, threshold {limit}")
     left = len(known) - len(shown)
-    said = "Dotted: the threshold. Line: the interval. Tick: the bound of the cell. "
+    said = "Dotted: the threshold. Line: the interval. "
+    if test.at_least is not None and any(cell.bound for cell in shown):
+        said += "Tick: the most that the device allows. "
     said += "Filled: beyond the threshold; open circle: short of it; open square: astride it."
     if left:
         said += f" {left} cells between the best and the worst are left out."
     who = "The cell" if len(shown) == 1 else "All cells"
-    said += f" {who}: {shared}." if shared else ""
+    said += f" {who}: {shared}."
     return Markup('<div class="forest">%s</div>') % drawn + note(said)
 
 
@@ -80,13 +83,16 @@ def _sample(cells: list[Cell]) -> list[Cell]:
 
 
 def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
-    """Return what the labels of all cells share, and the rest of each."""
-    parts = [cell.label.split(", ") for cell in cells]
+    """Return what the labels of all cells share, with run and GPU, and the rest of each."""
+    parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
     shared = [part for part in parts[0] if all(part in each for each in parts)]
     own = [", ".join(part for part in each if part not in shared) for each in parts]
-    ends = [" (confirming)" if cell.confirms else "" for cell in cells]
-    labels = [f"{label[:LONGEST]}{end}" for label, end in zip(own, ends, strict=True)]
-    return ", ".join(shared), labels
+    return ", ".join(shared), [label[:LONGEST] for label in own]
+
+
+def where(cell: Cell) -> str:
+    """Name the device of a cell; a model of one is said to be that."""
+    return cell.device.removeprefix("NVIDIA ") + (" (simulated)" if cell.simulated else "")
 
 
 def _across(axes: Axes, values: list[float]) -> None:

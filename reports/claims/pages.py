@@ -5,6 +5,9 @@ claims/NAME.html         quote, verdict, conditions beside ours, bound, cells, w
 badges/claims/NAME.svg   the verdict
 
 verdicts ─> lines (a table of verdicts)     conditions ─> published beside ours, ≠ marked
+
+What says most comes first: title, badge and tables agree. Where a cell is real, no simulated one
+judges.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,21 +16,22 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from sparsebench.reports.claims.forest import forest
+from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
-from sparsebench.reports.figures._html import folded, table
+from sparsebench.reports.figures._html import folded, table, without_dashes
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.publish._pages import Site, render, stylesheet
 from sparsebench.results.claims.asked import Asked
-from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.cells import Cell, judging, most, said
+from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.schema import Claim, Condition, Test
+from sparsebench.results.claims.sentences import capital, limit
 from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
 from sparsebench.results.pruning import Pruning
-from sparsebench.results.words import between, plain
+from sparsebench.results.words import plain
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
-UNITS = {"x": "×", "%": " %"}
 BADGE = {
     Word.REPRODUCED: "#00694c",
     Word.PARTLY: "#5a6b00",
@@ -51,12 +55,11 @@ class Entry:
 def entries(
     claims: Sequence[Asked], cells: Mapping[str, Sequence[Cell]], pruning: Pruning | None = None
 ) -> list[Entry]:
-    """Judge claims by their cells, by name."""
-    made = []
-    for asked in claims:
-        own = [*cells.get(asked.name, ()), *asked.files]
-        made.append(Entry(asked, own, pruning, asked.verdicts(own)))
-    return made
+    """Judge claims by their cells, by name; by simulated ones only where all are."""
+    known = judging({each.name: [*cells.get(each.name, ()), *each.files] for each in claims})
+    return [
+        Entry(each, known[each.name], pruning, each.verdicts(known[each.name])) for each in claims
+    ]
 
 
 def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
@@ -91,7 +94,7 @@ def alone(found: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
 
 def prose(text: str) -> Markup:
     """Return a line of a claim with a capital, and what stands in backticks as code."""
-    parts = (text[:1].upper() + text[1:]).split("`")
+    parts = capital(text).split("`")
     code = Markup("<code>%s</code>")
     return Markup("").join(code % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
@@ -117,9 +120,8 @@ def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def badge(entry: Entry) -> str:
-    """Return a claim's verdict as an image: on the device that says most, simulated ones last."""
-    ranked = sorted(entry.verdicts, key=lambda v: (v.simulated, list(Word).index(v.word)))
-    first = ranked[0]
+    """Return a claim's verdict as an image: the first, on the device that says most."""
+    first = entry.verdicts[0]
     right = str(first.word) + (f" (leans to {first.leans})" if first.leans else "")
     right += f" · {first.device.removeprefix('NVIDIA ')}" if first.device else ""
     right += " · simulated" if first.simulated else ""
@@ -182,53 +184,70 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
 
 def _bounds(asked: Asked) -> list[str]:
     """Return a sentence a bound: of the arithmetic that was given, and of the tests' own cells."""
-    said = []
+    lines = []
     for bound in asked.claim.bounds:
         part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
         why = f" ({bound.share_from})" if bound.share_from else ""
-        said.append(f"{bound.of}: at most {bound.most:.3g} x{part}{why}.")
+        lines.append(f"{bound.of}: at most {bound.most:.3g}×{part}{why}.")
     for test in asked.claim.tests:
         known = asked.bounds.get(test.name, {}).values()
         if known:
             ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(known), max(known))))
             short = " No kernel as efficient as the baseline can meet the threshold."
             beyond = short if test.name in asked.beyond else ""
-            said.append(f"{test.name}: at most {ends} x at the efficiency of dense.{beyond}")
-    return said
+            lines.append(f"{test.name}: at most {ends}× at the efficiency of dense.{beyond}")
+    return lines
 
 
 def _test(entry: Entry, test: Test) -> dict[str, Any]:
-    own = [cell for cell in entry.cells if cell.test == test.name]
-    judged = [j for v in entry.verdicts for j in v.tests if j.test.name == test.name]
-    bounds = entry.asked.bounds.get(test.name, {})
-    kept = entry.pruning and test.metric == "speedup" and losses(own, entry.pruning)
+    judged = [(v, j) for v in entry.verdicts for j in v.tests if j.test.name == test.name]
+    parts = [_part(entry, verdict, each) for verdict, each in judged]
+    return {"test": test, "parts": parts}
+
+
+def _part(entry: Entry, verdict: Verdict, judged: Judged) -> dict[str, Any]:
+    """Return what the page says of a test on a device."""
+    test, cells = judged.test, judged.cells
+    kept = entry.pruning and test.metric == "speedup" and losses(cells, entry.pruning)
     return {
-        "test": test,
-        "judged": [(each, STYLES[each.word]) for each in judged],
-        "figure": forest(test, own, bounds),
+        "judged": judged,
+        "style": STYLES[judged.word],
+        "device": verdict.device if cells else "",
+        "figure": forest(test, cells),
         "losses": kept or Markup(""),
-        "cells": _table(test, own, bounds),
-        "change": [_change(each, entry.asked.claim) for each in judged],
+        "cells": _table(test, cells, judged.others),
+        "change": _change(judged, entry.asked.claim),
     }
 
 
-def _table(test: Test, cells: Sequence[Cell], bounds: Mapping[str, float]) -> Markup:
+def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
+    """Write the cells that count, and below them other measurements of the same; best first."""
     if not cells:
         return Markup("")
-    heads = ["cell", f">{test.metric}, {test.unit}", "is", "subject", "baseline", ">bound", "run"]
+    up = test.at_least is not None
+    cells, others = (
+        sorted(each, key=lambda cell: (cell.reason, -cell.value if up else cell.value))
+        for each in (cells, others)
+    )
+    heads = ["cell", f">{test.metric}, {SIGNS[test.unit].strip()}", "is", "subject", "baseline"]
+    heads += [">at most", "GPU", "run"]
     rows = [
         [
             cell.label,
-            cell.reason or between(cell.value, cell.low, cell.high, unit=UNITS[test.unit]),
-            "–" if cell.reason else state(test, cell),
+            cell.reason or said(test, cell),
+            "not counted" if number >= len(cells) else "–" if cell.reason else state(test, cell),
             cell.subject,
             cell.baseline,
-            f"{bounds[cell.problem]:.3g}" if cell.problem in bounds else "–",
+            f"{bound:.3g}" if test.at_least is not None and (bound := most(test, cell)) else "–",
+            where(cell),
             f"{cell.run}, {_processes(cell.processes)}",
         ]
-        for cell in cells
+        for number, cell in enumerate([*cells, *others])
     ]
-    return folded("The cell" if len(cells) == 1 else f"The {len(cells)} cells", table(heads, rows))
+    title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
+    if others:
+        title += f", and {len(others)} other measurement{'s' if len(others) > 1 else ''} of them"
+    return folded(title, table(*without_dashes(heads, rows)))
 
 
 def _processes(count: int) -> str:
@@ -237,15 +256,16 @@ def _processes(count: int) -> str:
 
 def _change(judged: Judged, claim: Claim) -> str:
     """Say what would change the verdict on a test."""
-    limit = f"{judged.test.limit:g} {judged.test.unit}"
+    asked = limit(judged.test)
     match judged.word:
         case Word.REPRODUCED:
-            return f"A run of 6 processes in which the deciding cell falls short of {limit}."
+            return f"A run of 6 processes in which the deciding cell misses {asked}."
         case Word.PARTLY if judged.test.proxy:
-            return f"Measuring what was claimed itself: {claim.missing}."
+            rest = "the other tests ask for it"
+            return f"Measuring what was claimed itself: {claim.missing or rest}."
         case Word.PARTLY | Word.REFUTED:
             how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
-            return f"A {how} beyond {limit}: a faster kernel, or a slower baseline."
+            return f"A {how} beyond {asked}: a faster kernel, or a slower baseline."
         case Word.NOT_CARRIED_OVER:
             return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
         case Word.INCONCLUSIVE:

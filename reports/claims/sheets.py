@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from sparsebench.reports._sheet import Cell, Sheet
 from sparsebench.results.claims.asked import Asked
+from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.words import rounded
@@ -16,6 +17,7 @@ STYLES = {
     Word.INCONCLUSIVE: "unsure",
     Word.NOT_TESTABLE: "quiet",
 }
+NOTHING = "Nothing was measured here; `--from results/published/GPU` judges runs that are known"
 WORDS = frozenset({"claim", "what is claimed", "source", "test", "verdict", "basis", "why"})
 WORDS |= {"leans to", "GPU"}
 
@@ -37,19 +39,22 @@ def bounded(claims: Iterable[Asked]) -> Sheet:
             known = asked.bounds.get(test.name, {}).values()
             most = "–" if not known else _range(min(known), max(known))
             beyond = test.name in asked.beyond
-            said: Cell = ("cannot", "bad") if beyond else "can" if known else ("?", "quiet")
+            said: Cell = ("no", "bad") if beyond else "yes" if known else ("?", "quiet")
             proxy = " (proxy)" if test.proxy else ""
             lines.append([asked.name, said, most, test.name + proxy, test.sentence])
         for bound in asked.claim.bounds:
             share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
-            lines.append([asked.name, "", f"{rounded(bound.most, 0.01)} x", bound.of + share, ""])
-    title = "At most, as efficient as dense; cannot: no such kernel can meet the threshold"
-    columns = ("claim", "be met", "at most", "test or part", "threshold")
+            most = f"{rounded(bound.most, 0.01)}{SIGNS['x']}"
+            lines.append([asked.name, "", most, bound.of + share, ""])
+    title = "At most, as efficient as dense; no: no such kernel can meet the threshold"
+    columns = ("claim", "can be met", "at most", "test or part", "threshold")
     return Sheet(title, columns, lines, WORDS | {"threshold", "test or part"})
 
 
 def judged(verdicts: Iterable[Verdict]) -> Sheet:
     """Return a line a claim and device: verdict, basis, what a look leans to, and why."""
+    known = list(verdicts)
+    measured = any(test.cells for each in known for test in each.tests)
     lines: list[Sequence[Cell]] = [
         [
             each.claim,
@@ -59,16 +64,14 @@ def judged(verdicts: Iterable[Verdict]) -> Sheet:
             str(each.leans or ""),
             each.why,
         ]
-        for each in verdicts
+        for each in known
     ]
     columns = ("claim", "GPU", "verdict", "basis", "leans to", "why")
-    return Sheet("", columns, lines, WORDS)
+    return Sheet("" if measured else NOTHING, columns, lines, WORDS)
 
 
 def _range(low: float, high: float) -> str:
-    if f"{low:.3g}" == f"{high:.3g}":
-        return f"{low:.3g} x"
-    return f"{low:.3g}–{high:.3g} x"
+    return "–".join(dict.fromkeys(f"{end:.3g}" for end in (low, high))) + SIGNS["x"]
 
 
 def _tests(written: Written) -> str:

@@ -1,7 +1,7 @@
 """The first screen: who wins, from which sparsity on, by how much; a map and a figure.
 
     m ▾   n × k ▾   dtype ▾   block ▾        a view for each choice; the script shows one
-    BSR beats dense: blocks of 16 from 64 %
+    BSR beats dense: blocks of 16 from a point between 50 % and 80 %
     ┌──────┬──────┐   ×│    ●──●  ours
     │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense
@@ -20,7 +20,7 @@ from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import download, note, table
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
 from sparsebench.reports.figures._sweep import log_ticks
-from sparsebench.results.answer import against, sentences, where, winner, word
+from sparsebench.results.answer import against, sentences, variants, where, winner, word
 from sparsebench.results.views import ANY, MOST, View, every, ordered
 from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
 
@@ -41,7 +41,7 @@ def draw(frames: Frames) -> Markup:
     if not found:
         return Markup("<p>No case of this run has a time: there is no answer.</p>")
     ways = found[:MOST]
-    shown = Markup("").join(_view(i, view) for i, view in enumerate(ways))
+    shown = Markup("").join(_view(i, view, frames.cases) for i, view in enumerate(ways))
     return _choose(ways) + shown + _left_out(len(found) - len(ways), len(found))
 
 
@@ -90,14 +90,16 @@ def _sorted(values: "pd.Series[Any]") -> list[str]:
     return [str(value) for value in ordered(values)]
 
 
-def _view(number: int, view: View) -> Markup:
+def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
     said = Markup("").join(_said(sentence) for sentence in sentences(view))
     return Markup(page).format(
         json.dumps(view.choice),
         Markup(" hidden") if number else "",
         Markup('<ul class="answers">{}</ul>').format(said),
-        Markup('<p class="where">{}</p>').format(where(view)),
+        Markup('<p class="where">{}</p>').format(
+            " · ".join(filter(None, [where(view), variants(view, cases)]))
+        ),
         _map(view),
         _figure(number, view),
     )
@@ -191,7 +193,8 @@ def _figure(number: int, view: View) -> Markup:
         axes.axhline(1, color=INK, linewidth=1.2)
         labels = [percent(value) if name == "level" else plain(value) for value in places]
         axes.set_xticks(range(len(places)), labels, rotation=20 if name == "shape" else 0)
-        axes.set_xlabel({"level": f"sparsity{view.units}", "shape": "n × k"}.get(name, name))
+        level = view.units.removeprefix(" of ") or "sparsity"
+        axes.set_xlabel({"level": level, "shape": "n × k"}.get(name, name))
         axes.set_ylabel("speed-up over dense, ×")
         log_ticks(axes)
         drawing = svg(figure, f"Speed-up over dense by {HEADS.get(name, name)}", words)

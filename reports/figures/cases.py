@@ -30,8 +30,8 @@ def draw(frames: Frames) -> Markup:
     )
     shown = [column for column in COLUMNS if column[1] in said]
     heads += [head for head, _, _ in shown]
-    columns = [said[name].map(_text) for name in names]
-    columns += [said[name].map(write) for _, name, write in shown]
+    columns = [[_text(value) for value in said[name]] for name in names]
+    columns += [[write(value) for value in said[name]] for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
     same = [n for n in ["op", *fields(cases), *MEASURE] if n not in [*names, "sparsity"]]
     constant = " ".join(_text(cases[name].iloc[0]) for name in same)

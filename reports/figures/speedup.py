@@ -77,14 +77,35 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
     if found.empty:
         return NOTHING
     names = [n for n in ("op", "m", "n", "k", "dtype", "pattern", "block") if n in found]
+    found = found.merge(_measured(found, drawn), left_index=True, right_index=True)
     lines = [[named(line, names), line.label, _word(line)] for _, line in found.iterrows()]
     title = f"Break-even of each contender ({len(lines)} lines)"
     return folded(title, table(["problem", "contender", "faster"], lines))
+
+
+def _measured(found: pd.DataFrame, drawn: pd.DataFrame) -> pd.DataFrame:
+    """Return the measured levels on both sides of each break-even: `slower` and `faster`."""
+    keys = list(found.columns[: list(found.columns).index("break_even")])
+    groups = drawn.groupby(keys, dropna=False)["level"]
+    levels = {tuple(map(_key, key)): own.round(6) for key, own in groups}
+    ends = []
+    for line in found.to_dict("records"):
+        own = levels[tuple(_key(line[key]) for key in keys)]
+        below = own < line["break_even"]
+        ends.append((own[below].max(), own[~below].min()))
+    return pd.DataFrame(ends, found.index, ["slower", "faster"])
+
+
+def _key(value: Any) -> str:
+    """Write a value of any column alike: a missing value has no equal, and 8 may be 8.0."""
+    if isinstance(value, str):
+        return value
+    return "" if pd.isna(value) else f"{value:.12g}"
 
 
 def _word(line: "pd.Series[Any]") -> str:
     if line.note == NoCrossing.ABOVE:
         return f"not up to {percent(line.last_level)}"
     if line.note:
-        return f"below {percent(line.first_level)}"
-    return f"from {percent(round(line.break_even, 3))}"
+        return f"already at {percent(line.first_level)}"
+    return f"from a point between {percent(line.slower)} and {percent(line.faster)}"

@@ -6,6 +6,7 @@
 
 A card has the times of one measure: kernel time with a cold cache, or the first that the run has.
 `place` of a line is its contest; `wins` says that nothing in it was faster, dense included.
+In the tables each line has the processes and the day of its run, and whether it is a verdict.
 """
 
 import json
@@ -16,17 +17,26 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.answer import badges, break_evens, sentences, where
+from sparsebench.results.answer import (
+    Badge,
+    badges,
+    break_evens,
+    place,
+    sentences,
+    variants,
+    where,
+    word,
+)
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.contests import raced
 from sparsebench.results.environment import device_name, flat
 from sparsebench.results.store import Run
-from sparsebench.results.summary import CONTEST, NoCrossing
+from sparsebench.results.summary import CONTEST
 from sparsebench.results.views import ANY, View, asked, views
-from sparsebench.results.words import part, percent, plain, times
+from sparsebench.results.words import part, plain, times
 
-SCHEMA = "sparsebench/card@4"
+SCHEMA = "sparsebench/card@5"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "settled"]
@@ -34,19 +44,22 @@ ROLES = {  # of a run that was made of another one: what run.json calls it
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
 }
-PAYS = ["op", "dtype", "m", "shape", "kind", "block", "level", "note", "first", "last", "settled"]
+PAYS = ["op", "dtype", "m", "shape", "kind", "block", "slower", "faster", "settled"]
+OF_RUN = ["run", "gpu", "suite", "name_of_run", "processes", "day", "verdict"]
 
 
 @dataclass(frozen=True)
 class Card:
     """A run in a site. `slug` is its folder and never changes; `identity` names its bundle.
 
+    `name` is what the folder was called that it was published from.
     `role` says what a run is that was made of another one (ROLES); else it is "".
     """
 
     schema: str
     slug: str
     identity: str
+    name: str
     gpu: str
     suite: str
     title: str
@@ -64,19 +77,33 @@ class Card:
     pays: list[dict[str, Any]]
     cells: dict[str, list[dict[str, Any]]]
 
+    @property
+    def verdict(self) -> bool:
+        """Say whether it ran in enough processes for verdicts."""
+        return any(name == Badge.VERDICT.name.lower() for name, *_ in self.badges)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
 
 
-def card(run: Run, found: Analysis, slug: str, identity: str, claims: Sequence[Asked] = ()) -> Card:
+def card(
+    run: Run,
+    found: Analysis,
+    slug: str,
+    identity: str,
+    claims: Sequence[Asked] = (),
+    name: str = "",
+) -> Card:
     """Read a run's card from its analysis, with the cells of these claims."""
     ways = views(found.cases)
+    about = (where(ways[0]), variants(ways[0], found.cases)) if ways else ()
     lines = _lines(found.cases)
     return Card(
         schema=SCHEMA,
         slug=slug,
         identity=identity,
+        name=name or str(run.state["suite"]),
         gpu=device_name(run.environment),
         suite=str(run.state["suite"]),
         title=str(run.suite.get("title", run.state["suite"])),
@@ -90,7 +117,7 @@ def card(run: Run, found: Analysis, slug: str, identity: str, claims: Sequence[A
             [badge.name.lower(), badge.value, why]
             for badge, why in badges(found.cases, found.noise, run.environment, run.state)
         ],
-        where=where(ways[0]) if ways else "",
+        where=" · ".join(filter(None, about)),
         sentences=sentences(ways[0]) if ways else ["No case of this run has a time."],
         gain=_gain(ways[0]) if ways else "no times",
         lines=[] if lines.empty else _plain(lines[["place", *PLACE, *LINE, "wins"]]),
@@ -104,14 +131,14 @@ def card(run: Run, found: Analysis, slug: str, identity: str, claims: Sequence[A
 
 
 def lines(cards: Iterable[Card]) -> pd.DataFrame:
-    """Return every line of every card, with `run`, `gpu` and `suite`."""
+    """Return every line of every card, with what OF_RUN names."""
     return _table(cards, "lines", ["place", *PLACE, *LINE, "wins"])
 
 
 def pays(cards: Iterable[Card]) -> pd.DataFrame:
-    """Return from which level on each format pays, by card; `text` is what a table says."""
+    """Return between which levels each format begins to pay, by card: BreakEven."""
     found = _table(cards, "pays", PAYS)
-    return found.assign(text=[_from(line) for line in found.to_dict("records")])
+    return found.astype({"slower": "float64", "faster": "float64"})
 
 
 def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
@@ -144,11 +171,14 @@ def _pays(ways: list[View]) -> pd.DataFrame:
         same = {n: _one(view, n) for n in ("op", "dtype", "m", "shape", "block")}
         if view.units or ANY in view.choice.values():
             continue
+        levels = view.formats.groupby(["kind", "y"]).x.nunique()
         for each in break_evens(view):
+            if levels[each.kind, each.row] < 2:
+                continue  # one level is no sweep
             given = {**same, **({view.y: each.row} if view.y else {}), **vars(each)}
             if all(given[name] is not None for name in ("m", "shape", "block")):
                 found.append({name: given[name] for name in PAYS})
-    table = pd.DataFrame(found, columns=PAYS).astype({"note": str})
+    table = pd.DataFrame(found, columns=PAYS)
     return table.drop_duplicates(["op", "dtype", "m", "shape", "kind", "block"])
 
 
@@ -157,24 +187,17 @@ def _one(view: View, name: str) -> Any:
     return values.pop() if len(values) == 1 else None
 
 
-def _from(line: dict[Any, Any]) -> str:
-    if line["note"] == NoCrossing.BELOW:
-        return f"≤ {percent(line['first'])}"
-    if line["note"] == NoCrossing.ABOVE:
-        return f"> {percent(line['last'])}"
-    return percent(1 - float(f"{1 - line['level']:.2g}"))
-
-
 def _gain(view: View) -> str:
-    """Return the largest gain of a view with its level, for a badge: 5.58× at 90 %."""
+    """Return the largest gain of a view and its cell, for a badge: 5.58× at 90 %, blocks of 64."""
     cells = view.cells[view.cells.best_gain.notna()]
     if cells.empty:
         return "no dense contender"
     chosen = cells[cells.x == 0.9] if view.x == "level" else cells
     top = (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
-    place = f" at {percent(top.x)}" if view.x == "level" else ""
-    gain = times(top.best_gain, top.best_half)
-    return f"{gain}{place}" if top.best_gain > 1 else f"dense wins{place}"
+    said = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
+    rest = [word(n, view.choice[n]) for n in said if view.choice[n] != "linear"]
+    at = ", ".join(filter(None, [place(view, top), word("block", top.best_tile), *rest]))
+    return f"{times(top.best_gain, top.best_half) if top.best_gain > 1 else 'dense wins'} {at}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -186,8 +209,13 @@ def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _table(cards: Iterable[Card], what: str, columns: list[str]) -> pd.DataFrame:
     found = [
-        {**line, "run": card.slug, "gpu": card.gpu, "suite": card.suite}
+        dict(line, **dict(zip(OF_RUN, _of_run(card), strict=True)))
         for card in cards
         for line in getattr(card, what)
     ]
-    return pd.DataFrame(found, columns=["run", "gpu", "suite", *columns])
+    return pd.DataFrame(found, columns=[*OF_RUN, *columns])
+
+
+def _of_run(card: Card) -> list[Any]:
+    day = card.started[:10]
+    return [card.slug, card.gpu, card.suite, card.name, card.processes, day, card.verdict]

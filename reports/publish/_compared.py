@@ -4,7 +4,8 @@
     compare/SUITE.json    the same for a script; it names the runs that the page is of
 
 Of each device it takes the run with the most processes, the newest of these. Simulated devices come
-last. A device that has no case in common with A is left out, as a CPU, which times warm caches.
+last. A device that has no sparse case in common with A is left out, as a CPU, which times warm
+caches.
 Runs are read again only where one of them is new or the code has changed.
 """
 
@@ -76,8 +77,9 @@ def _rank(card: Card) -> tuple[bool, int, str]:
 
 
 def _timed(card: Card) -> set[tuple[str, ...]]:
-    """Return what has a time: its problem, its name, and the state of the cache."""
-    return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in card.lines}
+    """Return what is sparse and has a time: its problem, its name, and the state of the cache."""
+    lines = [line for line in card.lines if line["side"] != "dense"]
+    return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in lines}
 
 
 def _simulated(card: Card) -> bool:

@@ -1,6 +1,6 @@
 """The pages of a site, from the cards of its runs: no row is read for them.
 
-index.html            the first screen: which format wins where, from which sparsity on
+index.html            the first screen: which format beats dense where, from which sparsity on
 formats/NAME.html     a format: where it is best, its kernels, its cases over all runs
 kernels/NAME.html     a kernel, likewise
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
@@ -155,7 +155,7 @@ def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:
                 "name": gpu,
                 "simulated": modelled,
                 "cards": own,
-                "winners": _tables.winners(every[every.gpu == gpu]),
+                "gains": _tables.gains(every[every.gpu == gpu]),
                 "pays": _tables.pays(of_pays[of_pays.gpu == gpu]),
             }
         )
@@ -164,7 +164,7 @@ def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[str, Any]) -> str:
     grids = [
-        (gpu, grid) for gpu, of in own.groupby("gpu", sort=False) if (grid := _tables.winners(of))
+        (gpu, grid) for gpu, of in own.groupby("gpu", sort=False) if (grid := _tables.gains(of))
     ]
     return render(
         "site_name.html",
@@ -182,7 +182,7 @@ def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[s
 
 
 def _badge(card: Card) -> str:
-    left, right = f"{card.gpu} · {card.suite}"[:60], f"{card.gain} · {card.badges[0][1]}"
+    left, right = f"{card.gpu} · {card.name}"[:60], f"{card.gain} · {card.badges[0][1]}"
     widths = [round(WIDTH * len(text)) + 16 for text in (left, right)]
     colour = "#00694c" if card.badges[0][0] == "verdict" else "#0a58a8"
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
@@ -191,7 +191,7 @@ def _badge(card: Card) -> str:
 def _shields(card: Card) -> str:
     color = {"verdict": "green", "look": "blue"}.get(card.badges[0][0], "orange")
     message = f"{card.gain} · {card.badges[0][1]}"
-    label = f"{card.gpu} · {card.suite}"[:60]
+    label = f"{card.gpu} · {card.name}"[:60]
     data = {"schemaVersion": 1, "label": label, "message": message, "color": color}
     return json.dumps(data, ensure_ascii=False) + "\n"
 

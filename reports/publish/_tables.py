@@ -1,20 +1,31 @@
-"""What the pages of a site tabulate: which format wins where, and from which sparsity on.
+"""What the pages of a site tabulate: how fast each format is, and from which sparsity on it pays.
 
-    winners   m × sparsity: the format that wins, of the block that gains most, for one GPU
-    pays      format and block × m: the least sparsity at which it is faster than dense
-    cases     every case of a format or a kernel, over all runs
+    gains   m × sparsity: each format over dense, of the block that gains most, for one GPU
+    pays    format and block × m: between which levels of sparsity it overtakes dense
+    cases   every case of a format or a kernel, over all runs
 
 Contests with equal m, sparsity and block (shapes, runs) share a cell, which shows their range.
+Formats are each held against dense and not against each other: most have problems of their own.
+A cell has verdicts alone where there are any; else it is marked as a look.
 """
 
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from sparsebench.results.views import ordered
-from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
+from sparsebench.results.words import (
+    FORMATS,
+    between,
+    duration,
+    interval,
+    listed,
+    percent,
+    plain,
+    rounded,
+    times,
+)
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # that the first page shows, where they were measured
 COLUMNS = 6
@@ -25,23 +36,28 @@ OP, DTYPE = "linear", "bf16"  # of the first page, where they were measured
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: what it shows, what it says on hover, and the run that it is from."""
+    """A line in a cell: what it shows, what it says on hover, and the run that it is from.
+
+    `span` is the interval of `text`. `lost`: dense is faster. `look`: there is no verdict.
+    """
 
     head: str
     text: str
     title: str
     run: str
-    kind: str = ""
+    span: str = ""
+    lost: bool = False
     settled: bool = True
+    look: bool = False
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table whose columns have headings; `rows` are a heading and a cell a column, or None."""
+    """A table whose columns have headings; `rows` are a heading and the lines of each cell."""
 
     about: str
     columns: list[str]
-    rows: list[tuple[str, list[Cell | None]]]
+    rows: list[tuple[str, list[list[Cell]]]]
 
 
 def named(kind: str) -> str:
@@ -58,22 +74,37 @@ def chosen(lines: pd.DataFrame) -> pd.DataFrame:
     return lines
 
 
-def winners(lines: pd.DataFrame) -> Grid | None:
-    """Return which format wins at each m and sparsity; None where nothing was measured."""
-    found = chosen(lines)
-    won = found[found.wins & found.level.notna() & found.gain.notna() & found.m.notna()]
-    if won.empty:
+def trusted(lines: pd.DataFrame, place: list[str]) -> pd.DataFrame:
+    """Leave out the looks of each place that has a verdict."""
+    known = lines.groupby(place, dropna=False).verdict.transform("any")
+    return lines[lines.verdict | ~known.astype(bool)]
+
+
+def gains(lines: pd.DataFrame) -> Grid | None:
+    """Return each format's speed-up over dense at each m and sparsity; None where none is known.
+
+    Formats that are never faster are left out, and named, unless none is ever faster.
+    """
+    found = chosen(lines[lines.side != "dense"])
+    found = found[found.level.notna() & found.gain.notna() & found.m.notna()]
+    if found.empty:
         return None
-    won = won.assign(level=won.level.round(2), m=won.m.astype(int))
-    levels = _most(won.level, [level for level in LEVELS if level in set(won.level)], COLUMNS)
-    tokens = _most(won.m, [m for m in (16, 4096) if m in set(won.m)], MOST_M)
-    groups: dict[tuple[float, float], list[dict[str, Any]]] = {}
-    for line in won[won.level.isin(levels)].to_dict("records"):
-        groups.setdefault((line["m"], line["level"]), []).append({**line})  # type: ignore[dict-item]
-    cells = {key: _winner(group) for key, group in groups.items()}
-    rows = [(f"m {m}", [cells.get((m, level)) for level in levels]) for m in tokens]
-    same = won[["op", "dtype"]].iloc[0]
-    about = f"{same['op']}, {same['dtype']}, kernel time, against the fastest dense kernel"
+    won = found.kind.isin(found.kind[found.gain > 1])
+    lost = [named(str(kind)) for kind in found.kind[~won].unique()] if won.any() else []
+    found = found[won] if won.any() else found
+    found = found.assign(level=found.level.round(2), m=found.m.astype(int))
+    contests = found.drop_duplicates(["run", "place"])
+    levels = _most(contests.level, [x for x in LEVELS if x in set(contests.level)], COLUMNS)
+    tokens = _most(contests.m, [m for m in (16, 4096) if m in set(contests.m)], MOST_M)
+    place = ["m", "level", "kind"]
+    found = trusted(found[found.level.isin(levels) & found.m.isin(tokens)], place)
+    cells: dict[tuple[Any, Any], list[Cell]] = {}
+    for (m, level, _), group in found.groupby(place, sort=False):
+        cells.setdefault((m, level), []).append(_gain(group))
+    rows = [(f"m {m}", [cells.get((m, level), []) for level in levels]) for m in tokens]
+    about = f"{_same(found)}, kernel time. {dated(found)}"
+    if lost:
+        about += f" Nowhere faster than dense: {listed(lost)}."
     return Grid(about, [percent(level) for level in levels], rows)
 
 
@@ -86,20 +117,31 @@ def pays(found: pd.DataFrame) -> Grid | None:
     sizes = pd.to_numeric(found.block, errors="coerce").where(found.kind == "bsr")
     found = found.assign(m=found.m.astype(int), size=sizes)
     found = found.assign(block=found.block.where(found.kind == "bsr", ""))
-    rows = []
-    for (kind, _, block), group in found.groupby(["kind", "size", "block"], dropna=False):
+    place = ["kind", "size", "block"]
+    found = trusted(found[found.m.isin(tokens)], [*place, "m"])
+    rows, never = [], []
+    for (kind, _, block), group in found.groupby(place, dropna=False):
         head = f"{named(str(kind))} {block}".strip()
-        cells = [_pays(own, head) if len(own := group[group.m == m]) else None for m in tokens]
+        if group.faster.isna().all():
+            never.append(head)
+            continue
+        cells = [[_pays(own, head)] if len(own := group[group.m == m]) else [] for m in tokens]
         rows.append((head, cells))
-    same = found[["op", "dtype"]].iloc[0]
-    never = [
-        head for head, cells in rows if all(c is None or c.head.startswith(">") for c in cells)
-    ]
-    about = f"{same['op']}, {same['dtype']}"
+    about = f"{_same(found)}. {dated(found)}"
     if never:
-        about += f". Not faster at any sparsity measured: {'; '.join(never)}"
-    kept = [(head, cells) for head, cells in rows if head not in never]
-    return Grid(about, [f"m {m:g}" for m in tokens], kept)
+        about += f" Not faster at any sparsity measured: {listed(never)}."
+    return Grid(about, [f"m {m:g}" for m in tokens], rows)
+
+
+def dated(lines: pd.DataFrame) -> str:
+    """Say in how many processes and when: `Verdicts: 8 processes, 2026-11-23 to 2026-11-24.`."""
+    said = []
+    for name, own in (("Verdicts", lines[lines.verdict]), ("Looks", lines[~lines.verdict])):
+        if len(own):
+            count = _span(own.processes)
+            days = " to ".join(dict.fromkeys([own.day.min(), own.day.max()]))
+            said.append(f"{name}: {count} process{'' if count == '1' else 'es'}, {days}.")
+    return " ".join(said)
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
@@ -108,12 +150,13 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     found: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     return [
         {
-            **{name: str(line[name]) for name in ("gpu", "run", "suite", "kernel", "name")},
+            **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
             "problem": _problem(line),
             "level": percent(line["level"]),
             "time": duration(line["median_us"]),
             "gain": between(line["gain"], line["low"], line["high"]),
             "wins": bool(line["wins"]),
+            "of": _of(line),
         }
         for line in found
     ]
@@ -144,24 +187,56 @@ def _problem(line: Any) -> str:
     return ", ".join(filter(None, [known["op"], known["dtype"], tokens, shape, pattern, block]))
 
 
-def _winner(group: list[dict[str, Any]]) -> Cell:
-    """Return the cell of one m and level: of the block whose median contest gains most."""
-    blocks: dict[str, list[dict[str, Any]]] = {}
-    for line in sorted(group, key=lambda line: -float(line["gain"])):
-        blocks.setdefault(str(line["block"]), []).append(line)
-    own = max(blocks.values(), key=lambda lines: median(line["gain"] for line in lines))
-    top, dense = own[0], own[0]["side"] == "dense"
-    tile = f" {top['tile']}" if top["kind"] == "bsr" and top["tile"] else ""
-    head, low, high = f"{named(top['kind'])}{tile}", f"{own[-1]['gain']:.2g}", f"{top['gain']:.2g}"
-    settled = dense or all(line["settled"] for line in own if line["side"] != "dense")
+def _gain(found: pd.DataFrame) -> Cell:
+    """Return what a cell says of a format: of the block that gains most in its median contest."""
+    ranked = found.sort_values("gain", ascending=False, kind="stable")
+    best = ranked.drop_duplicates(["run", "place", "tile"])
+    tile = best.groupby("tile", sort=False).gain.median().idxmax()
+    own: list[dict[str, Any]] = [*best[best.tile == tile].to_dict("records")]  # type: ignore[list-item]
+    top = own[0]
+    head = f"{named(top['kind'])} {tile}".strip()
     each = [
-        f"n × k {line['shape']}: {line['name']}, {between(line['gain'], line['low'], line['high'])}"
+        f"n × k {line['shape']}: {line['name']}, "
+        f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
         for line in own[:SHOWN]
     ]
+    settled = all(line["settled"] for line in own)
     title = f"{head} at {percent(top['level'])}: {_few(each, len(own))}"
-    text = "" if dense else times(top["gain"]) if low == high else f"{low}–{high}×"
-    unsure = "" if settled else "; not settled"
-    return Cell(head, text, title + unsure, str(top["run"]), str(top["kind"]), settled)
+    text, span = _range(own)
+    return Cell(
+        head,
+        text,
+        title + ("" if settled else "; not settled"),
+        str(top["run"]),
+        span,
+        lost=top["gain"] <= 1,
+        settled=settled,
+        look=not top["verdict"],
+    )
+
+
+def _range(own: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the range of several contests' gains; of one its gain and its interval."""
+    gain, low, high = (own[0][name] for name in ("gain", "low", "high"))
+    if len(own) > 1:
+        ends = dict.fromkeys([rounded(own[-1]["gain"]), rounded(gain)])
+        return f"{'–'.join(ends)}×", ""
+    if pd.isna(low) or high <= low:
+        return times(gain), ""
+    half = max(high - gain, gain - low)
+    return times(gain, min(half, gain / 10)), f"[{interval(low, high, half)}]"
+
+
+def _of(line: dict[str, Any]) -> str:
+    return f"{line['processes']} process{'es' if line['processes'] != 1 else ''}, {line['day']}"
+
+
+def _same(lines: pd.DataFrame) -> str:
+    return ", ".join(lines[["op", "dtype"]].iloc[0])
+
+
+def _span(values: "pd.Series[Any]") -> str:
+    return " to ".join(dict.fromkeys([f"{values.min():g}", f"{values.max():g}"]))
 
 
 def _few(shown: list[str], count: int) -> str:
@@ -169,26 +244,30 @@ def _few(shown: list[str], count: int) -> str:
 
 
 def _pays(own: pd.DataFrame, name: str) -> Cell:
-    """Return one cell of `pays`: 64 %, ≤50 %, >99 %, or the range over shapes and runs.
+    """Return one cell of `pays`: the measured levels between which dense is overtaken.
 
-    ≤50: already at the lowest level measured. >99: not up to the highest.
+    50–80 %: slower at 50 %, faster from 80 % on. ≤ 80 %: in some problems faster at every level,
+    in all from 80 % on. > 50 %: in some problems not faster up to the last level.
     """
-    lows = [(level, _digits(level)) for level in own.level.dropna()]
-    highs = list(lows)
-    lows += [(f, f"≤{_digits(f)}") for f in own["first"][own.text.str.startswith("≤")]]
-    highs += [(last, f">{_digits(last)}") for last in own["last"][own.text.str.startswith(">")]]
-    ends = [min(lows)[1]] if lows else []
-    ends += [max(highs)[1]] if highs else []
-    lines = zip(own["shape"], own.block, own.text, strict=True)
-    each = [f"n × k {s}{f', blocks of {b}' if b else ''}: {text}" for s, b, text in lines]
-    said = _few(each[:SHOWN], len(each))
-    title, text = f"{name} is faster than dense from: {said}", "–".join(dict.fromkeys(ends))
-    return Cell(f"{text} %", "", title, str(own.run.iloc[0]), settled=bool(own.settled.all()))
+    low = None if own.slower.isna().any() else percent(own.slower.min())
+    high = None if own.faster.isna().any() else percent(own.faster.max())
+    if low and high:
+        text = f"{low.removesuffix(' %')}–{high}"
+    else:
+        text = f"> {low}" if low else f"≤ {high}" if high else "varies"
+    lines: list[dict[str, Any]] = [*own.to_dict("records")]  # type: ignore[list-item]
+    each = [f"n × k {line['shape']}: {_between(line)}, {_of(line)}" for line in lines[:SHOWN]]
+    title = f"{name} against dense: {_few(each, len(lines))}"
+    settled, verdict = bool(own.settled.all()), bool(own.verdict.all())
+    return Cell(text, "", title, str(own.run.iloc[0]), settled=settled, look=not verdict)
 
 
-def _digits(level: float) -> str:
-    """Write a level in percent with two significant digits of its density: 64, 98.6."""
-    return percent(1 - float(f"{1 - level:.2g}") if level < 1 else level).removesuffix(" %")
+def _between(line: dict[str, Any]) -> str:
+    if pd.isna(line["slower"]):
+        return f"already faster at {percent(line['faster'])}"
+    if pd.isna(line["faster"]):
+        return f"not faster up to {percent(line['slower'])}"
+    return f"overtakes between {percent(line['slower'])} and {percent(line['faster'])}"
 
 
 def _most(values: "pd.Series[Any]", wanted: list[float], count: int) -> list[float]:

@@ -3,15 +3,16 @@
     DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (_pages.py)
     DIR/runs/SLUG/     a bundle that `sparsebench validate` reads: rows.jsonl.gz, suite.yaml, ...
                        removed.json     what is not in it (results/redaction.py)
+                       name.txt         the name of the folder that it came from
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
     DIR/claims/        a page a claim, judged by all runs of the site (reports/claims)
     DIR/compare/       a page a suite that several devices ran (_compared.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
-A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when the
-code of results/ or reports/ has changed, or the address of the site. To take a run away, remove its
-folder and publish again.
+A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when
+one of these has changed: the code of results/ or reports/, the address of the site, the claims,
+whether pyarrow is there. To take a run away, remove its folder and publish again.
 """
 
 import gzip
@@ -38,6 +39,7 @@ from sparsebench.results.environment import device_name
 from sparsebench.results.frame import to_csv, to_parquet
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
+NAME = "name.txt"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
 PAGES = ("formats", "kernels", "badges", "claims", "compare")  # made of cards
 
@@ -132,14 +134,27 @@ def _add(run: Path, folder: Path) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     redaction.redact(run, fresh)
+    (fresh / NAME).write_text(_called(run), "utf-8")
     fresh.rename(folder)
+
+
+def _called(run: Path) -> str:
+    """Return the name of a run's folder; "" where the name of a user or a host is part of it."""
+    texts = [bundle.content(run, name).decode() for name in ("environment.json", "run.json")]
+    names = [name for text in texts for name in redaction.HOME.findall(text)]
+    names += [name for text in texts for *_, name in redaction.FIELD.findall(text)]
+    called = run.resolve().name
+    private = [name for name in names if len(name) >= redaction.SHORTEST]
+    return "" if any(name.lower() in called.lower() for name in private) else called
 
 
 def _redo(folder: Path, site: Site) -> None:
     """Write the report, the card and the downloads of a bundle that is in the site."""
     run, removed = store.read(folder), redaction.note(folder)
     found = analyse(run)
-    own = card(run, found, folder.name, bundle.identity(folder), site.claims)
+    file = folder / NAME
+    name = file.read_text("utf-8").strip() if file.exists() else ""
+    own = card(run, found, folder.name, bundle.identity(folder), site.claims, name)
     (folder / "summary.json").write_text(json.dumps(own.to_json()) + "\n", "utf-8")
     to_csv(found.rows, folder / "rows.csv")
     if find_spec("pyarrow"):

@@ -43,13 +43,17 @@ and below that the range over processes. One process gives a value without a ran
 processes are a look, not a verdict. "dense" marks a portfolio that chose a dense kernel: its figure
 is not of a sparse format. `+` after a commit says that there were uncommitted changes.
 `make site` writes the report of every run, as a site.
+
+In the list of runs, "power-limited" counts the cases with a contest during which the board lowered
+its clock, to keep its power limit, for over a fifth of the time. A contest's contenders share that.
+"Slow peers" counts the cases of peers that another run on this kind of GPU timed more than 10 %
+faster, and gives the largest factor: leads over them are too large by as much.
 """
 SURVEY = """
-Verdicts of 2026-11-24 are the first part of the campaign `suites/campaigns/published.yaml`, all of
-one commit. `core-look` and `core` are what `new-gpu --budget 8m` measured. `core-sim` and
-`quick-sim` are modelled, not measured. Other runs are looks of older commits, which the list below
-has; the campaign measures them again. Dense baselines and peers are better tuned since then: in
-those looks, leads at few tokens and over dense layers are up to a fifth too large (CHANGELOG.md).
+The campaign `suites/campaigns/published.yaml` measures everything at one commit, which its verdicts
+below share. Runs of older commits are left from before it, and it measures them again. Many of
+their peers were tuned less well than now: see "slow peers". `core-look` and `core` are what
+`new-gpu --budget 8m` measured. `core-sim` and `quick-sim` are modelled, not measured.
 """
 RUNS = {
     "The same kernel twice": "twins",

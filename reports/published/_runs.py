@@ -1,7 +1,6 @@
 """The published runs: every bundle of a folder read once, as cases with their verdicts.
 
     results/published/<gpu>/<run>  ─>  Published: the run, its cases, what it says of its noise
-    results/published/pruning/*.json, sparsity/*.json  ─>  what pruning and training cost
 
 The cases have five more columns, for tables: `run`, `shape` (n × k), `asked` (the level in
 per cent), `ours` (a kernel of this project, dense ones left out) and `dense` (a portfolio that
@@ -46,6 +45,12 @@ class Published:
         """Name the GPU that it ran on."""
         return device_name(self.run.environment)
 
+    @property
+    def cards(self) -> list[str]:
+        """Return the first digits of the UUID of each card; a CPU has none."""
+        named = {value for name, value in self.facts.items() if name.endswith("gpu.uuid")}
+        return sorted(uuid.removeprefix("GPU-")[:8] for uuid in named)
+
     @cached_property
     def facts(self) -> Mapping[str, str]:
         """Return what the environment says, by dotted name."""
@@ -84,6 +89,7 @@ def _read(root: Path, path: Path) -> Published:
 
 
 def with_names(cases: pd.DataFrame, run: str) -> pd.DataFrame:
+    """Return cases with the five columns that tables ask for."""
     sizes = zip(cases.n, cases.k, strict=True)
     return cases.assign(
         run=run,

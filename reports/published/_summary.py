@@ -33,6 +33,7 @@ from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle, pruning, widths
 from sparsebench.results import whole as wholes
 from sparsebench.results.analysis import Analysis
+from sparsebench.results.peers import APART, KEY
 from sparsebench.results.pruning import OUTPUT
 from sparsebench.results.words import part, rounded, significant
 
@@ -53,9 +54,20 @@ class Question:
 
 def list_of_runs(runs: Mapping[str, Published]) -> str:
     """Return a line a published run."""
-    header = ["run", "suite", "part (`--only`)", "GPU", "problems", "cases", "processes"]
-    header += ["time", "date", "commit", "is a", "A/A pairs"]
-    return markdown(header, [_of_run(run) for run in runs.values()])
+    header = ["run", "suite", "part (`--only`)", "GPU", "card", "problems", "cases", "processes"]
+    header += ["time", "date", "commit", "is a", "A/A pairs", "power-limited", "slow peers"]
+    slow = _slow_peers(runs)
+    return markdown(header, [[*_of_run(run), slow[run.name]] for run in runs.values()])
+
+
+def _slow_peers(runs: Mapping[str, Published]) -> dict[str, str]:
+    """Say of each run how many cases of peers another run of that GPU timed faster: 3, to 1.9."""
+    every = pd.concat([run.cases.assign(gpu=run.gpu) for run in runs.values()], ignore_index=True)
+    peers = every[(every.status == "ok") & ~every.ours & ~every.twin.astype(bool)]
+    times = peers.median_us / peers.groupby(["gpu", *KEY]).median_us.transform("min")
+    slow = times[times > APART].groupby(peers.run)
+    told = {name: f"{len(found)}, to {found.max():.2f}" for name, found in slow}
+    return {name: told.get(name, "0") for name in runs}
 
 
 def digests(runs: Mapping[str, Published]) -> str:
@@ -68,6 +80,8 @@ def digests(runs: Mapping[str, Published]) -> str:
 
 def _of_run(run: Published) -> list[str]:
     cases, state = run.cases[~run.cases.twin.astype(bool)], run.run.state
+    timed = cases[cases.status == "ok"]
+    limited = timed.mark.str.contains("power-limited").sum()
     minutes, seconds = divmod(round(state["seconds"]), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
     chosen = part(state["flags"]["only"]).replace("|", "\\|")
@@ -78,12 +92,14 @@ def _of_run(run: Published) -> list[str]:
         state["suite"],
         f"`{chosen}`" if chosen else "",
         run.gpu,
+        ", ".join(run.cards),
         *map(str, counted),
         took,
         state["started"][:10],
         commit,
         run.weight,
         run.noise.reliability[0],
+        f"{limited} of {len(timed)}",
     ]
 
 

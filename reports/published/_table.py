@@ -46,6 +46,9 @@ class Table:
                  an empty tuple makes a line of counts: problems, ahead, mean, least and most
     value        the ratio, or the time of `ours` in µs
     names        what stands in place of a value of rows or columns
+
+    Where several runs have a problem, the run named first stands for all. A kernel of `over` that
+    has no time in some of the problems is named in the caption.
     """
 
     name: str
@@ -95,7 +98,7 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     lacking = [name for name in table.runs if name not in runs]
     if lacking:
         raise ResultError(f"table {table.name}: expected a published run, found no {lacking[0]}")
-    cases = pd.concat([runs[name].cases for name in table.runs], ignore_index=True)
+    cases = _first_of_each([runs[name].cases for name in table.runs])
     raced = cases[(cases.status == "ok") & cases.speedup.notna() & ~cases.twin.astype(bool)]
     raced = raced.query(table.where) if table.where else raced
     apart = [name for name in (*table.rows, *table.columns) if name in CONTENDER]
@@ -120,6 +123,13 @@ def matched(table: Table, runs: Mapping[str, Published]) -> pd.DataFrame:
     figures = _figures(both, *ends, uncertainty(*ends, both.floor, both.processes))
     both = both.assign(processes=[len(a.keys() & b.keys()) for a, b in _pairs(both)])
     return both.assign(figure=figures, opponent=both.label_over, fewer=_fewer(both, runs))
+
+
+def _first_of_each(runs: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Join runs; where several have a problem, the run named first stands for all."""
+    cases = pd.concat(runs, ignore_index=True)
+    first = cases.groupby(PROBLEM[1:], sort=False).run.transform("first")
+    return cases[cases.run == first]
 
 
 def _pairs(both: pd.DataFrame) -> "zip[tuple[Blocks, Blocks]]":
@@ -238,10 +248,24 @@ def _shared(table: Table, found: pd.DataFrame, runs: Mapping[str, Published]) ->
         said.append("µs")
     else:
         said.append(f"over {table.against or ', '.join(sorted(found.opponent.unique()))}")
-    for run in (runs[name] for name in table.runs):
+    for run in (runs[name] for name in table.runs if name in set(found.run)):
         count = f"{run.processes} process{'es' if run.processes > 1 else ''}"
         said.append(f"[{run.name}](/{run.home}), {run.gpu}, {count}, a {run.weight}")
-    return "; ".join(said) + "."
+    return "; ".join([*said, *_missed(table, found, runs)]) + "."
+
+
+def _missed(table: Table, found: pd.DataFrame, runs: Mapping[str, Published]) -> list[str]:
+    """Name the sparse kernels of `over` that have no time in these problems, or in some of them."""
+    if not table.over:
+        return []
+    cases = _first_of_each([runs[name].cases for name in table.runs])
+    here = cases.merge(found[PROBLEM].drop_duplicates(), on=PROBLEM).query(table.over)
+    here = here[here.format != "dense"]
+    ran = (here.status == "ok").groupby([here.kernel, here.problem_id]).any().groupby("kernel")
+    never, always = (~ran.any(), ran.all())
+    names = {"no times of": never, "only some times of": ~never & ~always}
+    listed = {how: ", ".join(f"`{name}`" for name in of[of].index) for how, of in names.items()}
+    return [f"{how} {listed[how]}" for how in listed if listed[how]]
 
 
 def _prefix(name: str) -> str:

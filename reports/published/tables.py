@@ -72,11 +72,12 @@ def _spense_lead(run: str) -> Table:
 def _ffn(name: str, title: str, where: str, over: str, against: str) -> Table:
     ours = "kernel in ('ffn_sparse', 'mlp_sparse') and options == 'way=best'"
     rows, columns = ("shape", "active"), ("m",)
-    return Table(name, title, ("ffn", "ffn-others"), ours, rows, columns, where, over, against)
+    runs = ("ffn", "ffn-others", "ffn-look")
+    return Table(name, title, runs, ours, rows, columns, where, over, against)
 
 
 PERHAPS = {  # runs without which a table has fewer cells, or is left out
-    *("decode-small", "ffn-others", "openai-gradients", "sparsity-slow"),
+    *("decode-small", "ffn-others", "ffn-look", "openai-gradients", "sparsity-slow"),
     *("ffn-authors", "decoder", "decoder-whole", "decoder-look", "unstructured", "chain", "calls"),
 }
 SPARSE = "level == 0.9"
@@ -226,9 +227,9 @@ SECTIONS: Mapping[str, Sequence[Table]] = {
         _ffn("ffn-correlated", "Tokens of sequences", "skew == 'correlated'", DENSE, EAGER),
         _ffn("ffn-mlp", "Without a gate", "op == 'mlp'", DENSE, EAGER),
         Table(
-            "ffn-sparse", "Never dense (`way=sparse`), whatever pays", ("ffn", "ffn-others"),
-            "options == 'way=sparse'", ("op", "shape", "active"), ("m",), "skew == 'iid'", DENSE,
-            EAGER,
+            "ffn-sparse", "Never dense (`way=sparse`), whatever pays",
+            ("ffn", "ffn-others", "ffn-look"), "options == 'way=sparse'",
+            ("op", "shape", "active"), ("m",), "skew == 'iid'", DENSE, EAGER,
         ),
     ],
     "Sparse activations beside the authors' kernels": [

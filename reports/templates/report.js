@@ -67,6 +67,17 @@ document.addEventListener("pointermove", (event) => {
   tip.style.top = `${event.clientY + 14}px`;
 });
 
+// On a narrow screen the style sets lines of a table as paragraphs: each value has its head, a dash is left out.
+for (const table of document.querySelectorAll(".scroll > table:not(.map)")) {
+  if (!table.tHead) continue;
+  table.classList.add("stacked");
+  const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+  for (const row of table.tBodies[0].rows) {
+    [...row.cells].forEach((cell, i) => (cell.dataset.head = heads[i]));
+    for (const cell of row.cells) cell.classList.toggle("vacant", ["", "–"].includes(cell.textContent.trim()));
+  }
+}
+
 // Every contender of a figure, on demand.
 for (const box of document.querySelectorAll("[data-every]")) {
   const section = box.closest("section");

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.cells import Cell, cells, of_files
 from sparsebench.results.claims.schema import Claim, Written
 from sparsebench.results.claims.verdict import Verdict, judge
 from sparsebench.results.store import Run
@@ -43,8 +43,12 @@ class Asked:
 
     def cells(self, run: Run, found: Analysis) -> list[Cell]:
         """Return the cells of all its tests in a run."""
-        tests = [(test, self.wanted.get(test.name, ())) for test in self.claim.tests]
-        return [cell for test, ids in tests for cell in cells(test, ids, run, found)]
+        made = []
+        for test in self.claim.tests:
+            measure = self.claim.measured(test)
+            ids = {*self.wanted.get(test.name, ()), *of_files(test, measure, run)}
+            made += cells(test, ids, run, found)
+        return made
 
     def verdicts(self, known: Sequence[Cell]) -> list[Verdict]:
         """Return its verdicts on its cells, one a device; a single one where there are none."""

@@ -3,6 +3,7 @@
     cases of a run ─> those of a wanted problem, scope and cache state
                    ─> subjects and baselines that ran     none: the cell has a reason and no value
                    ─> log of (baseline / subject) in each process ─> interval ─> unit of the metric
+    of a test with `over`: ─> each over the cell of that op at equal fields
 
 A portfolio that chose a dense kernel is no subject where another one ran. Cells are plain data, so
 that a site keeps them beside its runs.
@@ -18,8 +19,9 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.claims.metrics import METRICS
-from sparsebench.results.claims.schema import Chosen, Test
+from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.claims.metrics import METRICS, SIGNS
+from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
@@ -28,7 +30,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, ratio
 from sparsebench.results.store import Run
 from sparsebench.results.summary import chose_dense
-from sparsebench.results.words import percent, plain
+from sparsebench.results.words import between, percent, plain, significant
 
 NAMED = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
 Line = dict[str, Any]
@@ -43,6 +45,8 @@ class Cell:
     value      of the metric in its unit, with low and high
     reason     why there is no value; "" where there is one
     kind       what low and high are (IntervalKind)
+    bound      the largest ratio that the device allows: the baseline's time over the least that its
+               ceilings leave for the non-zeros, and an empty launch; 0 where it is unknown
     confirms   whether the run was made for cells that a screening had chosen
     case_ids   of the subject and the baselines: what measures the cell again
     """
@@ -65,6 +69,7 @@ class Cell:
     low: float = 0.0
     high: float = 0.0
     kind: str = ""
+    bound: float = 0.0
 
     @property
     def processes(self) -> int:
@@ -116,13 +121,97 @@ def cells(test: Test, wanted: Collection[str], run: Run, found: Analysis) -> lis
         "reliable": found.noise.reliability[0] is not Reliability.UNRELIABLE,
         "commit": str(run.environment.get("commit") or "")[:12],
     }
+    known = run.environment.get("ceilings")
+    least_us = Ceilings.from_json(known).launch_us if known else 0.0
     made = []
     for _, contest in here.groupby("problem_id", sort=False):
         lines: list[Line] = [*contest.to_dict("records")]  # type: ignore[list-item]
         named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "level")}
-        about = {**shared, "fields": {n: v for n, v in named.items() if v is not None}}
-        made += _cell(test, lines, about, found.rows)
+        facts = {**shared, "fields": {n: v for n, v in named.items() if v is not None}}
+        made += _cell(test, lines, facts, found.rows, least_us)
     return made
+
+
+def about(test: Test, fields: Mapping[str, Any]) -> bool:
+    """Say whether a problem with these fields is one of a test's: its values, and its levels."""
+    for name, value in test.at.items():
+        values = value if isinstance(value, list) else [value]
+        if name not in fields or _text(fields[name]) not in map(_text, values):
+            return False
+    level = round(float(fields.get("sparsity") or 0.0), 2)
+    return test.levels is None or test.levels[0] <= level <= test.levels[1]
+
+
+def of_files(test: Test, measure: Measure | None, run: Run) -> set[str]:
+    """Return the ids of a run's problems that a test is about, if they come of files below --data.
+
+    Without the files nobody can plan them; so those that a run of the suite has are the test's.
+    """
+    if not (measure and measure.data and run.state["suite"] == measure.suite):
+        return set()
+    problems = {
+        row.case.problem.id: row.case.problem for row in run.rows if row.case.problem.source
+    }
+    return {name for name, problem in problems.items() if about(test, problem.fields)}
+
+
+def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
+    """Return cells over those of the op that a test names, at equal fields; as they are, else.
+
+    Both are speed-ups over a dense product of as many operations, so this is a ratio of rates. Of
+    several cells of that op it takes one of the same run, else one of most processes. Cells of
+    different runs have different processes; the first goes with the first, and so on.
+    """
+    if test.over is None:
+        return list(known)
+    made = []
+    for cell in (cell for cell in known if cell.fields["op"] != test.over):
+        same = [
+            other
+            for other in known
+            if other.fields["op"] == test.over and _place(other) == _place(cell)
+        ]
+        if same:
+            best = max(same, key=lambda each: (each.run == cell.run, each.processes))
+            made.append(_over(test, cell, best))
+    return made
+
+
+def _over(test: Test, cell: Cell, other: Cell) -> Cell:
+    ids = (*cell.case_ids, *other.case_ids)
+    facts = {**cell.to_json(), "case_ids": ids, "bound": 0.0}
+    facts |= {"baseline": f"{other.subject} of {test.over}"}
+    facts |= {"run": cell.run if cell.run == other.run else f"{cell.run} over {other.run}"}
+    facts |= {"reliable": cell.reliable and other.reliable}
+    both = Cell.from_json(facts | {"reason": cell.reason or other.reason})
+    if both.reason:
+        return both
+    logs = [np.array([a - b]) for a, b in zip(cell.logs, other.logs, strict=False)]
+    return valued(test, both, logs)
+
+
+def _place(cell: Cell) -> dict[str, Any]:
+    """Return the fields that two ops share; a level as achieved may differ by a tile."""
+    return {name: value for name, value in cell.fields.items() if name not in ("op", "level")}
+
+
+def said(test: Test, cell: Cell, of: str = "{}") -> str:
+    """Write a value with its interval, `1.106× [1.105, 1.107]`; `21.4 %, one process` has none."""
+    unit = SIGNS[test.unit]
+    if cell.processes > 1 and cell.high > cell.low:
+        return of.format(between(cell.value, cell.low, cell.high, unit=unit))
+    return of.format(f"{significant(cell.value)}{unit}") + ", one process" * (cell.processes == 1)
+
+
+def most(test: Test, cell: Cell) -> float | None:
+    """Return what a cell can reach at most on its device, in the unit; None where nothing tells."""
+    return METRICS[test.metric].of(cell.bound, cell.density) if cell.bound else None
+
+
+def judging(known: Mapping[str, Sequence[Cell]]) -> dict[str, list[Cell]]:
+    """Return the cells that judge, by claim: simulated ones only where all cells are."""
+    real = any(not cell.simulated for own in known.values() for cell in own)
+    return {n: [c for c in own if not (real and c.simulated)] for n, own in known.items()}
 
 
 def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
@@ -167,7 +256,9 @@ def valued(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
     return Cell.from_json(given)
 
 
-def _cell(test: Test, lines: list[Line], about: Line, rows: pd.DataFrame) -> list[Cell]:
+def _cell(
+    test: Test, lines: list[Line], facts: Line, rows: pd.DataFrame, least_us: float
+) -> list[Cell]:
     """Return the cell of a contest, in a list; [] where the suite had neither side."""
     subjects = [line for line in lines if matches(test.subject, line)]
     bases = [line for line in lines if matches(test.baseline, line)]
@@ -175,7 +266,7 @@ def _cell(test: Test, lines: list[Line], about: Line, rows: pd.DataFrame) -> lis
         return []
     problem = lines[0]["problem_id"]
     ids = tuple(dict.fromkeys(line["case_id"] for line in [*subjects, *bases]))
-    blank = Cell(**about, problem=problem, case_ids=ids, reason="")
+    blank = Cell(**facts, problem=problem, case_ids=ids, reason="")
     for who, side in (("subject", subjects), ("baseline", bases)):
         if not any(line["status"] == Status.OK for line in side):
             return [_without(blank, f"no {who} ran: {_reasons(side)}")]
@@ -187,8 +278,17 @@ def _cell(test: Test, lines: list[Line], about: Line, rows: pd.DataFrame) -> lis
     logs = _logs(test, subject, base, rows)
     if not logs:
         return []  # the run did not measure it, as energy without --energy
-    facts = {**blank.to_json(), "subject": subject["ran"], "baseline": base["ran"]}
-    return [valued(test, Cell.from_json(facts), logs)]
+    sides = {"subject": subject["ran"], "baseline": base["ran"]}
+    bound = {"bound": _bound(test, subject, base, least_us)}
+    return [valued(test, Cell.from_json({**blank.to_json(), **sides, **bound}), logs)]
+
+
+def _bound(test: Test, subject: Line, base: Line, least_us: float) -> float:
+    """Return the largest ratio of times that the device allows; 0 where nothing tells."""
+    timed = METRICS[test.metric].column == "time" and test.scope == "kernel"
+    if not timed or not least_us or pd.isna(subject["bound_us"]):
+        return 0.0
+    return float(base["median_us"] / max(subject["bound_us"], least_us))
 
 
 def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any]:
@@ -219,6 +319,13 @@ def _reasons(lines: Iterable[Line]) -> str:
 
 def _without(cell: Cell, reason: str) -> Cell:
     return Cell.from_json({**cell.to_json(), "reason": reason})
+
+
+def _text(value: Any) -> str:
+    """Write a field so that equal ones are equal: 64, 0.9, 16x32."""
+    if isinstance(value, list):
+        return "x".join(map(str, value))
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _plain(value: Any) -> Any:

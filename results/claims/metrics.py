@@ -23,6 +23,7 @@ class Metric:
 
     back  its inverse
     none  its value where baseline and subject are equal; None of one that also asks for the density
+    said  what a cell has that has a value, {}
     """
 
     unit: str
@@ -30,6 +31,11 @@ class Metric:
     of: Callable[[float, float], float]
     back: Callable[[float, float], float]
     none: float | None
+    said: str
+
+
+SIGNS = {"x": "×", "%": " %"}
+"""How a unit is written behind a number."""
 
 
 def _saved(ratio: float, density: float) -> float:
@@ -45,10 +51,17 @@ def _ratio(ratio: float, density: float) -> float:
 
 
 METRICS: dict[str, Metric] = {
-    "speedup": Metric("x", "time", _ratio, _ratio, 1.0),
-    "of_ideal": Metric("%", "time", lambda r, d: 100 * r * d, lambda v, d: v / 100 / d, None),
-    "energy_saved": Metric("%", "energy_j", _saved, _of_saved, 0.0),
-    "memory_saved": Metric("%", "peak_bytes", _saved, _of_saved, 0.0),
-    "loss_saved": Metric("%", "loss", _saved, _of_saved, 0.0),
-    "storage": Metric("x", "stored_bytes", _ratio, _ratio, 1.0),
+    "speedup": Metric("x", "time", _ratio, _ratio, 1.0, "a speed-up of {}"),
+    "of_ideal": Metric(
+        "%",
+        "time",
+        lambda r, d: 100 * r * d,
+        lambda v, d: v / 100 / d,
+        None,
+        "{} of the ideal speed-up",
+    ),
+    "energy_saved": Metric("%", "energy_j", _saved, _of_saved, 0.0, "{} of the energy saved"),
+    "memory_saved": Metric("%", "peak_bytes", _saved, _of_saved, 0.0, "{} of the memory saved"),
+    "loss_saved": Metric("%", "loss", _saved, _of_saved, 0.0, "{} of the loss saved"),
+    "storage": Metric("x", "stored_bytes", _ratio, _ratio, 1.0, "weights smaller by {}"),
 }

@@ -11,6 +11,8 @@
       timing: {published: null, ours: device time} or a text
     readings: [what vague words mean here]
     measure: {suite: spense-ffn, only: "dtype=fp8"}    or problems, contenders, baselines: a suite
+                                                   data: true, where its problems are files below
+                                                   --data; without it those in the runs count
     tests:
       - name: at decode
         subject: {format: spense}                  the fastest of these in each contest ...
@@ -20,6 +22,8 @@
         unit: x
         quantifier: exists                         or typical (all cells together), for_all
         at: {m: [16, 64]}                          cells: problems with these fields
+        levels: [0.5, 0.95]                        and of this to that sparsity, to a percent
+        over: linear                               each speed-up over that of this op
         proxy: one layer, not a served model       why this is less than what was claimed
       - trained: parameters                        cells: trainings of `train-lm --pattern`, each
         ...                                        beside dense of equal parameters, or width
@@ -44,7 +48,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results import files
-from sparsebench.results.claims.metrics import METRICS
+from sparsebench.results.claims.metrics import METRICS, SIGNS
 
 SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # of a statement that is quoted word for word
@@ -55,6 +59,7 @@ FIELDS_OF_TRAINING = "pattern", "block", "width"
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
+Level = Annotated[float, Field(ge=0, lt=1)]
 Scalar = str | int | float | bool
 
 
@@ -130,6 +135,7 @@ class Measure(_Model):
     scopes: list[str] = ["kernel"]
     caches: list[str] = ["cold"]
     energy: bool = False
+    data: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -137,8 +143,10 @@ class Measure(_Model):
             raise ValueError("the name of a suite, or problems, and not both")
         if self.problems and not self.contenders:
             raise ValueError("contenders beside problems")
-        if self.problems and self.only:
-            raise ValueError("only beside the name of a suite")
+        if self.problems and (self.only or self.data):
+            raise ValueError("only and data beside the name of a suite")
+        if self.data and self.only:
+            raise ValueError("at and levels in a test, and not only, where data is true")
         return self
 
 
@@ -158,6 +166,8 @@ class Test(_Model):
     partly_at: float | None = None
     quantifier: Literal["exists", "typical", "for_all"]
     at: dict[str, Scalar | list[Scalar]] = {}
+    levels: Annotated[list[Level], Field(min_length=2, max_length=2)] | None = None
+    over: Text | None = None
     scope: Literal["kernel", "op", "chain"] = "kernel"
     cache: Literal["cold", "hot"] = "cold"
     measure: Measure | None = None
@@ -174,6 +184,8 @@ class Test(_Model):
             found = "both" if self.at_least is not None else "neither"
             raise ValueError(f"a threshold, at_least or at_most, not {found}")
         self._agree_on_files()
+        if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
+            raise ValueError("over beside a speed-up that is typical or for all")
         up, none = self.at_least is not None, metric.none
         value = self.threshold + (-self.tolerance if up else self.tolerance)
         if self.partly_at is not None and (self.partly_at < self.threshold) != up:
@@ -218,8 +230,9 @@ class Test(_Model):
         """Say what is tested, in a few words."""
         sign = "≥" if self.at_least is not None else "≤"
         how = {"exists": "in a cell", "typical": "over all cells", "for_all": "in every cell"}
-        metric = self.metric.replace("_", " ")
-        return f"{metric} {sign} {self.threshold:g} {self.unit} {how[self.quantifier]}"
+        metric = self.metric.replace("_", " ") + (f" over that of {self.over}" if self.over else "")
+        value = f"{self.threshold:g}{SIGNS[self.unit]}"
+        return f"{metric} {sign} {value} {how[self.quantifier]}"
 
 
 class Bound(_Model):
@@ -286,6 +299,10 @@ class Claim(_Model):
         if self.tests and not whole and not self.missing:
             raise ValueError("missing, where every test is a proxy: why the claim itself is not")
         return self
+
+    def measured(self, test: Test) -> Measure | None:
+        """Return what a test measures: its own, or the claim's."""
+        return test.measure or (None if test.of_file else self.measure)
 
 
 @dataclass(frozen=True)

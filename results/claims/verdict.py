@@ -11,24 +11,33 @@
     4  inconclusive     a cell that is unclear, unmeasured or not confirmed could still change it
     5  partly           some cells of for_all are met; or one is beyond partly_at; or, where no
                         partly_at is given, one is better than equal
-    6  refuted          every cell is missed, and the claim is general or names this GPU
+    6  not testable     exists: the device's ceilings allow the limit in none of the cells, and
+                        others might meet it
+    7  refuted          every cell is missed, and the claim is general or names this GPU
        not carried over     likewise, and the claim names another GPU
 
 A kernel proxy is never more than partly and never refutes. So 100 equal contenders, of which the
-luckiest is chosen, reproduce nothing: the choice is measured anew.
+luckiest is chosen, reproduce nothing: the choice is measured anew. A problem that several runs
+measured is one cell: of a run made for it, else of most processes. Alone what is open leans.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import log
 
-import numpy as np
-
-from sparsebench.results.claims.cells import Cell, united
-from sparsebench.results.claims.metrics import METRICS
+from sparsebench.results.claims.cells import Cell, most, over, said, united
+from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Claim, Hardware, Test
-from sparsebench.results.statistics import FEWEST, more_processes
+from sparsebench.results.claims.sentences import (
+    asked,
+    capital,
+    has,
+    limit,
+    more,
+    not_measured,
+    nothing,
+)
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.words import listed
 
 
@@ -70,6 +79,7 @@ class Judged:
     """The verdict on one test.
 
     why       a sentence: what decided, and where it is open what would decide
+    cells     those that count, one a problem; `others` measured the same problems
     deciding  the cells that the verdict stands on
     leans     of a look, or of a cell that is not confirmed: what it would be if that stood
     confirm   the cell that a confirming run would have to measure
@@ -83,6 +93,7 @@ class Judged:
     deciding: tuple[Cell, ...] = ()
     leans: Word | None = None
     confirm: Cell | None = None
+    others: tuple[Cell, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,14 +112,21 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """Say it in a sentence."""
-        return f"{self.word.capitalize()}{' ' if self.device else ', '}{self.rest}"
+        return f"{self.word.capitalize()} {self.rest}"
 
     @property
     def rest(self) -> str:
         """Return the sentence without its first word: on what, on which basis, and why."""
-        where = f"on {self.device}, " if self.device else ""
-        lean = f" (leans to: {self.leans})" if self.leans else ""
-        return f"{where}{self.basis}{lean}: {self.why}"
+        where = f"on {self.device} " if self.device else ""
+        lean = f"; leans to {self.leans}" if self.leans else ""
+        return f"{where}({self.basis}{lean}). {self.why}"
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool, int]:
+        """Order verdicts: one that says something first, on a GPU near to what the claim names."""
+        place = list(Basis).index(self.basis)
+        untold = self.word is Word.NOT_TESTABLE
+        return self.simulated, untold, self.word is Word.INCONCLUSIVE, place
 
 
 def judge(
@@ -120,6 +138,8 @@ def judge(
 ) -> list[Verdict]:
     """Return the verdict on a claim for each device that its cells are from; one without cells.
 
+    The one that says most comes first.
+
     `wanted` has the ids of the problems of each test, `refused` why a test was not run.
     """
     devices = list(dict.fromkeys(cell.device for cell in cells)) or [""]
@@ -128,7 +148,7 @@ def judge(
         own = [cell for cell in cells if cell.device == device]
         tests = [
             _test(
-                claim.hardware,
+                claim,
                 test,
                 [cell for cell in own if cell.test == test.name],
                 set(wanted.get(test.name, ())),
@@ -137,7 +157,7 @@ def judge(
             for test in claim.tests
         ]
         made.append(_claim(name, claim, device, tests, any(cell.simulated for cell in own)))
-    return made
+    return sorted(made, key=lambda verdict: verdict.rank)
 
 
 def basis(hardware: Hardware, device: str, proxy: bool) -> Basis:
@@ -163,36 +183,38 @@ def state(test: Test, cell: Cell) -> str:
     return "met" if met else "missed" if missed else "unclear"
 
 
-def _test(
-    hardware: Hardware, test: Test, cells: list[Cell], wanted: set[str], refused: str
-) -> Judged:
-    if refused:
-        return Judged(test, Word.NOT_TESTABLE, Basis.NONE, f"{refused}.", tuple(cells))
+def _test(claim: Claim, test: Test, known: list[Cell], wanted: set[str], refused: str) -> Judged:
+    unmeasured = len(wanted - {cell.problem for cell in known})
+    measured = over(test, known)
+    cells = _counted(measured)
     if not cells:
-        kind = "train-lm --pattern" if test.trained else "whole"
-        why = f"no file of `{kind}` was given." if test.of_file else "nothing is measured yet."
-        return Judged(test, Word.INCONCLUSIVE, Basis.NONE, why)
-    near = basis(hardware, cells[0].device, test.proxy is not None)
+        why = refused or nothing(claim, test)
+        word = Word.NOT_TESTABLE if refused else Word.INCONCLUSIVE
+        return Judged(test, word, Basis.NONE, capital(f"{why}."))
+    near = basis(claim.hardware, cells[0].device, test.proxy is not None)
     valued = [cell for cell in cells if not cell.reason]
+    others = tuple(cell for cell in measured if cell not in cells)
+    blank = Judged(test, Word.INCONCLUSIVE, near, "", tuple(cells), tuple(valued), others=others)
     if not valued:
-        reasons = list(dict.fromkeys(cell.reason for cell in cells))
-        return Judged(test, Word.NOT_TESTABLE, near, f"{'; '.join(reasons[:2])}.", tuple(cells))
+        reasons = [refused] if refused else list(dict.fromkeys(cell.reason for cell in cells))
+        return replace(blank, word=Word.NOT_TESTABLE, why=capital(f"{'; '.join(reasons[:2])}."))
     if any(not cell.reliable for cell in valued):
         runs = listed(sorted({cell.run for cell in valued if not cell.reliable}))
-        why = f"equal kernels came out different in {runs}: measure again on a quiet machine."
-        return Judged(test, Word.INCONCLUSIVE, near, why, tuple(cells), tuple(valued))
-    unmeasured = len(wanted - {cell.problem for cell in cells})
+        why = f"Equal kernels came out different in {runs}: measure again on a quiet machine."
+        return replace(blank, why=why)
     word, why, deciding, confirm = _decided(test, valued, len(cells) - len(valued), unmeasured)
     hopeful = confirm is not None and state(test, confirm) == "met"
-    general = hardware.scope == "general"
+    general = claim.hardware.scope == "general"
     leans = _in_scope(Word.REPRODUCED, near, general) if hopeful else None
     word = _in_scope(word, near, general)
     fewest = min(cell.processes for cell in deciding)
-    if fewest < FEWEST:
+    if fewest < FEWEST and word is not Word.NOT_TESTABLE:
         leans = leans if word is Word.INCONCLUSIVE else word
-        more = f"{fewest} of the {FEWEST} processes that a verdict needs"
-        why, word = f"{why.rstrip('.')}; a look, {more}.", Word.INCONCLUSIVE
-    return Judged(test, word, near, why, tuple(cells), tuple(deciding), leans, confirm)
+        look = f"a look, {fewest} of the {FEWEST} processes that a verdict needs"
+        why, word = f"{why.rstrip('.')}; {look}.", Word.INCONCLUSIVE
+    return replace(
+        blank, word=word, why=capital(why), deciding=tuple(deciding), leans=leans, confirm=confirm
+    )
 
 
 Decision = tuple[Word, str, list[Cell], Cell | None]
@@ -200,24 +222,29 @@ Decision = tuple[Word, str, list[Cell], Cell | None]
 
 def _decided(test: Test, valued: list[Cell], failed: int, unmeasured: int) -> Decision:
     """Return the verdict as if nothing limited it, why, on which cells, and what to confirm."""
-    cells = list(_latest(valued).values())
-    states = {cell.problem: state(test, cell) for cell in cells}
-    if test.quantifier == "typical":
-        pooled = united(cells, test)
-        if unmeasured:
-            return _open(f"{unmeasured} cells are not measured", cells)
-        whole = state(test, pooled)
-        which = f"all {len(cells)} cells together" if len(cells) > 1 else "the only cell"
-        said = f"{which}: {_value(test, pooled)}"
-        if whole == "met" and not failed:
-            return Word.REPRODUCED, f"{said}.", [pooled], None
-        if whole == "unclear":
-            return _open(f"{said}, astride {_limit(test)}{_more(test, pooled)}", [pooled])
-        partly = _partly(test, pooled) or whole == "met"
-        return Word.PARTLY if partly else Word.REFUTED, f"{said}.", [pooled], None
+    states = {cell.problem: state(test, cell) for cell in valued}
+    alone = len(valued) == 1 and not failed and not unmeasured
+    if test.quantifier == "typical" or (test.quantifier == "for_all" and alone):
+        return _typical(test, valued, failed, unmeasured)
     if test.quantifier == "for_all":
-        return _for_all(test, cells, states, failed, unmeasured)
-    return _exists(test, cells, states, unmeasured)
+        return _for_all(test, valued, states, failed, unmeasured)
+    return _exists(test, valued, states, unmeasured)
+
+
+def _typical(test: Test, cells: list[Cell], failed: int, unmeasured: int) -> Decision:
+    if unmeasured:
+        return _open(not_measured(unmeasured), cells)
+    pooled = united(cells, test)
+    whole = state(test, pooled)
+    few = {1: "the only cell has", 2: "both cells together have"}
+    which = few.get(len(cells), f"all {len(cells)} cells together have")
+    why = f"{which} {has(test, pooled)}; {asked(test)}"
+    if whole == "met" and not failed:
+        return Word.REPRODUCED, f"{why}.", [pooled], None
+    if whole == "unclear":
+        return _open(f"{why}, and the interval holds it{more(test, pooled)}", [pooled])
+    partly = _partly(test, pooled) or whole == "met"
+    return Word.PARTLY if partly else Word.REFUTED, f"{why}.", [pooled], None
 
 
 def _for_all(
@@ -225,22 +252,26 @@ def _for_all(
 ) -> Decision:
     by = {name: [c for c in cells if states[c.problem] == name] for name in ("met", "missed")}
     unclear = [cell for cell in cells if states[cell.problem] == "unclear"]
-    sign = "≥" if test.at_least is not None else "≤"
-    count = f"{len(by['met'])} of {len(cells) + failed} cells are {sign} {_limit(test)}"
+    up = test.at_least is not None
+    ends = ("smallest", "largest") if up else ("largest", "smallest")
+    end = f" that of {test.over}" if test.over else ""
+    sign = "≥" if up else "≤"
+    count = f"{len(by['met'])} of {len(cells) + failed} cells are {sign} {limit(test)}{end}"
     if len(by["met"]) == len(cells) and not failed and not unmeasured:
         worst = _best(test, cells, worst=True)
-        return Word.REPRODUCED, f"{count}; nearest to it is {_value(test, worst)}.", [worst], None
+        return Word.REPRODUCED, f"{count}; the {ends[0]} is {said(test, worst)}.", [worst], None
     if by["met"] and (by["missed"] or failed):
         worst = _best(test, by["missed"] or by["met"], worst=True)
-        return Word.PARTLY, f"{count}, but {worst.label} has {_value(test, worst)}.", [worst], None
+        return Word.PARTLY, f"{count}, but {worst.label} has {said(test, worst)}.", [worst], None
     if unmeasured:
-        return _open(f"{count}; {unmeasured} cells are not measured", cells)
+        return _open(f"{count}; {not_measured(unmeasured)}", cells)
     if unclear:
         worst = _best(test, unclear)
-        return _open(f"{count}; {worst.label} is astride it{_more(test, worst)}", unclear)
+        why = f"{worst.label} has {said(test, worst)}, astride it{more(test, worst)}"
+        return _open(f"{count}; {why}", unclear)
     best = _best(test, cells)
     word = Word.PARTLY if _partly(test, best) else Word.REFUTED
-    return word, f"{count}; the best has {_value(test, best)}.", [best], None
+    return word, f"{count}; the {ends[1]} is {said(test, best)}.", [best], None
 
 
 def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: int) -> Decision:
@@ -249,39 +280,53 @@ def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: i
     proven = [c for c in cells if states[c.problem] == "met" and (c.confirms or alone)]
     if proven:
         best = _best(test, proven)
-        again = "measured alone after a screening" if best.confirms else "the only cell"
-        return Word.REPRODUCED, f"{best.label}, {again}: {_value(test, best)}.", [best], None
+        again = "the cell measured alone after a screening" if best.confirms else "the only cell"
+        why = f"{again}, {best.label}, has {has(test, best)}; {asked(test)}."
+        return Word.REPRODUCED, why, [best], None
     hopeful = [c for c in cells if states[c.problem] in ("met", "unclear") and not c.confirms]
     met = [cell for cell in hopeful if states[cell.problem] == "met"]
     if met:
         best = _best(test, met)
-        said = f"{best.label} has {_value(test, best)}, chosen among {len(cells)} cells"
+        why = f"the best of {len(cells)} cells, {best.label}, has {has(test, best)}; {asked(test)}"
         word, _, deciding, _ = _open("", [best])
-        return word, f"{said}: a run made for it alone would decide.", deciding, best
+        return word, f"{why}. A run made for it alone would decide.", deciding, best
     unclear = [cell for cell in cells if states[cell.problem] == "unclear"]
     if unclear:
         best = _best(test, unclear)
-        said = f"{best.label} has {_value(test, best)}, astride {_limit(test)}"
+        which = "the only cell" if alone else f"the best of {len(cells)} cells"
+        why = f"{which}, {best.label}, has {has(test, best)}, astride the {limit(test)} asked for"
         confirm = None if best.confirms or alone else best
-        return Word.INCONCLUSIVE, f"{said}{_more(test, best)}.", [best], confirm
+        return Word.INCONCLUSIVE, f"{why}{more(test, best)}.", [best], confirm
     best = _best(test, cells)
     if unmeasured:
-        return _open(f"the best so far has {_value(test, best)}; {unmeasured} to go", [best])
-    word = Word.PARTLY if _partly(test, best) else Word.REFUTED
-    said = f"the best of {len(cells)} cells, {best.label}, has {_value(test, best)}"
-    return word, f"{said}, short of {_limit(test)}.", [best], None
+        return _open(f"the best so far has {said(test, best)}; {not_measured(unmeasured)}", [best])
+    which = f"the best of {len(cells)} cells, {best.label}," if len(cells) > 1 else "the only cell"
+    why = f"{which} has {has(test, best)}; {asked(test)}"
+    if _partly(test, best):
+        return Word.PARTLY, f"{why}.", [best], None
+    reach = [most(test, cell) for cell in cells] if test.at_least is not None else [None]
+    known = [each for each in reach if each is not None]
+    if len(known) == len(reach) and max(known) < test.limit:
+        there = f"this device allows {max(known):.3g}{SIGNS[test.unit]} at most"
+        return (
+            Word.NOT_TESTABLE,
+            f"{why}, which cannot be met in these cells: {there}.",
+            [best],
+            None,
+        )
+    return Word.REFUTED, f"{why}.", [best], None
 
 
 def _open(why: str, deciding: list[Cell]) -> Decision:
     return Word.INCONCLUSIVE, f"{why}.", deciding, None
 
 
-def _latest(cells: list[Cell]) -> dict[str, Cell]:
+def _counted(cells: Sequence[Cell]) -> list[Cell]:
     """Return one cell a problem: of a confirming run, else with most processes."""
     found: dict[str, Cell] = {}
-    for cell in sorted(cells, key=lambda cell: (cell.confirms, cell.processes)):
+    for cell in sorted(cells, key=lambda each: (not each.reason, each.confirms, each.processes)):
         found[cell.problem] = cell
-    return found
+    return [cell for cell in cells if found[cell.problem] is cell]
 
 
 def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:
@@ -308,44 +353,28 @@ def _in_scope(word: Word, near: Basis, general: bool) -> Word:
     return word
 
 
-def _value(test: Test, cell: Cell) -> str:
-    ends = f"[{cell.low:.3g}, {cell.high:.3g}]"
-    return f"{cell.value:.3g} {test.unit} {ends}"
-
-
-def _limit(test: Test) -> str:
-    return f"{test.limit:g} {test.unit}"
-
-
-def _more(test: Test, cell: Cell) -> str:
-    """Say how many more processes would decide a cell that is astride the limit."""
-    if cell.processes < FEWEST:
-        return ""
-    at = log(METRICS[test.metric].back(test.limit, cell.density))
-    more = more_processes(np.array(cell.logs) - at, margin=0.0)
-    return f"; {more} more processes would decide" if more else "; more processes would not decide"
-
-
 def _claim(name: str, claim: Claim, device: str, tests: list[Judged], simulated: bool) -> Verdict:
     """Unite the verdicts of a claim's tests: those that are no proxies, if one of them can run."""
     whole = [t for t in tests if not t.test.proxy]
     runs = [t for t in whole if t.word is not Word.NOT_TESTABLE]
     used = runs or [t for t in tests if t.test.proxy and t.word is not Word.NOT_TESTABLE]
     if not used:
-        reasons = [claim.missing or "", *(f"{t.test.name}: {t.why}" for t in tests)]
+        own = [f"{t.test.name}: {t.why}" if len(tests) > 1 else t.why for t in tests]
         near = tests[0].basis if tests else Basis.NONE
-        why = " ".join(f"{reason.rstrip('.')}." for reason in reasons if reason)
+        why = " ".join(
+            capital(f"{each.rstrip('.')}.") for each in [claim.missing or "", *own] if each
+        )
         return Verdict(name, device, Word.NOT_TESTABLE, near, why, tuple(tests), None, simulated)
     capped = bool(runs) and len(runs) < len(whole)
     word = _united([t.word for t in used], capped)
     leans = None
-    if any(t.leans for t in used):
+    if word is Word.INCONCLUSIVE and any(t.leans for t in used):
         lean = _united([t.leans or t.word for t in used], capped)
         leans = lean if lean is not Word.INCONCLUSIVE else None
     measured = [t.basis for t in used if t.basis is not Basis.NONE]
     near = max(measured, key=list(Basis).index, default=Basis.NONE)
-    said = [f"{t.test.name}: {t.why}" if len(used) > 1 else t.why for t in used]
-    return Verdict(name, device, word, near, " ".join(said), tuple(tests), leans, simulated)
+    own = [capital(f"{t.test.name}: {t.why}" if len(used) > 1 else t.why) for t in used]
+    return Verdict(name, device, word, near, " ".join(own), tuple(tests), leans, simulated)
 
 
 def _united(words: Sequence[Word], capped: bool) -> Word:

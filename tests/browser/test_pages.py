@@ -70,7 +70,24 @@ def test_the_first_screen_of_the_site_says_which_format_wins(
     assert simulated.locator(".simulated").count() >= 1
     row = simulated.locator("tr", has=page.get_by_role("rowheader", name="m 16", exact=True)).first
     assert "BSR 64" in row.inner_text()
+    assert page.get_by_role("heading", name="Which sparse format beats dense where").is_visible()
+    assert page.locator("h1").bounding_box()["height"] > 10
     assert page.locator("#gpu-1 table").first.bounding_box()["y"] < 800
+
+
+def test_on_a_narrow_screen_every_value_of_a_line_is_in_sight(
+    places: dict[str, Path], show: Any
+) -> None:
+    out = "(all) => all.filter((each) => each.getBoundingClientRect().right > 400).length"
+    for name, lines in (("site", ".runs td, .runs .badge"), ("run", "#winners td, #cases td")):
+        page = show(places[name], 400).page
+        page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+        assert page.locator(lines).count() > 3
+        assert page.locator(lines).evaluate_all(out) == 0
+    heads = page.locator("#winners td").first.evaluate(
+        "(td) => getComputedStyle(td, '::before').content"
+    )
+    assert "problem" in heads
 
 
 def test_a_choice_stands_in_the_address_and_comes_back_from_it(

@@ -19,11 +19,13 @@ from sparsebench.harness.campaign import pieces as piecewise
 from sparsebench.harness.campaign import sitting as sittings
 from sparsebench.harness.campaign.plan import Campaign, campaign, campaigns
 from sparsebench.harness.campaign.publish import publish
+from sparsebench.harness.campaign.publish import published as published_before
 from sparsebench.harness.campaign.sitting import Sitting, state
 from sparsebench.harness.plan.elsewhere import costs as known_costs
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
+from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.validate import validate
 from sparsebench.reports.published import __main__ as published
 from sparsebench.results import bundle, store
@@ -141,13 +143,33 @@ def test_what_was_stopped_goes_on_on_another_card_in_another_folder(
     assert all(line.checked for line in validate(moved / "several"))
 
 
+def test_a_piece_needs_the_name_of_a_run_and_resumes_none(asked: Callable[[str], Campaign]) -> None:
+    suite, engine = asked().entries[0].read(None), piecewise.Pieces("card", inf).measure
+    for out, resume, found in (
+        (None, Path("old"), "old, which is to be resumed"),
+        (None, None, "no name"),
+    ):
+        with pytest.raises(ResultError, match=f"expected the name of a new run, found {found}"):
+            engine(suite, Flags("cpu"), out, resume)
+
+
+def test_an_entry_that_was_interrupted_is_not_noted_as_whole(
+    asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
+) -> None:
+    sitting = Sitting(asked(), asked().entries, tmp_path / "runs")
+    with pytest.raises((Stopped, KeyboardInterrupt)):
+        sitting.run(cards[:1], stopping(12))
+    assert sitting.said == {"several": "interrupted"}
+
+
 def test_the_same_card_goes_on_with_its_own_piece(
     asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
 ) -> None:
     stopped(asked(), tmp_path / "runs", cards[0], after=12)
     piece = tmp_path / "runs" / "several.parts" / "1"
     before = {(r.case.id, r.replicate): r.samples_us for r in store.rows(piece)}
-    sit(asked(), tmp_path / "runs", cards[0])
+    numbers = [part.number for part in sit(asked(), tmp_path / "runs", cards[0])._parts]
+    assert numbers == [1, 1]  # its own of each entry: contests go on in the order that was drawn
     run = store.read(tmp_path / "runs" / "several")
     after = {(r.case.id, r.replicate): r.samples_us for r in [*run.reference, *run.rows]}
     assert before.items() <= after.items()
@@ -381,6 +403,14 @@ def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_pa
     assert "0 of 2 entries are whole" in status.stdout
     cost = sparsebench("campaign", "plan", file, "--gpu", PUBLISHED / "nvidia-h200")
     assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        elsewhere = sparsebench("campaign", "plan", file)
+    assert elsewhere.returncode == 2
+    said = "expected results/published/nvidia-h200, the published runs of a checkout, found none"
+    assert said in elsewhere.stderr
+    told = " ".join(sparsebench("campaign", "run", "--help").stdout.split())
+    assert "90s, 10m, 2h; default: as long as it takes" in told
     wrong = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--budget", "1s")
     assert "--budget: expected 60s or more" in wrong.stderr
     run = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--entry", "other")
@@ -402,6 +432,14 @@ def test_a_campaign_takes_the_place_of_what_was_published_whole_or_not_at_all(
     with pytest.raises(ResultError, match="expected a published run, found no sparsity-4096"):
         publish(asked(), to, into)  # the pages ask for runs that this campaign has not
     assert [*before.parent.iterdir()] == [before]
+    hidden = into.with_name(".simulated-h200.before")
+    shutil.copytree(before.parent, hidden)
+    with pytest.raises(
+        ResultError, match=r"h200\.before: expected none, .* move it back to .*h200"
+    ):
+        publish(asked(), to, into)
+    assert [*before.parent.iterdir()] == [before]
+    shutil.rmtree(hidden)
     drawn_from = list[str]()
 
     def write(root: Path) -> list[Path]:
@@ -416,3 +454,7 @@ def test_a_campaign_takes_the_place_of_what_was_published_whole_or_not_at_all(
         drawn_from == sorted(path.name for path in before.parent.iterdir()) == ["other", "several"]
     )
     assert [path.name for path in into.iterdir()] == ["simulated-h200"]
+    code = store.read(to / "other").environment["code_sha256"]
+    for digest, names in ((code, ["several", "other"]), ("0", [])):
+        store.write_json(to / "alike.json", {"code_sha256": digest, "gpu.name": "simulated H200"})
+        assert published_before(asked(), to, into) == names

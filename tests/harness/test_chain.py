@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import checking, contest
 from sparsebench.harness.bench.entry import ContestOptions, Entry, RunningContest
 from sparsebench.harness.bench.samples import LAYERS, possible
 from sparsebench.harness.bench.spots import print_of, sums_of, turn_round
-from sparsebench.harness.bench.timing import Samples
+from sparsebench.harness.bench.timing import Chain, Samples, Timed
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
 from sparsebench.harness.run.validate import _plausible
@@ -58,7 +58,7 @@ def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> Ru
     found = contest.start(problem, [Entry(row)], CPU, None, options, lambda case, stage: None)
     for measure_ in options.measures:
         contest._time(found, *measure_)
-    contest._check_all(found, "after timing")
+    checking.check_all(found, "after timing")
     return found
 
 
@@ -145,6 +145,24 @@ def test_a_refusal_in_a_further_layer_costs_the_chain_alone(
     assert (found["chain"].status, found["kernel"].status) == (Status.OUT_OF_MEMORY, Status.OK)
     assert found["chain"].detail == "chain: MemoryError: full"
     assert not found["chain"].samples_us
+
+
+def test_a_chain_that_cannot_be_captured_is_neither_called_nor_timed(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clock(launch: Launch | Chain, device: torch.device) -> Timed:
+        if isinstance(launch, Chain):
+            return Timed(launch.run, "events", "no CUDA graph: operation not permitted")
+        return Timed(launch.run, "host")
+
+    monkeypatch.setattr(contest, "ready", clock)
+    found = started()
+    (entry,) = found.entries
+    assert entry.clock("chain") is None
+    chain, kernel = (rows(found)[scope] for scope in ("chain", "kernel"))
+    assert (chain.status, kernel.status) == (Status.UNSUPPORTED, Status.OK)
+    assert chain.detail == "chain: no CUDA graph: operation not permitted"
+    assert not chain.samples_us
 
 
 def test_an_op_with_a_packed_output_has_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:

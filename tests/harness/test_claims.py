@@ -16,6 +16,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import catalog, plan
 from sparsebench.harness.claims import check as checking
 from sparsebench.harness.claims.check import Evidence, check, evidence
+from sparsebench.harness.claims.costs import left_out
 from sparsebench.harness.pruning import command
 from sparsebench.harness.pruning.layer import Recipe
 from sparsebench.harness.run import measure
@@ -276,7 +277,8 @@ def test_a_claim_that_nobody_can_meet_is_said_to_be_one(tmp_path: Path) -> None:
     done = sparsebench(
         "claims", "bound", beyond.where, "--gpu", PUBLISHED / "nvidia-h200" / "openai"
     )
-    assert "cannot" in done.stdout
+    assert "can be met" in done.stdout
+    assert re.search(r"beyond|mine +no ", done.stdout)
     (asked,) = evidence([written(tmp_path)]).asked()
     assert not asked.beyond
 
@@ -293,19 +295,55 @@ def test_a_baseline_that_is_unsupported_here_makes_it_not_testable(tmp_path: Pat
     found = check([claim], Flags("cpu", replicates=1), [], tmp_path / "out", quiet)
     verdict = judged(found)
     assert verdict.word is Word.NOT_TESTABLE
-    assert "no baseline is supported here: cublas: " in verdict.why
+    assert "No baseline is supported here: cublas: " in verdict.why
     assert not (tmp_path / "out" / "mine").exists()
+
+
+def test_what_cannot_run_here_is_judged_by_runs_that_are_given(fast: Path, tmp_path: Path) -> None:
+    flags = Flags("cpu", replicates=1)
+    found = check(
+        [written(tmp_path)], flags, [fast / "mine", fast / "mine-confirmed"], tmp_path / "o", quiet
+    )
+    assert judged(found).word is Word.REPRODUCED
+    done = sparsebench("claims", "report", "blast-2025")
+    assert "--from results/published/GPU" in done.stdout
+
+
+def test_files_that_are_not_here_are_named_and_not_asked_for(tmp_path: Path) -> None:
+    (known,) = (catalog.load(name) for name in ["cusparse-slower"])
+    found = evidence([known])
+    files, *others = found.parts["cusparse-slower"]
+    assert not files.contests
+    assert all(part.contests for part in others)
+    assert left_out(found) == [
+        "dlmc: left out, its problems are files below --data; for cusparse-slower"
+    ]
+    assert "dlmc" not in {wanted[0][0].suite.name for wanted in checking.missing(found, "sim")}
+    assert "Nothing is measured yet; dlmc takes files, --data." in judged(found).why
+    judging = evidence([known], [PUBLISHED / "nvidia-h200" / "dlmc"])
+    (verdict,) = judging.verdicts()["cusparse-slower"]
+    assert verdict.tests[0].word is not Word.REPRODUCED
+    assert {cell.fields["dtype"] for cell in verdict.tests[0].cells} >= {"fp32"}
+
+
+def test_two_four_has_a_bit_an_element_in_its_bound() -> None:
+    fields = {"dtype": "fp8", "pattern": "two_four", "sparsity": 0.5, "block": 1}
+    few, many = (Problem("linear", {"m": m, "n": 8192, "k": 8192, **fields}) for m in (1, 65536))
+    here = Ceilings(4000.0, 4000.0, {"fp8": 1600.0}, 4.0, 2**26)
+    assert plan.most(few, here) == pytest.approx(1.6, rel=0.01)
+    assert plan.most(many, here) == pytest.approx(2, rel=0.01)
 
 
 def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
     done = sparsebench(
-        "claims", "report", *names, "--from", run / "sparsity-64", "--to", tmp_path / "site"
-    )
+        "claims", "report", *names, "--from", run / "sparsity-64", "--from", run / "sparsity-4096",
+        "--to", tmp_path / "site",
+    )  # fmt: skip
     assert done.returncode == 0
     first, second = (line.split() for line in done.stdout.splitlines() if "openai-2017" in line)
-    assert first[:6] == [names[0], "H200", "refuted", "other", "GPU", "the"]
-    assert second[:6] == [names[1], "H200", "partly", "other", "GPU", "the"]
+    assert first[:6] == [names[0], "H200", "partly", "other", "GPU", "The"]
+    assert second[:6] == [names[1], "H200", "partly", "other", "GPU", "The"]
     folder = tmp_path / "site" / "claims"
     page = (folder / f"{names[1]}.html").read_text()
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page

@@ -9,6 +9,8 @@ import pytest
 from command import sparsebench
 from places import PUBLISHED
 
+from sparsebench.harness import _cli
+
 SUITE = """
 schema: sparsebench/suite@1
 title: Small & quick
@@ -117,6 +119,39 @@ def test_a_run_with_slower_cases_fails_the_gate(run: Path, tmp_path: Path) -> No
     assert "B: 2 cases are slower" in done.stderr
 
 
+def lines_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *calls: tuple[int, int]
+) -> list[str]:
+    """Return what a pipe is told of calls with done and total, 20 s apart."""
+    moments = iter(range(0, 20 * len(calls) + 1, 20))
+    monkeypatch.setattr(_cli.time, "monotonic", lambda: next(moments))
+    show = _cli._lines()
+    for done, total in calls:
+        show(done, total, "")
+    return capfd.readouterr().err.splitlines()
+
+
+def test_the_time_left_is_by_what_this_command_has_done(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    resumed = lines_of(monkeypatch, capfd, (90, 100), (91, 100), (92, 100))
+    assert resumed == ["90/100 after 20 s", "91/100 after 40 s, 180 s left",
+                       "92/100 after 60 s, 160 s left"]  # fmt: skip
+    two_runs = lines_of(monkeypatch, capfd, (0, 2), (1, 2), (2, 2), (0, 4), (1, 4))
+    assert two_runs == ["0/2 after 20 s", "1/2 after 40 s, 20 s left", "2/2 after 60 s, 0 s left",
+                        "0/4 after 80 s", "1/4 after 100 s, 60 s left"]  # fmt: skip
+
+
+def test_no_time_left_is_told_where_two_devices_take_turns(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for other in ((1, 9), (2, 9)), ((1, 5), (2, 5)):
+        turns = (3, 5), other[0], (4, 5), other[1], (5, 5)
+        told = lines_of(monkeypatch, capfd, *turns)
+        assert len(told) == len(turns)
+        assert not any("left" in line for line in told)
+
+
 @pytest.mark.parametrize("flag", ["--version", "-h", "--help"])
 def test_the_version_and_help_are_asked_by_their_usual_flags(flag: str) -> None:
     done = sparsebench(flag)
@@ -137,6 +172,11 @@ def test_check_plans_for_a_gpu_that_is_not_here_and_for_a_simulated_one() -> Non
     wrong = sparsebench("check", "quick", "--gpu", home.parent)
     assert wrong.returncode == 2
     assert "expected a run, or a folder of runs" in wrong.stderr
+    for command in (["check", "quick"], ["campaign", "plan"]):
+        simulated = sparsebench(*command, "--gpu", home.parent / "sim")
+        assert simulated.returncode == 2
+        expected = "expected runs with the seconds of each stage (spent_s), found none"
+        assert f"{home.parent / 'sim' / 'core-sim'}: {expected}" in simulated.stderr
 
 
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
@@ -146,6 +186,29 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
     assert len(lines) == 3 * (8 + 4)  # three processes, and twins in one problem
+
+
+RESUMED = "expected --resume RUN, which has flags of its own; found {} beside it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--replicates", 3], RESUMED.format("--replicates")),
+        (
+            ["--only", "m=8", "--energy", "--shard", "1/2"],
+            RESUMED.format("--only --energy --shard"),
+        ),
+        (["--submit", "local", "--shards", 2], RESUMED.format("--submit --shards")),
+        (["--timeout", 9, "--device", "cpu"], "nowhere: expected the directory of a run"),
+    ],
+)
+def test_a_run_that_goes_on_takes_no_flag_that_it_has_of_its_own(
+    flags: list[object], said: str
+) -> None:
+    done = sparsebench("run", "--resume", "nowhere", *flags)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -160,7 +223,10 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
         (["run", "dlmc"], "expected --data DIR"),
         (["report", "nowhere"], "nowhere: expected the directory of a run"),
         (["compare", "nowhere", "nowhere"], "nowhere: expected the directory of a run"),
-        (["run", "--resume", "nowhere"], "nowhere: expected the directory of a run"),
+        (
+            ["run", "--resume", "nowhere", "--only", "m=8", "--replicates", "3"],
+            "expected --resume RUN, which has flags of its own; found --out --only --replicates",
+        ),
         (["run", "quick", "--timeout", "inf"], "--timeout"),
         (["run", "quick", "--device", "cuda:99999"], "expected an NVIDIA GPU for 'cuda:99999'"),
         (["run", "quick", "--device", "cuda:256"], "expected an NVIDIA GPU for 'cuda:256'"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -316,8 +317,11 @@ def test_a_cluster_that_is_not_there_is_an_error_and_nothing_is_left(
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, jobs.job_name())
-    with pytest.raises(SuiteError, match="expected a cluster and options of it"):
+    with pytest.raises(SuiteError, match="--slurm: expected a cluster and options of it"):
         jobs.submit(suite, plan, tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(SuiteError, match="--submit local: expected submitit, found none"):
+        jobs.submit(suite, replace(plan, by="local"), tmp_path / "run")
     assert not [*tmp_path.iterdir()]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import wrong
 
-from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import checking, contest
 from sparsebench.harness.bench.prepare import _memory
 from sparsebench.harness.bench.samples import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
 from sparsebench.harness.bench.timing import Timed, ready, time_together
@@ -102,21 +102,21 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 def test_where_the_reference_has_no_room_twins_end_first(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, with_room, calls = contest._expected, contest._with_room, []
+    expected, with_room, calls = checking._expected, checking._with_room, []
     running: list[contest.RunningContest] = []
 
-    def seen(which: contest.RunningContest, when: str) -> list[contest.Expected] | None:
+    def seen(which: contest.RunningContest, when: str) -> list[checking.Expected] | None:
         running.append(which)
         return with_room(which, when)
 
-    def crowded(op: contest.Op, layer: contest.Layer) -> contest.Expected:
+    def crowded(op: checking.Op, layer: checking.Layer) -> checking.Expected:
         calls.append(len([entry for entry in running[-1].entries if entry.launch]))
         if len(calls) <= room_after:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return expected(op, layer)
 
-    monkeypatch.setattr(contest, "_with_room", seen)
-    monkeypatch.setattr(contest, "_expected", crowded)
+    monkeypatch.setattr(checking, "_with_room", seen)
+    monkeypatch.setattr(checking, "_expected", crowded)
     found = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
     assert [row.status for row in found] == statuses
     assert calls[:2] == [2, 1], "what has ended holds nothing while the reference is computed again"
@@ -135,7 +135,7 @@ def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     before = held()
     rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
     assert held() == before
-    monkeypatch.setattr(contest, "_expected", no_room)
+    monkeypatch.setattr(checking, "_expected", no_room)
     rows(BASELINE)
     assert held() == before
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Timer
 
@@ -157,6 +158,27 @@ def test_cases_of_a_suite_are_called_in_their_ranges(
     assert "case " in baseline
     assert "failed: prepare: RuntimeError: no such instruction" in faulty
     assert not (tmp_path / "runs").exists()
+
+
+def test_no_line_is_lost_where_several_workers_write_at_once(tmp_path: Path) -> None:
+    """Each has a thread that reads what it says."""
+    log, before = child.Log(tmp_path / "worker.log"), sys.getswitchinterval()
+
+    def read(worker: int) -> None:
+        for line in range(100):
+            log.add(f"{worker} {line}\n")
+            log.explain(f"{worker} {line}", f"unlike others: {worker} {line}")
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(read, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    lines = (tmp_path / "worker.log").read_text().splitlines()
+    assert sorted(lines) == sorted(f"{worker} {line}" for worker in range(8) for line in range(100))
+    reasons = (tmp_path / child.FAILURES).read_text().splitlines()[::3]
+    assert sorted(reasons) == sorted(lines)
 
 
 def test_a_profiler_runs_the_same_command_with_repeat(tmp_path: Path) -> None:

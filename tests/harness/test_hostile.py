@@ -36,7 +36,7 @@ SAID = {
     "computes_the_draws": "before timing: relative error",
     "looks_for_poison": "calls that were looked at are wrong",
     "wrong_in_one_call_of_fifty": "calls that were looked at are wrong",
-    "replaces_the_check": "prepare: replaced sparsebench.harness.bench.contest.check",
+    "replaces_the_check": "prepare: replaced sparsebench.harness.bench.checking.check",
     "replaces_code_of_the_check": "replaced _judge.__code__",
     "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
     "works_in_a_thread": "before timing: ",

@@ -246,6 +246,11 @@ def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
     assert [c.kernel for c in contest.contenders] == ["torch_dense", "scipy_csr"]
     assert len(only(found.contests, "sparsity=0.50")) == 2
     assert len(only(found.contests, "m=16|8 sparsity=0.5")) == 2
+    assert [c.problem["m"] for c in only(found.contests, "m=8|16 m=16")] == [16]
+    with pytest.raises(SuiteError, match="'m=8 m=16': expected at least one case, found none"):
+        only(found.contests, "m=8 m=16")
+    with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
+        only(found.contests, "m=17 m=16")
     with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
         only(found.contests, "m=16|17")
     with pytest.raises(SuiteError, match="expected field=value with a field of"):

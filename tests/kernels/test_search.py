@@ -92,6 +92,18 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
             module.warmed([fails], device, 1)
 
 
+def test_a_candidate_that_raises_without_a_message_ends_no_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found = module.warmed([lambda: None, fails], torch.device("cuda"), 1)
+    assert found == [None, "NotImplementedError"]
+
+
 def test_on_a_cpu_the_first_candidate_is_taken_and_nothing_is_told() -> None:
     found = search([lambda: 1, lambda: 2], torch.device("cpu"))
     assert (found.best, found.trials) == (0, ())

@@ -55,7 +55,7 @@ def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     assert "sparsebench claims check mine --replicates 8" in said
     assert "What would change it: Six processes or more" in said
     assert said.count("<svg") == 1
-    assert "a run made for it alone would decide" in said
+    assert "A run made for it alone would decide" in said
     assert '<a href="../index.html">' not in said  # it stands in a folder of its own
 
 
@@ -87,6 +87,31 @@ def test_a_forest_has_a_marker_a_cell_and_leaves_out_the_middle_of_many() -> Non
     assert "16 cells between the best and the worst are left out" in said
     assert "The 40 cells" in said
     assert page(entry(cell(claim, [1.0], reason="it needs a GPU"))).count("<svg") == 0
+
+
+def test_a_figure_names_run_and_gpu_and_draws_a_problem_once() -> None:
+    claim = claimed(quantifier="for_all")
+    cells = [cell(claim, spread(2.1 + i / 10), f"p{i}", run="good") for i in range(3)]
+    looks = [cell(claim, spread(2.5, processes=2), f"p{i}", run="look") for i in range(3)]
+    said = page(entry(*cells, *looks, quantifier="for_all"))
+    assert "All cells: linear, m 4, 50 %, run good, H200." in said
+    assert "The 3 cells, and 3 other measurements of them" in said
+    assert "3 of 3 cells" in said
+    assert said.count("not counted") == 3
+
+
+def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
+    claim = claimed()
+    real, model = (
+        cell(claim, spread(2.5), device=device, simulated=device == "A model")
+        for device in ("NVIDIA H200", "A model")
+    )
+    assert "SIMULATED" not in page(entry(model, real))
+    assert "SIMULATED" in page(entry(model))
+    none = cell(claim, [1.0], device="A CPU", reason="it needs a GPU")
+    said = page(entry(none, real))
+    assert ": reproduced · sparsebench</title>" in said
+    assert "reproduced · H200" in badge(entry(none, real))
 
 
 @pytest.mark.parametrize(

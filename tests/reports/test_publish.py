@@ -5,8 +5,10 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import pandas as pd
 import pytest
 import yaml
 from command import sparsebench
@@ -14,6 +16,7 @@ from places import PUBLISHED
 
 from sparsebench.errors import ResultError
 from sparsebench.harness._cli_publish import address
+from sparsebench.reports.publish import _tables
 from sparsebench.reports.publish import site as sites
 from sparsebench.reports.publish._card import Card
 from sparsebench.reports.publish._pages import Site, page_of, pages
@@ -42,6 +45,99 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("published") / "site"
     publish([STEP], to, Site(base="https://sparsebench.example/x/"), unchecked)
     return to
+
+
+def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
+    """Return a contest's lines: kind, tile, gain; dense is beside them."""
+    place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
+    place |= {"shape": "64 × 64", "settled": True, "cache": "cold", "median_us": 9.0}
+    place |= {"processes": 8, "day": "2026-11-24", "verdict": True, **same}
+    sides = [("dense", "", 1.0), *gains]
+    return pd.DataFrame(
+        [
+            {**place, "kind": kind, "tile": tile, "name": f"{kind}_{tile}", "gain": gain}
+            | {"low": gain - 0.01, "high": gain + 0.01}
+            | {"side": "dense" if kind == "dense" else "ours"}
+            for kind, tile, gain in sides
+        ]
+    )
+
+
+def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat(tables, ignore_index=True)
+
+
+def only(grid: _tables.Grid | None) -> list[_tables.Cell]:
+    """Return the lines of a grid's only cell."""
+    assert grid
+    ((_, (cell,)),) = grid.rows
+    return cell
+
+
+def test_a_cell_has_the_range_of_the_format_s_own_gains_where_dense_won_too() -> None:
+    both = joined(
+        [lines(("bsr", "64", 0.892), ("bsr", "64", 0.7)), lines(("bsr", "64", 1.5), place=1)]
+    )
+    (cell,) = only(_tables.gains(both))
+    assert (cell.head, cell.text, cell.lost) == ("BSR 64", "0.89–1.5×", False)
+    (lost,) = only(_tables.gains(lines(("bsr", "64", 0.892))))
+    assert (lost.text, lost.span, lost.lost) == ("0.89×", "[0.88, 0.90]", True)
+
+
+def test_formats_stand_beside_each_other_and_each_over_dense() -> None:
+    both = joined([lines(("bsr", "64", 1.5)), lines(("spense", "", 1.4), place=1, shape="8 × 8")])
+    assert [cell.head for cell in only(_tables.gains(both))] == ["BSR 64", "2:4"]
+    never = joined([both, lines(("csr", "", 0.1), place=2)])
+    grid = _tables.gains(never)
+    assert len(only(grid)) == 2
+    assert grid
+    assert "Nowhere faster than dense: CSR." in grid.about
+
+
+def test_verdicts_stand_alone_and_a_look_is_marked() -> None:
+    verdict = lines(("bsr", "64", 1.5))
+    look = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21"}
+    (cell,) = only(_tables.gains(joined([verdict, lines(("bsr", "16", 3.0), **look)])))
+    assert (cell.head, cell.text, cell.look) == ("BSR 64", "1.50×", False)
+    assert "8 processes, 2026-11-24" in cell.title
+    grid = _tables.gains(lines(("bsr", "16", 3.0), **look))
+    assert only(grid)[0].look
+    assert grid
+    assert "Looks: 1 process, 2026-11-21." in grid.about
+
+
+@pytest.mark.parametrize(
+    ("levels", "text"),
+    [
+        ([(0.5, 0.8)], "50–80 %"),
+        ([(None, 0.5)], "≤ 50 %"),
+        ([(None, 0.5), (0.5, 0.8)], "≤ 80 %"),
+        ([(0.5, 0.8), (0.8, 0.9)], "50–90 %"),
+        ([(0.5, 0.8), (0.9, None)], "> 50 %"),
+        ([(None, 0.5), (0.9, None)], "varies"),
+    ],
+)
+def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], text: str) -> None:
+    place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
+    place |= {"kind": "bsr", "block": "64", "settled": True}
+    place |= {"processes": 8, "day": "2026-11-24", "verdict": True}
+    found = [{**place, "slower": slower, "faster": faster} for slower, faster in levels]
+    table = pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"})
+    (cell,) = only(_tables.pays(table))
+    assert cell.head == text
+
+
+def test_a_run_is_called_as_its_folder_and_its_badge_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
+    hidden = copied(tmp_path / "node17-step", hostname="node17")
+    publish([STEP, hidden], tmp_path / "site", Site(), unchecked)
+    cards = [json.loads(f.read_text()) for f in (tmp_path / "site").glob("runs/*/summary.json")]
+    assert {card["name"] for card in cards} == {"ffn-step"}  # of the other, its suite
+    assert "node17" not in (tmp_path / "site" / "index.html").read_text()
+    assert {card["gain"] for card in cards} == {"1.591× at 99.49 % of units off, skew iid"}
+    assert all(card["where"].endswith("the faster of slots=88 and slots=176") for card in cards)
 
 
 def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
@@ -153,7 +249,14 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
     (summary,) = list(site.glob("runs/*/summary.json"))[:1]
     data = json.loads(summary.read_text())
     lines = [{**line, "kernel": NAMED, "name": NAMED, "kind": NAMED} for line in data["lines"]]
-    texts = {"gpu": NAMED, "suite": NAMED, "only": NAMED, "sentences": [NAMED], "gain": NAMED}
+    texts = {
+        "gpu": NAMED,
+        "suite": NAMED,
+        "name": NAMED,
+        "only": NAMED,
+        "sentences": [NAMED],
+        "gain": NAMED,
+    }
     made = dict(pages([Card(**{**data, **texts, "lines": lines})], Site(base="https://a.b/")))
     assert not any("<script>alert" in text for name, text in made.items() if "json" not in name
                    and "CITATION" not in name)  # fmt: skip

@@ -217,7 +217,7 @@ def test_what_is_the_same_in_every_measure_is_said_once() -> None:
         for row in broken.rows
     ]
     text = build(replace(broken, rows=rows))
-    assert "16 ok, 4 not, of 4 problems" in text
+    assert "16 ok, 4 wrong, of 4 problems" in text
     assert '<td class="num">4</td>' in section("untimed", text)
     assert section("storage", page()).count("<figure>") == section("storage", text).count(
         "<figure>"

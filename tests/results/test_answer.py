@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import Badge, badges, break_evens, sentences, where
+from sparsebench.results.answer import Badge, badges, break_evens, sentences, variants, where
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 from sparsebench.results.views import View, views
@@ -61,20 +61,40 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
     assert where(view(found)).endswith("blocks of 64 · against dense (cublas, 100 µs)")
 
 
-def test_a_break_even_is_interpolated_in_the_density() -> None:
+def test_a_break_even_is_two_measured_levels() -> None:
     (even,) = break_evens(view(swept({0.5: 0.5, 0.75: 1.0001, 0.875: 2.0})))
-    assert even.level == pytest.approx(0.75, abs=1e-3)
-    (even,) = break_evens(view(swept({0.5: 2**-0.5, 0.75: 2**0.5})))
-    assert even.level == pytest.approx(1 - 0.5 * 2**-0.5)
-    assert even.low < even.level < even.high
-    assert even.settled
-    assert sentences(view(swept({0.5: 2**-0.5, 0.75: 2**0.5})))[0] == "BSR beats dense from 65 %."
+    assert (even.slower, even.faster) == (0.5, 0.75)
+    found = view(swept({0.5: 2**-0.5, 0.75: 2**0.5}))
+    assert break_evens(found)[0].settled
+    assert sentences(found)[0] == "BSR beats dense from a point between 50 % and 75 %."
+
+
+def test_a_break_even_is_where_the_last_level_at_which_it_is_slower_ends() -> None:
+    (even,) = break_evens(view(swept({0.5: 1.5, 0.75: 0.8, 0.875: 2.0, 0.9: 3.0})))
+    assert (even.slower, even.faster) == (0.75, 0.875)
+    (always,) = break_evens(view(swept({0.5: 1.5, 0.75: 2.0})))
+    assert np.isnan(always.slower)
+    assert always.faster == 0.5
+    (never,) = break_evens(view(swept({0.5: 1.5, 0.75: 0.8})))
+    assert never.slower == 0.75
+    assert np.isnan(never.faster)
 
 
 def test_a_break_even_beside_an_undecided_level_is_not_settled() -> None:
     found = view(swept({0.5: 0.9995, 0.75: 1.5}))
     assert not break_evens(found)[0].settled
-    assert "from about 50 % (not settled" in sentences(found)[0]
+    assert sentences(found)[0] == (
+        "BSR beats dense from a point between 50 % and 75 % (not settled)."
+    )
+
+
+def test_the_better_of_two_variants_is_said_to_be_one() -> None:
+    few, many = (Contender("bsr", "bsr_wgmma", options={"slots": n}) for n in (88, 176))
+    found = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (many, 25.0), (PEER, 50.0)]))
+    (first,) = views(found.cases)
+    assert variants(first, found.cases) == "bsr_wgmma: the faster of slots=88 and slots=176"
+    alone = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (PEER, 50.0)]))
+    assert variants(views(alone.cases)[0], alone.cases) == ""
 
 
 def test_nothing_that_beats_dense_is_the_sentence() -> None:
@@ -90,7 +110,8 @@ def test_rows_of_one_kind_are_said_together() -> None:
         for row in swept({0.5: gain, 0.9: 4 * gain}, block=block)
     ]
     assert sentences(view(found))[0] == (
-        "BSR beats dense: blocks of 16 from 78 %; blocks of 32 and 64 already at 50 %."
+        "BSR beats dense: blocks of 16 from a point between 50 % and 90 %; "
+        "blocks of 32 and 64 already at 50 %."
     )
 
 

@@ -125,8 +125,22 @@ def test_simulated_and_other_devices_are_said() -> None:
     other = run("b", "B")
     simulated = replace(other, environment={**other.environment, "sim": {"seed": 0}})
     text = " ".join(said(run("a"), simulated).split())
-    assert "what differs says nothing of a GPU" in text
+    warned = text.index("B is simulated: no GPU ran, a model of one made these times. What differs")
+    assert warned < text.index("B against A, 3 cases")
     assert "between devices, A and B" in text
+    found = compared([run("a"), simulated])
+    page = html(found)
+    assert page.index(">SIMULATED</span> B is simulated") < page.index("B against A, 3 cases")
+    assert "<b>" not in page
+    assert markdown(found).startswith("B is simulated")
+    assert "<b>B against A, 3 cases" in html(compared([run("a"), other]))
+
+
+def test_a_page_has_the_fields_of_a_problem_in_one_column() -> None:
+    page = html(compared([run("a"), run("b", at_90=20)]))
+    assert "<th>problem</th><th>contender</th><th>× baseline A</th>" in page
+    assert '<td class="" data-head="problem">90 %</td>' in page
+    assert "<h2>Largest changes first: linear" in page
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
@@ -138,5 +152,8 @@ def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
     )  # fmt: skip
     with pytest.raises(ResultError, match="expected a case with a time in either"):
         changes(refused, refused)
+    other = replace(run("b"), rows=[row for row in run("b").rows if row.case.contender == DENSE])
+    with pytest.raises(ResultError, match="a and b: expected a case in common that is no baseline"):
+        compared([run("a"), other])
     with pytest.raises(ResultError, match="expected 2 to 26 runs, found 1"):
         compared([run("a")])

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import yaml
 from made_up_claims import CLAIM, DEVICES, cell, claimed, spread
-from places import ROOT
+from places import PUBLISHED, ROOT
 
 from sparsebench.errors import SuiteError
-from sparsebench.results.claims.cells import Cell, united
+from sparsebench.results.claims.cells import Cell, about, judging, of_files, over, said, united
 from sparsebench.results.claims.metrics import METRICS
 from sparsebench.results.claims.schema import Bound, Claim, json_schema, parse
 from sparsebench.results.claims.verdict import Basis, Verdict, Word, basis, judge, state
+from sparsebench.results.store import read
 
 
 def verdict(claim: Claim, *cells: Cell, of: int = 0) -> Verdict:
@@ -26,7 +27,7 @@ def verdict(claim: Claim, *cells: Cell, of: int = 0) -> Verdict:
 
 def test_what_a_claim_says_is_read_and_given_back() -> None:
     claim = parse("mine.yaml", CLAIM).claim
-    assert claim.tests[0].sentence == "speedup ≥ 2 x in a cell"
+    assert claim.tests[0].sentence == "speedup ≥ 2× in a cell"
     assert Claim.model_validate(claim.model_dump(by_alias=True)) == claim
 
 
@@ -48,6 +49,12 @@ WRONG = {  # what is replaced, by what, and what is said of which line
     "a suite twice": ("measure:\n", "measure:\n  suite: quick\n", "and not both"),
     "no number": ("at_least: 2", "at_least: two", "22: tests.0.at_least: expected a valid number"),
     "no date": ('"2026"', '"soon"', "5: source.date: expected String should match pattern"),
+    "over in one cell": ("unit: x", "unit: x\n    over: linear", "typical or for all"),
+    "files, and only": (
+        CLAIM[CLAIM.index("measure:") : CLAIM.index("tests:")],
+        "measure: {suite: dlmc, data: true, only: m=64}\n",
+        "and not only, where",
+    ),
     "a key twice": ("title: B", "title: A\ntitle: B", "expected each key once"),
     "no claim": (CLAIM, "[]", "1: expected a claim, found list"),
 }
@@ -159,7 +166,7 @@ def test_an_interval_astride_the_threshold_is_inconclusive_and_says_what_would_d
     claim = claimed()
     found = verdict(claim, cell(claim, spread(2.02, 4.0)))
     assert found.word is Word.INCONCLUSIVE
-    assert "astride 2 x" in found.why
+    assert "astride the 2× asked for" in found.why
     assert "more processes would decide" in found.why
 
 
@@ -231,13 +238,13 @@ def test_an_unreliable_run_decides_nothing() -> None:
     claim = claimed()
     found = verdict(claim, cell(claim, spread(3.0), reliable=False))
     assert found.word is Word.INCONCLUSIVE
-    assert "equal kernels came out different in a-run" in found.why
+    assert "Equal kernels came out different in a-run" in found.why
 
 
 def test_a_claim_without_a_test_says_what_is_missing() -> None:
     (found,) = judge("mine", claimed(tests=[], missing="a kernel of it"), [], {})
     assert (found.word, found.basis) == (Word.NOT_TESTABLE, Basis.NONE)
-    assert found.sentence == "Not testable, nothing measured: a kernel of it."
+    assert found.sentence == "Not testable (nothing measured). A kernel of it."
 
 
 def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
@@ -262,10 +269,128 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     assert half.basis is whole.basis is not Basis.NONE  # that of what is measured
 
 
+def test_a_claim_that_something_can_be_so_is_not_refuted_where_it_cannot() -> None:
+    claim = claimed()
+    short = [cell(claim, spread(0.9), p, bound=1.8) for p in "ab"]
+    found = verdict(claim, *short)
+    assert found.word is Word.NOT_TESTABLE
+    assert "cannot be met in these cells: this device allows 1.8× at most" in found.why
+    reachable = cell(claim, spread(0.9), "c", bound=2.5)
+    assert verdict(claim, *short, reachable).word is Word.REFUTED
+    assert verdict(claim, *short, cell(claim, spread(0.9), "c")).word is Word.REFUTED
+    assert verdict(claim, *short, cell(claim, spread(1.5), "c", bound=1.8)).word is Word.PARTLY
+    every = claimed(quantifier="for_all")
+    assert verdict(every, *short).word is Word.REFUTED
+
+
+def test_only_what_is_open_leans() -> None:
+    first = yaml.safe_load(CLAIM)["tests"][0]
+    claim = claimed(tests=[first | {"name": n, "quantifier": "typical"} for n in ("one", "two")])
+    look, short = cell(claim, spread(2.5, processes=3)), cell(claim, spread(1.5))
+    cells = [replace(look, test="one"), replace(short, test="two")]
+    (found,) = judge("mine", claim, cells, {name: {"p"} for name in ("one", "two")})
+    assert (found.word, found.leans) == (Word.PARTLY, None)
+    assert found.tests[0].leans is Word.REPRODUCED
+
+
+def test_a_value_is_written_alike_everywhere_and_one_process_has_no_interval() -> None:
+    claim = claimed(quantifier="typical")
+    alone = cell(claim, [1.106])
+    assert said(claim.tests[0], alone) == "1.11×, one process"
+    assert "The only cell has a speed-up of 1.11×, one process; at least 2× is asked for" in (
+        verdict(claim, alone).why
+    )
+    eight = cell(claim, spread(1.106, 0.1))
+    assert verdict(claim, eight).why == (
+        f"The only cell has a speed-up of {said(claim.tests[0], eight)}; at least 2× is asked for."
+    )
+    every, values = claimed(quantifier="for_all"), {"a": 2.5, "b": 3.0}
+    found = verdict(every, *(cell(every, spread(v), p) for p, v in values.items()))
+    assert found.why.startswith("2 of 2 cells are ≥ 2×; the smallest is 2.5")
+    low = claimed(quantifier="for_all", at_most=9)
+    found = verdict(low, *(cell(low, spread(v), p) for p, v in values.items()))
+    assert "the largest is 3.0" in found.why
+    assert "1 cell is not measured" in verdict(every, cell(every, spread(2.5)), of=1).why
+
+
+def test_a_problem_that_several_runs_measured_is_one_cell() -> None:
+    claim = claimed(quantifier="for_all")
+    many, few = (cell(claim, spread(2.5, processes=n), run=f"of-{n}") for n in (8, 2))
+    broken = cell(claim, [1.0], reason="it needs a GPU", run="broken")
+    (judged,) = verdict(claim, few, many, broken).tests
+    assert (judged.word, judged.cells) == (Word.REPRODUCED, (many,))
+    assert judged.others == (few, broken)
+
+
+def test_a_test_over_an_op_has_the_ratio_of_two_speed_ups() -> None:
+    claim = claimed(
+        tests=[
+            {
+                **yaml.safe_load(CLAIM)["tests"][0],
+                "over": "linear",
+                "at_least": 0.85,
+                "quantifier": "for_all",
+            }
+        ]
+    )
+    (test,) = claim.tests
+    fields = {"m": 4, "sparsity": 0.5, "level": 0.5}
+    forward, elsewhere, gradient, lonely = (
+        cell(claim, ratios, name, run=run, fields={**fields, "op": op, **more})
+        for name, ratios, run, op, more in (
+            ("y", spread(2.0), "a-run", "linear", {}),
+            ("y", spread(4.0), "another", "linear", {}),
+            ("dx", spread(1.8), "a-run", "linear_dgrad", {"level": 0.501}),
+            ("dw", spread(1.8), "a-run", "linear_wgrad", {"m": 8}),
+        )
+    )
+    (found,) = over(test, [forward, elsewhere, gradient, lonely])
+    assert (found.problem, found.run, found.processes) == ("dx", "a-run", 8)
+    assert found.value == pytest.approx(0.9)
+    (apart,) = over(test, [elsewhere, gradient])
+    assert (apart.run, apart.value) == ("a-run over another", pytest.approx(0.45))
+    wanted = {test.name: {"y", "dx"}}
+    (met,) = judge("mine", claim, [forward, gradient], wanted)
+    assert met.word is Word.REPRODUCED
+    assert "0.9" in met.why
+    (open_,) = judge("mine", claim, [gradient], wanted)
+    assert open_.word is Word.INCONCLUSIVE
+
+
+def test_cells_of_files_are_those_of_the_runs_of_their_suite() -> None:
+    run = read(PUBLISHED / "nvidia-h200" / "dlmc")
+    first = {**yaml.safe_load(CLAIM)["tests"][0], "at": {"dtype": "fp32"}, "levels": [0.5, 0.95]}
+    claim = claimed(tests=[first], measure={"suite": "dlmc", "data": True})
+    (test,) = claim.tests
+    ids = of_files(test, claim.measured(test), run)
+    levels = {r.case.problem["sparsity"] for r in run.rows if r.case.problem.id in ids}
+    assert (min(levels), max(levels)) == (0.5, pytest.approx(0.952, abs=1e-3))
+    assert not of_files(test, claim.measured(test), read(PUBLISHED / "nvidia-h200" / "quick"))
+    assert about(test, {"dtype": "fp32", "sparsity": 0.954})
+    assert not about(test, {"dtype": "fp32", "sparsity": 0.98})
+    assert not about(test, {"dtype": "tf32", "sparsity": 0.9})
+
+
+def test_simulated_cells_judge_only_where_all_are() -> None:
+    claim = claimed()
+    real, model = (cell(claim, spread(2.5), simulated=flag) for flag in (False, True))
+    assert judging({"a": [model], "b": [real, model]}) == {"a": [], "b": [real]}
+    assert judging({"a": [model]}) == {"a": [model]}
+
+
+def test_a_gpu_with_a_verdict_comes_before_a_device_that_runs_nothing() -> None:
+    claim = claimed()
+    none = cell(claim, [1.0], device="A CPU", reason="no subject ran: it needs a GPU")
+    (first, last) = judge("mine", claim, [none, cell(claim, spread(2.5))], {"over dense": {"p"}})
+    assert (first.word, last.word) == (Word.REPRODUCED, Word.NOT_TESTABLE)
+    assert last.why == "No subject ran: it needs a GPU."
+
+
 def test_devices_are_judged_apart_and_cells_survive_json() -> None:
     claim = claimed()
     cells = [cell(claim, spread(3.0), device=device) for device in DEVICES.values()]
     found = judge("mine", claim, cells, {"over dense": {"p"}})
-    assert [each.device for each in found] == list(DEVICES.values())
+    assert {each.device for each in found} == {*DEVICES.values()}
+    assert [each.basis for each in found] == sorted((v.basis for v in found), key=[*Basis].index)
     assert [Cell.from_json(json.loads(json.dumps(c.to_json()))) for c in cells] == cells
     assert state(claim.tests[0], cells[0]) == "met"

@@ -116,7 +116,7 @@ def test_a_shipped_claim_is_about_training() -> None:
     found = evidence([load("openai-2017-generalise")])
     (verdict,) = found.verdicts()["openai-2017-generalise"]
     assert verdict.word is Word.INCONCLUSIVE
-    assert "no file of `train-lm --pattern` was given" in verdict.why
+    assert "No file of `train-lm --pattern` was given" in verdict.why
 
 
 @pytest.mark.parametrize(

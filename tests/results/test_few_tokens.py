@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from few_tokens import MARGINS, slower_with_fewer
 from places import PUBLISHED
 
 from sparsebench.results import store
-from sparsebench.results.few_tokens import MARGINS, slower_with_fewer
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 

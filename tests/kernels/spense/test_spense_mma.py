@@ -236,7 +236,7 @@ def test_other_devices_and_dtypes_are_unsupported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(spense_mma, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
     found = spense_mma.KERNEL.unsupported(Problem("linear", {"dtype": dtype}), torch.device(device))
     assert bool(found) == bool(reason)
     assert (found or "").startswith(reason)
@@ -335,7 +335,7 @@ def test_nvrtc_compiles_it_for_every_target(target: str) -> None:
 # ---- on a GPU ----
 
 ampere = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < spense_mma.LEAST,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < cuda.AMPERE,
     reason="needs a GPU of compute capability 8.0 or newer",
 )
 

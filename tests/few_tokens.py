@@ -20,7 +20,7 @@ WHERE = ["device", "cache", "op", "kernel", "options"]
 def slower_with_fewer(table: pd.DataFrame) -> pd.DataFrame:
     """Return a line for each dense baseline's time that is beaten by that of more tokens.
 
-    table    a frame (frame.py)
+    table    a frame (results/frame.py)
     columns  those of a cell, m and median_us, and of the fastest with more tokens `more_m` and
              `more_us`; ordered by how much slower fewer tokens are
     """

@@ -1,0 +1,123 @@
+"""Operands from files: what `source: {file: GLOB, tensor: GLOB}` of a suite asks for.
+
+    file    pattern files or safetensors files below --data
+    tensor  their tensors; for an op that takes recorded operands, such as ffn, groups of tensors
+
+    sources_of        each file and tensor that match, with the digest of the file
+    fields_of_source  what follows for a problem: sizes, the level of a pattern file
+    require_enough    no problem has more tokens than were recorded
+
+Everything that is wrong is a SuiteError, which says where in the suite or in which file.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import SuiteError
+from sparsebench.harness.inputs import sources
+from sparsebench.harness.ops._op import Op
+from sparsebench.results import files
+from sparsebench.results.record import Source
+
+
+def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
+    """Yield None without a source, else one Source a file and tensor that match."""
+    if written is None:
+        yield None
+        return
+    if not isinstance(written, dict) or not {"file"} <= written.keys() <= {"file", "tensor"}:
+        raise SuiteError(
+            f"{where}.source: expected {{file: GLOB, tensor: GLOB}}, found {written!r}"
+        )
+    if data is None:
+        raise SuiteError(f"{where}.source: expected --data DIR, the folder of {written['file']}")
+    for path in _matches(f"{where}.source", written["file"], data):
+        for tensor in _tensors(path, written.get("tensor"), op):
+            yield Source(str(path.relative_to(data)), sources.sha256(path), tensor)
+
+
+def _matches(where: str, glob: Any, data: Path) -> list[Path]:
+    """Return the files below the data folder that a glob names, and none outside."""
+    outside = not isinstance(glob, str) or PurePath(glob).is_absolute() or ".." in glob.split("/")
+    if outside or not glob.strip("/."):
+        raise SuiteError(f"{where}: expected a GLOB of files below --data, found {glob!r}")
+    try:
+        found = sorted(path for path in data.glob(glob) if path.is_file())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise SuiteError(f"{where}: expected files {glob} in {data}, found {error}") from error
+    if not found:
+        raise SuiteError(f"{where}: expected files {glob} in {data}, found none")
+    for path in found:
+        if not files.utf8(str(path)):
+            raise SuiteError(f"{where}: expected names in UTF-8, found {str(path)!a}")
+    return found
+
+
+def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
+    """Return the tensors of a safetensors file that match, or [None] for a pattern file."""
+    if wanted is None:
+        return [None]
+    if not isinstance(wanted, str):
+        raise SuiteError(f"source.tensor: expected a GLOB, found {wanted!r}")
+    names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
+    matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
+    if not matches:
+        hint = did_you_mean(wanted, names)
+        one = (
+            f"a group {wanted!r} of {', '.join(op.operands)}"
+            if op.recorded
+            else f"a tensor {wanted!r}"
+        )
+        raise SuiteError(f"{path}: expected {one}, found none like it{hint}")
+    return matches
+
+
+def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
+    """Return the fields that a source gives: the weight's sizes, and a pattern file's level."""
+    if source is None:
+        return {}
+    if op.recorded and source.tensor is not None:
+        return _recorded(op, source, sources.located(source, data))
+    if len(op.weights) != 1:
+        raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
+    path = sources.located(source, data)
+    rows, columns, level = sources.shape_and_level(path, source.tensor)
+    names = op.operands[op.weights[0]].shape
+    from_source: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    return from_source if level is None else from_source | {"sparsity": round(level, 6)}
+
+
+def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
+    """Return the sizes of a group's weights, and the fields that follow from its operands."""
+    assert op.recorded
+    tensors = {
+        name: sources.load_weights(path, sources.member(source, name)) for name in op.operands
+    }
+    sizes: dict[str, int] = {}
+    for name, operand in op.operands.items():
+        found = dict(zip(operand.shape, tensors[name].shape, strict=True))
+        if operand.role == "activation":
+            del found[operand.shape[0]]  # tokens: a problem takes as many as it has
+        for field, size in found.items():
+            if sizes.setdefault(field, size) != size:
+                expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
+                raise SuiteError(f"{path}: expected {expected}; found {size}")
+    return sizes | op.recorded(tensors)
+
+
+def require_enough(
+    where: str, op: Op, fields: Mapping[str, Any], source: Source | None, data: Path | None
+) -> None:
+    """Refuse more tokens than were recorded."""
+    if source is None or not op.recorded:
+        return
+    path = sources.located(source, data)
+    for name in op.activations:
+        field = op.operands[name].shape[0]
+        tokens, *_ = sources.shape_and_level(path, sources.member(source, name))
+        if tokens < fields[field]:
+            expected = f"expected up to {tokens}, as many as {source.label} has"
+            raise SuiteError(f"{where}.{field}: {expected}; found {fields[field]}")
