@@ -9,7 +9,7 @@ problem, the cell or its row the kernel. The figure is computed at that problem 
 and agrees to the last digit shown:
 
     d_p = median over blocks of log(T_other / T_ours), T the median of a block's samples
-    break-even = the sparsity at which log ratio, linear in log density, last turns positive
+    break-even = the two measured levels between which the mean log ratio last turns positive
     ratio = exp of d_p in one process (quartiles of its blocks), of their mean (least, greatest)
     below 6, from 6 on of the median of Walsh averages (95 % interval of the signed-rank test)
 """
@@ -555,16 +555,15 @@ def same(shown: str, value: object) -> bool:
 
 
 def even(gains: dict[float, float]) -> str:
-    """Return from which sparsity on a ratio stays above 1, as the grid says it."""
+    """Return between which measured levels a ratio rises above 1 for good, as the grid says it."""
     levels = sorted(gains)
+    said = [f"{round(100 * level, 2):g} %" for level in levels]
     below = [i for i, level in enumerate(levels) if gains[level] < 1]
     if not below:
-        return f"≤{100 * levels[0]:g}"
+        return f"already faster at {said[0]}"
     if below[-1] == len(levels) - 1:
-        return f">{100 * levels[-1]:g}"
-    pair = levels[below[-1] : below[-1] + 2]
-    density = np.interp(0, [np.log(gains[x]) for x in pair], [np.log(1 - x) for x in pair])
-    return f"{round(100 * (1 - float(f'{np.exp(density):.2g}')), 2):g}"
+        return f"not faster up to {said[-1]}"
+    return f"overtakes between {said[below[-1]]} and {said[below[-1] + 1]}"
 
 
 def break_evens(page: str, every: pd.DataFrame) -> Iterator[str]:
@@ -592,19 +591,22 @@ def grid_of(grid: str, asked: pd.DataFrame) -> Iterator[str]:
     found: dict[tuple, set[str]] = {}
     for (*key, _), gains in best.items():
         means = {level: float(np.exp(np.mean(logs))) for level, logs in gains.items()}
-        found.setdefault(tuple(key), set()).add(even(means))
+        if len(means) > 1:
+            found.setdefault(tuple(key), set()).add(even(means))
     tokens = re.findall(r'scope="col">m (\d+)<', grid)
     for head, line in re.findall(r'scope="row">(.*?)</th>(.*?)</tr>', grid):
         name, _, block = head.partition(" ")
         for m, cell in zip(tokens, re.findall(r"<td>(.*?)</td>", line), strict=True):
             title, shown = (
-                re.findall(r'title="(.*?)">(.*?) %<', html.unescape(cell)) or [("", "")]
+                re.findall(r'title="(.*?)">(.*?)[ <]*(?:%| <small>|</a>)', html.unescape(cell))
+                or [("", "")]
             )[0]
-            for shape, text in re.findall(r"n × k (\d+ × \d+)[^:]*: ([≤>]? ?[\d.]+) %", title):
-                if text.replace(" ", "") not in found.get((NAMES[name], block, m, shape), ()):
-                    yield f"{head}, m {m}, {shape}: {text} %"
+            for shape, text in re.findall(r"n × k (\d+ × \d+): (.*?), \d+ process", title):
+                if text not in found.get((NAMES[name], block, m, shape), ()):
+                    yield f"{head}, m {m}, {shape}: {text}"
             own = (those for key, those in found.items() if key[:3] == (NAMES[name], block, m))
-            if shown and not {*shown.split("–")} <= set().union(*own):
+            known = {each for text in set().union(*own) for each in re.findall(r"[\d.]+", text)}
+            if not {*re.findall(r"[\d.]+", shown)} <= known:
                 yield f"{head}, m {m}: {shown} %"
 
 
@@ -707,7 +709,7 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
 
 
 def index(page: str) -> Iterator[str]:
-    """Yield each figure of a site's index that no run gives: its grid of winners, its times."""
+    """Yield each figure of a site's index that no run gives: its grid of gains, its times."""
     every = pd.concat([cases(run) for run in runs()], ignore_index=True)
     yield from break_evens(page, every)
     for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', page):
