@@ -50,7 +50,7 @@ OVER = {  # who is meant by the words after `over`
 
 NAMES = {"BSR": "bsr", "CSR": "csr", "2:4": "spense", "bitmap": "bitmap"}  # of formats
 METRICS = {  # of a ratio and the density: what a claim is about
-    "speedup, x": lambda r, density: r,
+    "speedup, ×": lambda r, density: r,
     "of_ideal, %": lambda r, density: 100 * r * density,
     "memory_saved, %": lambda r, density: 100 * (1 - 1 / r),
 }
@@ -625,8 +625,10 @@ def claimed(page: str) -> Iterator[str]:
 
 def held(metric: str, shown: re.Match, line: list[str]) -> bool:
     """Say whether a cell's subject gives its value over its baseline, in as many processes."""
-    label, _, _, subject, baseline, _, ran = line
+    label, _, _, subject, baseline, *_, ran = line
     name, _, count = ran.rpartition(", ")
+    if " of " in baseline:
+        return beside_op(shown, line)
     files = [file for kind in ("training", "whole") for file in HOME.glob(f"{kind}/{name}.json")]
     if files:
         return of_file(metric, shown, json.loads(files[0].read_text()), line)
@@ -648,6 +650,29 @@ def held(metric: str, shown: re.Match, line: list[str]) -> bool:
             of = len(ours[column].keys() & over.keys())
             if of == int(count.split()[0]) and all(agrees(t, value) for t, value in ends if t):
                 return True
+    return False
+
+
+def beside_op(shown: re.Match, line: list[str]) -> bool:
+    """Say whether a speed-up over dense, over that of another op at equal fields, is the value."""
+    label, subject, (over, op) = line[0], line[3], line[4].split(" of ")
+    names, _, count = line[-1].rpartition(", ")
+    places = [run for name in names.split(" over ") for run in runs() if digest(run) in name]
+    asked = (places[0], label, subject), (places[-1], f"{op}, {label.partition(', ')[2]}", over)
+    sides: list[list[dict[int, np.ndarray]]] = []
+    for run, where, who in asked:
+        found = of_label(cases(run), where)
+        found, sides = found[(found.cache == "cold") & (found.scope == "kernel")], [*sides, []]
+        for _, ours in found[found.label == who].iterrows():
+            contest = found[found.place == ours.place]
+            dense = fastest(contest, contest.format == "dense").blocks
+            both = ours.blocks.keys() & dense.keys()
+            took = {p: np.log(ours.blocks[p] / dense[p]) for p in both}
+            sides[-1].append({p: np.exp([np.median(logs)]) for p, logs in took.items()})
+    for own, other in ((own, other) for own in sides[0] for other in sides[1]):
+        ends = zip(shown.groups(), ratio(own, other), strict=True)
+        if len(own) == int(count.split()[0]) and all(agrees(t, value) for t, value in ends if t):
+            return True
     return False
 
 
