@@ -1,13 +1,15 @@
 """How sharing a plan grows: many cases over many GPUs, on simulated ones; no worker is started.
 
     time      an event loop over parts that claim contests (harness/run/part.py) in a real folder.
-              What a contest takes is drawn from the published runs of an NVIDIA H200
+              What a contest takes is drawn from growth_costs.json: runs of an NVIDIA H200, frozen,
+              so that a new publication does not change the table
     merging   rows of the simulated GPU in a run directory a part, merged for real
 
 `python tests/growth.py` prints the tables of harness/CLUSTER.md, in two minutes.
 """
 
 import heapq
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -29,14 +31,13 @@ from sparsebench.harness.sim import worker as sim_worker
 from sparsebench.harness.sim.clock import Spec
 from sparsebench.results import bundle, store
 
-ROOT = Path(__file__).parent.parent
+COSTS = Path(__file__).parent / "growth_costs.json"
 PLANS = (1, 0.0), (2, 0.0), (8, 0.0), (64, 0.0), (64, 600.0)  # GPUs, seconds between their starts
 REPLICATES = 3
 START_S = 5.0  # a process: imports, CUDA; measured on an H200, as are the others
 CEILINGS_S = 3.0  # of a part
 FLOOR_S = 1.0  # a noise-floor contest
 LATER = 0.4  # of what a contest takes in the first process: later ones do not search
-ROW_S = 0.35  # checks and timing of a case
 SUITE = """
 schema: sparsebench/suite@1
 title: Many cases
@@ -69,15 +70,8 @@ def suite(sizes: int = 10) -> Suite:
 
 
 def contest_seconds() -> list[float]:
-    """Return what contests took in first processes of published runs, in seconds."""
-    took: list[float] = []
-    for path in sorted((ROOT / "results/published/nvidia-h200").glob("*/run.json")):
-        own: dict[str, float] = {}
-        for row in store.read(path.parent).rows:
-            if row.replicate == 0:
-                spent_s = (row.prepare_s or 0.0) + ROW_S
-                own[row.case.problem.id] = own.get(row.case.problem.id, 0.0) + spent_s
-        took += own.values()
+    """Return what contests took in first processes, in seconds."""
+    took: list[float] = json.loads(COSTS.read_text("utf-8"))["contest_s"]
     return took
 
 
