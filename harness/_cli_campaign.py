@@ -125,6 +125,7 @@ def status(to: To, file: File = "published", names: Names = None, as_json: Json 
     from sparsebench.harness.campaign.plan import campaign as read
     from sparsebench.harness.campaign.publish import published
     from sparsebench.harness.campaign.sitting import state
+    from sparsebench.results.words import are
 
     asked = read(file)
     states = [state(to, entry) for entry in asked.named(names or [])]
@@ -139,7 +140,7 @@ def status(to: To, file: File = "published", names: Names = None, as_json: Json 
     wide().print(table)
     whole = sum(each.status == "whole" for each in states)
     spent = _time(sum(each.seconds for each in states))
-    out.print(f"{whole} of {len(states)} entries are whole, after {spent} of one GPU")
+    out.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")
     named = {each.name for each in states}
     if same := len(named.intersection(published(asked, to, PUBLISHED))):
         out.print(f"{same} of them are in {PUBLISHED} already, of this code")

@@ -72,6 +72,7 @@ def lint(names: Names = None, data: Data = None) -> None:
     from sparsebench.harness.claims.catalog import claims as known
     from sparsebench.harness.claims.catalog import load
     from sparsebench.harness.claims.plan import parts
+    from sparsebench.results.words import amount
 
     wrong = 0
     for name in names or known():
@@ -83,7 +84,8 @@ def lint(names: Names = None, data: Data = None) -> None:
             out.print(str(error), soft_wrap=True, highlight=False, markup=False)
             continue
         cells = sum(len(part.contests) for part in planned)
-        said = f"{name}: ok, {len(written.claim.tests)} tests of {cells} cells"
+        tests = amount(len(written.claim.tests), "test")
+        said = f"{name}: ok, {tests} of {amount(cells, 'cell')}"
         out.print(said, soft_wrap=True, highlight=False, markup=False)
     if wrong:
         raise typer.Exit(BAD_INPUT)
@@ -156,6 +158,7 @@ def check(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
     from sparsebench.harness.run.state import Flags
+    from sparsebench.results.words import amount
 
     until = monotonic() + budget_s(budget) if budget else inf
     asked = chosen(names or [])
@@ -167,7 +170,8 @@ def check(
             err.print(line, soft_wrap=True, highlight=False, markup=False)
         known = [look.seconds for look in left if look.seconds is not None]
         total = f", about {sum(known):.0f} s" if known else ""
-        err.print(f"{len(left)} runs of {replicates} processes{total}", highlight=False)
+        made = f"{amount(len(left), 'run')} of {amount(replicates, 'process')}"
+        err.print(f"{made}{total}", highlight=False)
 
     if plan:
         picked = device or "cuda:0"  # it need not be here

@@ -163,6 +163,7 @@ def status(
     from sparsebench.harness.cluster import folder as folders
     from sparsebench.harness.cluster.jobs import jobs
     from sparsebench.results import store
+    from sparsebench.results.words import amount
 
     if not is_shared(run):
         state = store.read(run).state
@@ -171,7 +172,7 @@ def status(
             print_json(told)
         else:
             counts = state["contests"]
-            out.print(f"{state['status']}: {counts['done']} of {counts['of']} contests")
+            out.print(f"{state['status']}: {counts['done']} of {amount(counts['of'], 'contest')}")
         return
     folder = folders.beside(run)
     plan = folders.read(folder)
@@ -184,7 +185,8 @@ def status(
         parts = [asdict(share) | {"jobs": sent.get(str(share.number), [])} for share in shares]
         print_json({"contests": {"done": done, "of": total, "unclaimed": left}, "parts": parts})
         return
-    out.print(f"{done} of {total} contests in all processes, {left} problems not begun")
+    measured = f"{done} of {amount(total, 'contest')} in all processes"
+    out.print(f"{measured}, {amount(left, 'problem')} not begun")
     table = Table("part", "status", "contests", "device", "jobs", box=None)
     for share in shares:
         ids = " ".join(sent.get(str(share.number), []))

@@ -24,6 +24,7 @@ def compare(
     from sparsebench.reports import comparison
     from sparsebench.results import store
     from sparsebench.results.changes import failing, threshold
+    from sparsebench.results.words import are
 
     limit = threshold(fail_on) if fail_on else None
     found = comparison.compared([store.read(path) for path in paths])
@@ -39,9 +40,8 @@ def compare(
         return
     bad = {name: len(failing(own, limit)) for name, own in found.others.items()}
     for name, count in bad.items():
-        said = (
-            f"{name}: {count} cases are slower than in A by more than {100 * limit:g} %, or broken"
-        )
+        slower = f"slower than in A by more than {100 * limit:g} %, or broken"
+        said = f"{name}: {are(count, 'case')} {slower}"
         err.print(said, soft_wrap=True, highlight=False)
     if any(bad.values()):
         raise typer.Exit(GATE_FAILED)

@@ -35,6 +35,7 @@ def publish(
     from sparsebench.harness.run.validate import validate
     from sparsebench.reports.publish._pages import Site
     from sparsebench.reports.publish.site import publish as published
+    from sparsebench.results.words import amount
 
     def check(run: Path) -> None:
         for _ in validate(run, data):
@@ -47,7 +48,7 @@ def publish(
     done = published(runs, to, site, check)
     for note in done.notes:
         out.print(note, soft_wrap=True, highlight=False, markup=False)
-    counts = f"{len(done.slugs)} runs, {len(done.written)} of them written now"
+    counts = f"{amount(len(done.slugs), 'run')}, {len(done.written)} of them written now"
     out.print(f"{counts}: {to / 'index.html'}", soft_wrap=True, highlight=False, markup=False)
 
 

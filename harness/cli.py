@@ -132,6 +132,7 @@ def check(
     from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.plan import plan
     from sparsebench.harness.plan.suite import read
+    from sparsebench.results.words import amount
 
     if gpu and device:
         raise typer.BadParameter("expected --device or --gpu, found both")
@@ -144,10 +145,10 @@ def check(
         print_json(planned)
         return
     out.print(escape(planned["title"]), style="bold")
-    counts = f"{planned['problems']} problems, {planned['cases']} cases"
+    counts = f"{amount(planned['problems'], 'problem')}, {amount(planned['cases'], 'case')}"
     estimate = timedelta(seconds=planned["estimate_s"])
     out.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
-    out.print(f"about {estimate} (h:mm:ss) for {replicates} replicates")
+    out.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")
     if gpu:
         gib = [planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes")]
         out.print(f"a dense kernel holds up to {gib[0]:.1f} GiB of operands; the GPU {gib[1]:.0f}")

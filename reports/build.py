@@ -33,7 +33,7 @@ from sparsebench.results.environment import devices_named, flat
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
-from sparsebench.results.words import part
+from sparsebench.results.words import amount, part
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the figure that is not folded
@@ -155,7 +155,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
         "only": part(run.state.get("flags", {}).get("only", "")),
-        "cases": f"{_counted(cases)}, of {cases.problem_id.nunique()} problems",
+        "cases": f"{_counted(cases)}, of {amount(cases.problem_id.nunique(), 'problem')}",
         "processes": str(frames.rows.replicate.nunique()),
     }
     return [(name, value) for name, value in facts.items() if value]
@@ -176,7 +176,7 @@ def _devices(run: Run) -> str:
         return ""
     hosts = len({shard["host"] for shard in shards})
     taken = f"{run.state['seconds']:g} s of all in {run.state['wall_s']:g} s"
-    return f"{devices_named(run.environment)}, on {hosts} host{'s' * (hosts > 1)}; {taken}"
+    return f"{devices_named(run.environment)}, on {amount(hosts, 'host')}; {taken}"
 
 
 def _trust(frames: Frames) -> list[str]:

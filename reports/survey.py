@@ -34,7 +34,16 @@ from sparsebench.results.contests import contests, raced
 from sparsebench.results.elsewhere import Elsewhere, elsewhere, fields
 from sparsebench.results.summary import NoCrossing
 from sparsebench.results.views import asked, views
-from sparsebench.results.words import between, duration, listed, percent, plain, significant, times
+from sparsebench.results.words import (
+    amount,
+    between,
+    duration,
+    listed,
+    percent,
+    plain,
+    significant,
+    times,
+)
 
 RUNS = "decide", "screen"  # a verdict counts more than a look
 VERDICTS = 8  # lines on the first screen; decide/report.html has all
@@ -155,8 +164,7 @@ def _answer(found: dict[str, Frames]) -> Markup:
 
 
 def _processes(found: dict[str, Frames], name: str) -> str:
-    count = int(found[name].cases.processes.max())
-    return f"{count} process{'es' if count > 1 else ''}"
+    return amount(int(found[name].cases.processes.max()), "process")
 
 
 def _items(title: str, lines: list[tuple[str, str]]) -> Markup:
@@ -177,8 +185,8 @@ def _verdicts(frames: Frames) -> list[tuple[str, str]]:
     lines = lines.loc[again.sort_values(kind="stable").index]
     said = [(_place(line), f"{winner(line)}.") for _, line in lines.iterrows()]
     more = len(said) - VERDICTS
-    rest = [("More", f"{more} problems have a verdict in decide/report.html.")] if more > 0 else []
-    return said[:VERDICTS] + rest
+    there = f"{amount(more, 'problem')} with a verdict in decide/report.html."
+    return said[:VERDICTS] + ([("More", there)] if more > 0 else [])
 
 
 def _looks(frames: Frames) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from sparsebench.results.summary import NoCrossing, break_even, winners
-from sparsebench.results.words import FORMATS, duration, estimate, kernel, percent
+from sparsebench.results.words import FORMATS, are, duration, estimate, kernel, percent
 
 VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
 LEVEL = 0.9  # that the formats are compared at, or the nearest that was measured
@@ -141,11 +141,10 @@ def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
     above = len(_beyond(cases))
     if above:
         why = "more than zeros can save. There the baseline is slow, by itself or by other work"
-        is_are = "speed-up is" if above == 1 else "speed-ups are"
-        lines.append(f"{above} {is_are} above 1 / (1 - sparsity), {why}.")
+        lines.append(f"{are(above, 'speed-up')} above 1 / (1 - sparsity), {why}.")
     for name, why in (("mark", "{} when timed"), ("marks", "{}, of their outputs")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
-        lines += [f"{n} cases are marked: {why.format(mark)}." for mark, n in marks.items()]
+        lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
     return lines
 
 

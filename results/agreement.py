@@ -25,6 +25,7 @@ from sparsebench.results.environment import device_name, flat
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
+from sparsebench.results.words import amount
 
 ENOUGH = 0.95  # of the cells
 FALSE_ALARM = 0.01  # of equal cells, beyond the tolerance (compare.py)
@@ -89,7 +90,8 @@ class Agreement:
         where = f"{self.place}, {b}"
         if self.place is Place.ANOTHER:
             where += f" after {a}: ratios to the local baseline alone"
-        counted = f"{self.agreed} of {self.cells} cells agree"
+        agree = "agrees" if self.cells == 1 else "agree"
+        counted = f"{self.agreed} of {amount(self.cells, 'cell')} {agree}"
         lines = [f"{word}: {counted} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
         cells = self.found.cases[self.found.cases.agree.notna()]
         least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
@@ -98,12 +100,14 @@ class Agreement:
         lines.append(self.choices.sentence)
         if self.looks:
             few = f"Fewer than {FEWEST} processes give a look, not a verdict"
-            lines.append(f"{few}: in {self.looks} cells speed-ups were compared, not outcomes.")
+            lines.append(
+                f"{few}: in {amount(self.looks, 'cell')} speed-ups were compared, not outcomes."
+            )
         if self.one_sided:
             lines.append(f"Unsupported in one of the runs, and not compared: {self.one_sided}.")
         same, known = self.same_code
         if known:
-            lines.append(f"Compiled to the same machine code: {same} of {known} kernels.")
+            lines.append(f"Compiled to the same machine code: {same} of {amount(known, 'kernel')}.")
         lines += [f"Other code of a plug-in: {which}." for which in self.plugins]
         return lines
 

@@ -24,7 +24,16 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.summary import CONTEST
 from sparsebench.results.views import ANY, View, ordered, views
-from sparsebench.results.words import FORMATS, between, duration, listed, percent, plain, times
+from sparsebench.results.words import (
+    FORMATS,
+    amount,
+    between,
+    duration,
+    listed,
+    percent,
+    plain,
+    times,
+)
 
 MOST = 4  # answers of a run, each of its own op or pattern
 ASKED = {"level": (0.5, 0.9), "m": (16, 4096)}  # what readers ask about, where it was measured
@@ -82,15 +91,16 @@ def badges(
     count = int(timed.processes.max())
     if count < FEWEST:
         need = f"a verdict takes {FEWEST} or more."
-        return [*found, (Badge.LOOK, f"{_processes(count)}: a look, no verdict; {need}")]
-    return [*found, (Badge.VERDICT, f"{_processes(count)}. {why}")]
+        return [*found, (Badge.LOOK, f"{amount(count, 'process')}: a look, no verdict; {need}")]
+    return [*found, (Badge.VERDICT, f"{amount(count, 'process')}. {why}")]
 
 
 def told(badge: Badge, cases: pd.DataFrame) -> str:
     """Write a badge: `LOOK: 3 processes`, `SIMULATED`."""
     if badge not in (Badge.LOOK, Badge.VERDICT):
         return badge.value
-    return f"{badge.value}: {_processes(int(cases[cases.median_us.notna()].processes.max()))}"
+    most = int(cases[cases.median_us.notna()].processes.max())
+    return f"{badge.value}: {amount(most, 'process')}"
 
 
 def unfit(state: Mapping[str, Any]) -> list[str]:
@@ -181,10 +191,6 @@ def place(view: View, line: Any) -> str:
     across = word(view.x, line.x) + view.units
     along = word(view.y, line.y) if view.y not in ("", "block") else ""
     return ", ".join(filter(None, [across if view.x == "level" else f"at {across}", along]))
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count != 1 else ''}"
 
 
 def contender(line: Any, side: str) -> str:

@@ -30,6 +30,7 @@ from sparsebench.results.environment import device_name, flat
 from sparsebench.results.noise import LEAST
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
+from sparsebench.results.words import amount
 
 FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "plugins.", "tuned", "switches."
 GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
@@ -76,9 +77,8 @@ class Changes:
     def sentence(self) -> str:
         """Return the result: `of 57 cases 16 are slower, ...; geometric mean of ratios 0.996`."""
         named = ", ".join(f"{count} {word}" for word, count in self.counts.items())
-        return (
-            f"{sum(self.counts.values())} cases: {named}; geometric mean of ratios {self.mean:.4g}"
-        )
+        cases = amount(sum(self.counts.values()), "case")
+        return f"{cases}: {named}; geometric mean of ratios {self.mean:.4g}"
 
     @property
     def mean(self) -> float:

@@ -22,6 +22,7 @@ from sparsebench.results.environment import device_name
 from sparsebench.results.record import Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
+from sparsebench.results.words import amount
 
 
 def inspect(run: Run) -> Iterator[str]:
@@ -34,7 +35,7 @@ def inspect(run: Run) -> Iterator[str]:
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
-        found = f"{status} with {len(rows)} rows"
+        found = f"{status} with {amount(len(rows), 'row')}"
         raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {found}")
     device = dict.fromkeys([device_name(run.environment), _one_device(run, rows)])
     of = f"from {len(shards)} shards, of" if (shards := run.state.get("shards")) else "all of"
@@ -47,9 +48,10 @@ def inspect(run: Run) -> Iterator[str]:
     else:
         yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
-    yield f"errors: of {_right(run, rows)} ok rows, each within its bound"
+    yield f"errors: of {amount(_right(run, rows), 'ok row')}, each within its bound"
     yield f"times: {_below_light(run, rows)} held against a bound, none below it"
-    yield f"operands: of {_equal_operands(run, rows)} problems, the same bits in every replicate"
+    equal = amount(_equal_operands(run, rows), "problem")
+    yield f"operands: of {equal}, the same bits in every replicate"
 
 
 def _one_device(run: Run, rows: list[Row]) -> str:

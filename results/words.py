@@ -111,6 +111,20 @@ def duration(us: float) -> str:
     return f"{significant(us)} µs"
 
 
+def amount(count: int, noun: str) -> str:
+    """Write a count with its noun: `1 case`, `2 cases`, `3 processes`, `0 entries`."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{count} {noun[:-1]}ies"
+    return f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def are(count: int, noun: str) -> str:
+    """Write a count as the subject of a sentence: `1 case is`, `2 cases are`."""
+    return f"{amount(count, noun)} {'is' if count == 1 else 'are'}"
+
+
 def listed(words: list[str]) -> str:
     """Join words as a sentence does: a, b and c."""
     return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])

@@ -126,7 +126,8 @@ def _tell(entry: Entry, found: Mapping[str, Any], scope: str = "") -> None:
 def _lost(launch: Launch) -> str | None:
     """Say how many values the last call left out, or None."""
     count = launch.lost() if launch.lost else 0
-    return f"{count} values lost: the format had no room for them" if count else None
+    values = "value" if count == 1 else "values"  # results/words.py would load pandas
+    return f"{count} {values} lost: the format had no room for them" if count else None
 
 
 def _with_room(contest: RunningContest, when: str) -> list[Expected] | None:

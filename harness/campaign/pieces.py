@@ -32,6 +32,7 @@ from sparsebench.harness.run.watch import Told
 from sparsebench.results import bundle, files, store
 from sparsebench.results.environment import identity_at
 from sparsebench.results.record import Row
+from sparsebench.results.words import amount
 
 
 class Unfinished(Exception):
@@ -39,7 +40,7 @@ class Unfinished(Exception):
 
     def __init__(self, done: int, of: int) -> None:
         """Keep the counts."""
-        super().__init__(f"{done} of {of} contests")
+        super().__init__(f"{done} of {amount(of, 'contest')}")
         self.done, self.of = done, of
 
 

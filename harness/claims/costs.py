@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sparsebench.harness.claims.check import Evidence, Wanted, measures_energy, missing
 from sparsebench.harness.plan.elsewhere import Costs, plan_there
+from sparsebench.results.words import amount
 
 RUN_S = 12.0  # of a run, beside its contests: 11 s of it are ceilings on an H200
 ENERGY_S = 3.5  # of a window, with the wait for the counter
@@ -32,7 +33,7 @@ class Look:
         """Say what it is: `announced: 18 contests, 90 cases, about 32 s; for blast-2025`."""
         time = f", about {self.seconds:.0f} s" if self.seconds is not None else ""
         typical = f" ({', '.join(self.unknown)} taken as typical)" if self.unknown else ""
-        counts = f"{self.contests} contests, {self.cases} cases"
+        counts = f"{amount(self.contests, 'contest')}, {amount(self.cases, 'case')}"
         return f"{self.suite}: {counts}{time}{typical}; for {', '.join(self.claims)}"
 
 

@@ -42,6 +42,7 @@ from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.store import without_paths
+from sparsebench.results.words import amount
 
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours
@@ -176,7 +177,7 @@ def _tune(asked: Survey, end: float, progress: Progress) -> str:
     if minutes <= 0:
         return "no time left"
     found = tune(read(asked.suite), asked.device, minutes, progress=progress)
-    return f"{found.left} problems not tuned" if found.left else ""
+    return f"{amount(found.left, 'problem')} not tuned" if found.left else ""
 
 
 def _packaged(device: torch.device) -> str:
@@ -185,7 +186,7 @@ def _packaged(device: torch.device) -> str:
         if table["of"] == "package" and table["current"]:
             file = tuned_table.file_in(tuned_table.folders()["package"], device)
             gpu, count = tuned_table.read(file).gpu, table["current"]
-            return f"the package's table {file.name} has {count} entries, tuned on {gpu}"
+            return f"the package's table {file.name} has {amount(count, 'entry')}, tuned on {gpu}"
     return ""
 
 
@@ -209,7 +210,7 @@ def _decide(asked: Survey, end: float, progress: Progress) -> str:
         if "screen" in asked.left:
             asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)
             asked.left = {step: why for step, why in asked.left.items() if why}
-        return f"{len(found)} problems would decide, no time left for a verdict"
+        return f"{amount(len(found), 'problem')} would decide, no time left for a verdict"
     only = f"case={'|'.join(dict.fromkeys(case for cases in chosen.values() for case in cases))}"
     if len(chosen) < len(found):
         asked.notes["decide"] = (
@@ -245,7 +246,8 @@ def _measured(
     state = store.read(path).state
     contests = state["contests"]
     if contests["done"] < contests["of"]:
-        return f"{contests['of'] - contests['done']} of {contests['of']} contests not reached"
+        left = contests["of"] - contests["done"]
+        return f"{left} of {amount(contests['of'], 'contest')} not reached"
     return ""
 
 

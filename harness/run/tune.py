@@ -27,6 +27,7 @@ from sparsebench.harness.run.runner import Runner
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
 from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.words import amount
 
 TIMEOUT_S = 300.0  # of silence: a first search compiles some forty programs
 
@@ -48,7 +49,8 @@ class Tuning:
     def lines(self) -> list[str]:
         """Tell it: the table, what its configurations save, what is left and what failed."""
         entries = self.table.entries
-        told = [f"{self.file}: {len(entries)} entries for {self.table.gpu}, {self.found} new"]
+        kept = amount(len(entries), "entry")
+        told = [f"{self.file}: {kept} for {self.table.gpu}, {self.found} new"]
         timed = [entry for entry in entries if entry.untuned_us is not None]
         if timed:
             worst = max(timed, key=_gain)
@@ -57,7 +59,7 @@ class Tuning:
             told.append(f"untuned over tuned: median {usual:.2f}, at most {most:.2f}")
             told[-1] += f" ({worst.kernel} {where})"
         if self.left:
-            told.append(f"time is up: {self.left} problems left; tune again to go on")
+            told.append(f"time is up: {amount(self.left, 'problem')} left; tune again to go on")
         return told + self.failed
 
 

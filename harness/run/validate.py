@@ -29,6 +29,7 @@ from sparsebench.results import bundle, peers, store
 from sparsebench.results.inspection import inspect
 from sparsebench.results.record import Row, Status
 from sparsebench.results.store import Run
+from sparsebench.results.words import amount
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""
@@ -61,7 +62,9 @@ def validate(
     run = store.read(path)
     for line in inspect(run):
         yield Checked(line)
-    yield Checked(f"time taken: {_plausible(run)} rows, each about as long as samples were taken")
+    yield Checked(
+        f"time taken: {amount(_plausible(run), 'row')}, each about as long as samples were taken"
+    )
     for line in peers.told(run, beside):
         yield Checked(line)
     try:
@@ -74,7 +77,7 @@ def validate(
         yield Checked(f"plan: {why}", checked=False)
         return
     part = f" with --only {chosen!r}" if (chosen := run.state["flags"]["only"]) else ""
-    yield Checked(f"plan: {count} rows a replicate, all that suite.yaml asks for{part}")
+    yield Checked(f"plan: {amount(count, 'row')} a replicate, all that suite.yaml asks for{part}")
 
 
 def _published(path: Path) -> str:

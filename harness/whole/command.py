@@ -49,6 +49,7 @@ from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem
 from sparsebench.results.store import write_json
 from sparsebench.results.whole import FORWARD, SCHEMA, STEP, Way, Whole
+from sparsebench.results.words import amount
 
 PLAIN = "plain"
 ROUNDS = 5  # after the two calls that are checked, and looked at for memory
@@ -210,7 +211,8 @@ def _checked(
 
     found = _last(run(call))
     error = float((found - right).norm() / right.norm())
-    wrong = [f"{sum(lost)} values lost in {sum(map(bool, lost))} layers"] if any(lost) else []
+    layers = amount(sum(map(bool, lost)), "layer")
+    wrong = [f"{amount(sum(lost), 'value')} lost in {layers}"] if any(lost) else []
     if not error <= FURTHEST:
         wrong += [f"logits are {error:.2g} from the right ones"]
     known = error if math.isfinite(error) else None

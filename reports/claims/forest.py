@@ -21,6 +21,7 @@ from sparsebench.results.claims.cells import Cell, most
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.claims.verdict import state
+from sparsebench.results.words import amount, are
 
 MOST = 24  # cells drawn; the others are in the table
 LINE = 17  # CSS pixels a cell
@@ -62,14 +63,14 @@ def forest(test: Test, cells: Sequence[Cell]) -> Markup:
         axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}")
         axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
         limit = f"{test.limit:g}{SIGNS[test.unit]}"
-        drawn = svg(figure, f"{test.name}: {len(shown)} cells, threshold {limit}")
+        drawn = svg(figure, f"{test.name}: {amount(len(shown), 'cell')}, threshold {limit}")
     left = len(known) - len(shown)
     said = "Dotted: the threshold. Line: the interval. "
     if test.at_least is not None and any(cell.bound for cell in shown):
         said += "Tick: the most that the device allows. "
     said += "Filled: beyond the threshold; open circle: short of it; open square: astride it."
     if left:
-        said += f" {left} cells between the best and the worst are left out."
+        said += f" {are(left, 'cell')} left out, between the best and the worst."
     who = "The cell" if len(shown) == 1 else "All cells"
     said += f" {who}: {shared}."
     return Markup('<div class="forest">%s</div>') % drawn + note(said)

@@ -29,7 +29,7 @@ from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.sentences import capital, limit
 from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
 from sparsebench.results.pruning import Pruning
-from sparsebench.results.words import plain
+from sparsebench.results.words import amount, plain
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
 BADGE = {
@@ -78,7 +78,7 @@ def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
             commands=_commands(entry.asked),
             prose=prose,
             runs=sorted(
-                {(cell.run, cell.commit, _processes(cell.processes)) for cell in entry.cells}
+                {(cell.run, cell.commit, amount(cell.processes, "process")) for cell in entry.cells}
             ),
         )
         yield f"claims/{entry.asked.name}.html", distinct(page)
@@ -240,18 +240,14 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
             cell.baseline,
             f"{bound:.3g}" if test.at_least is not None and (bound := most(test, cell)) else "–",
             where(cell),
-            f"{cell.run}, {_processes(cell.processes)}",
+            f"{cell.run}, {amount(cell.processes, 'process')}",
         ]
         for number, cell in enumerate([*cells, *others])
     ]
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
     if others:
-        title += f", and {len(others)} other measurement{'s' if len(others) > 1 else ''} of them"
+        title += f", and {amount(len(others), 'other measurement')} of them"
     return folded(title, table(*without_dashes(heads, rows)))
-
-
-def _processes(count: int) -> str:
-    return f"{count} process" if count == 1 else f"{count} processes"
 
 
 def _change(judged: Judged, claim: Claim) -> str:

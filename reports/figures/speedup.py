@@ -13,7 +13,7 @@ from sparsebench.reports.figures._svg import INK
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.results.summary import NoCrossing, break_even
-from sparsebench.results.words import percent, significant
+from sparsebench.results.words import amount, percent, significant
 
 TITLE = "Speed-up against the baseline"
 ORDER = 20
@@ -79,7 +79,7 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
     names = [n for n in ("op", "m", "n", "k", "dtype", "pattern", "block") if n in found]
     found = found.merge(_measured(found, drawn), left_index=True, right_index=True)
     lines = [[named(line, names), line.label, _word(line)] for _, line in found.iterrows()]
-    title = f"Break-even of each contender ({len(lines)} lines)"
+    title = f"Break-even of each contender ({amount(len(lines), 'line')})"
     return folded(title, table(["problem", "contender", "faster"], lines))
 
 

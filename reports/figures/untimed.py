@@ -9,6 +9,7 @@ from sparsebench.reports.figures._figure import Frames, named
 from sparsebench.reports.figures._html import folded, note, table
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
+from sparsebench.results.words import amount
 
 TITLE = "Cases without a time"
 ORDER = 80
@@ -23,9 +24,9 @@ def draw(frames: Frames) -> Markup:
     bad = cases[cases.status != Status.OK]
     alone = cases[(cases.status == Status.OK) & cases.speedup.isna()]
     counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
-    head = note(f"{len(cases)} cases: {', '.join(counts)}.")
+    head = note(f"{amount(len(cases), 'case')}: {', '.join(counts)}.")
     if len(alone):
-        head += note(f"{len(alone)} ok cases have no speed-up: their contest has no ok baseline.")
+        head += note(f"{amount(len(alone), 'ok case')} without a speed-up: no ok baseline there.")
     reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
     groups.sort(key=lambda group: group.status.iloc[0] == Status.UNSUPPORTED)

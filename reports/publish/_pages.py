@@ -24,6 +24,7 @@ from sparsebench.reports.publish._card import Card, lines, pays
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.families import family
 from sparsebench.results.redaction import Removed
+from sparsebench.results.words import amount
 
 NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
 WIDTH = 6.6  # px a character of a badge
@@ -136,6 +137,7 @@ def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, loader=loader, trim_blocks=True
     )
+    environment.filters["amount"] = amount
     environment.globals |= {"page_of": page_of, "named": _tables.named}
     return environment
 

@@ -17,6 +17,7 @@ import pandas as pd
 from sparsebench.results.views import ordered
 from sparsebench.results.words import (
     FORMATS,
+    amount,
     between,
     duration,
     interval,
@@ -168,7 +169,7 @@ def best_places(lines: pd.DataFrame) -> list[str]:
     for gpu, own in lines.groupby("gpu", sort=False):
         contests = len(own.drop_duplicates(["run", "place"]))
         won = own[own.wins]
-        line = f"{gpu}: the fastest in {len(won)} of {contests} contests"
+        line = f"{gpu}: the fastest in {len(won)} of {amount(contests, 'contest')}"
         if len(won) and won.gain.notna().any():
             top = won.sort_values("gain", kind="stable", na_position="first").iloc[-1]
             line += f"; {times(top.gain)} at most, {_problem(top)}, {percent(top.level)}"
@@ -228,7 +229,7 @@ def _range(own: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _of(line: dict[str, Any]) -> str:
-    return f"{line['processes']} process{'es' if line['processes'] != 1 else ''}, {line['day']}"
+    return f"{amount(line['processes'], 'process')}, {line['day']}"
 
 
 def _same(lines: pd.DataFrame) -> str:

@@ -35,7 +35,7 @@ from sparsebench.results import whole as wholes
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.peers import APART, KEY
 from sparsebench.results.pruning import OUTPUT
-from sparsebench.results.words import part, rounded, significant
+from sparsebench.results.words import amount, part, rounded, significant
 
 LEVEL = 0.9  # that the caption names
 BLOCK, COLUMNS = "64", 72  # of the example of a terminal
@@ -122,7 +122,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     active = line.get("active")
     level = line["asked"] if pd.isna(active) else f"{active:g} of {line['n']} on"
     number = line["fewer"] or run.processes
-    count = f"{number} process{'es' if number > 1 else ''}, a {run.weight}"
+    count = f"{amount(number, 'process')}, a {run.weight}"
     ran = " (dense)" if line["dense"] else ""
     block = f", blocks of {line['block']}" if line["format"] == "bsr" else ""
     return [

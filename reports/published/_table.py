@@ -22,7 +22,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.published._runs import Published
 from sparsebench.results.pairing import Blocks, between
 from sparsebench.results.verdict import uncertainty
-from sparsebench.results.words import interval, rounded
+from sparsebench.results.words import amount, interval, rounded
 
 CONTENDER = ("format", "kernel", "label", "options")
 PROBLEM = ["run", "problem_id", "scope", "cache"]
@@ -249,7 +249,7 @@ def _shared(table: Table, found: pd.DataFrame, runs: Mapping[str, Published]) ->
     else:
         said.append(f"over {table.against or ', '.join(sorted(found.opponent.unique()))}")
     for run in (runs[name] for name in table.runs if name in set(found.run)):
-        count = f"{run.processes} process{'es' if run.processes > 1 else ''}"
+        count = amount(run.processes, "process")
         said.append(f"[{run.name}](/{run.home}), {run.gpu}, {count}, a {run.weight}")
     return "; ".join([*said, *_missed(table, found, runs)]) + "."
 

@@ -8,6 +8,7 @@ from sparsebench.results.claims.cells import Cell, said
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Claim, Test
 from sparsebench.results.statistics import FEWEST, more_processes
+from sparsebench.results.words import are
 
 
 def capital(text: str) -> str:
@@ -33,7 +34,7 @@ def has(test: Test, cell: Cell) -> str:
 
 def not_measured(count: int) -> str:
     """Say how many cells are not measured."""
-    return "1 cell is not measured" if count == 1 else f"{count} cells are not measured"
+    return f"{are(count, 'cell')} not measured"
 
 
 def nothing(claim: Claim, test: Test) -> str:

@@ -38,7 +38,7 @@ from sparsebench.results.claims.sentences import (
     nothing,
 )
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.words import listed
+from sparsebench.results.words import are, listed
 
 
 class Word(StrEnum):
@@ -256,7 +256,7 @@ def _for_all(
     ends = ("smallest", "largest") if up else ("largest", "smallest")
     end = f" that of {test.over}" if test.over else ""
     sign = "≥" if up else "≤"
-    count = f"{len(by['met'])} of {len(cells) + failed} cells are {sign} {limit(test)}{end}"
+    count = f"{len(by['met'])} of {are(len(cells) + failed, 'cell')} {sign} {limit(test)}{end}"
     if len(by["met"]) == len(cells) and not failed and not unmeasured:
         worst = _best(test, cells, worst=True)
         return Word.REPRODUCED, f"{count}; the {ends[0]} is {said(test, worst)}.", [worst], None

@@ -415,7 +415,7 @@ def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_pa
     assert "--budget: expected 60s or more" in wrong.stderr
     run = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--entry", "other")
     assert run.returncode == 0, run.stderr
-    assert "1 of 1 entries are whole" in run.stdout
+    assert "1 of 1 entry is whole" in run.stdout
 
 
 def test_a_campaign_takes_the_place_of_what_was_published_whole_or_not_at_all(

@@ -183,13 +183,13 @@ def test_a_check_says_what_it_will_measure_and_how_long_that_takes(tmp_path: Pat
     assert done.returncode == 0
     suite, total = done.stderr.splitlines()
     assert re.fullmatch(r"mine: 2 contests, 4 cases, about \d+ s.*; for mine", suite), suite
-    assert re.fullmatch(r"1 runs of 1 processes, about \d+ s", total)
+    assert re.fullmatch(r"1 run of 1 process, about \d+ s", total)
     assert not done.stdout
     out = "--device", device(tmp_path, 0.8), "--replicates", "1", "--out", tmp_path / "out"
     done = sparsebench("claims", "check", claim.where, *out, "--budget", "60s")
     assert done.stderr.splitlines()[:2] == [
         "mine: 2 contests, 4 cases; for mine",
-        "1 runs of 1 processes",
+        "1 run of 1 process",
     ]
     assert "inconclusive" in done.stdout
 
@@ -240,7 +240,7 @@ def test_lint_names_the_file_and_the_line_and_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 2
     first, second = done.stdout.splitlines()
     assert first == f"{tmp_path / 'bad.yaml'}:18: tests.0.unit: expected a value, found none"
-    assert second.endswith("mine.yaml: ok, 1 tests of 2 cells")
+    assert second.endswith("mine.yaml: ok, 1 test of 2 cells")
 
 
 def test_every_shipped_claim_can_be_planned_and_names_its_file() -> None:
@@ -390,7 +390,7 @@ def test_a_claim_of_another_package_is_known_by_its_name(
 ) -> None:
     installed(tmp_path, monkeypatch, "theirs")
     assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
-    assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 tests of 2 cells\n"
+    assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 test of 2 cells\n"
 
 
 def test_a_name_of_a_claim_that_is_taken_is_one_line(

@@ -91,10 +91,10 @@ def test_looks_agree_within_the_tolerance_of_their_length_and_processes() -> Non
 
 def test_a_look_is_never_said_to_be_reproduced() -> None:
     first, *others = held([2.0], [2.0], processes=2).sentences
-    assert first.startswith("A look, consistent: 1 of 1 cells agree (100.0 %)")
+    assert first.startswith("A look, consistent: 1 of 1 cell agrees (100.0 %)")
     assert "Speed-ups within the tolerance (7 to 7 %, by length and processes): 1 of 1." in others
     assert "The first process tuned, and the others took its choices" in " ".join(others)
-    assert others[-1].startswith("Fewer than 6 processes give a look, not a verdict: in 1 cells")
+    assert others[-1].startswith("Fewer than 6 processes give a look, not a verdict: in 1 cell ")
     assert held([2.0], [3.0], processes=2).sentences[0].startswith("A look, not consistent: 0 of 1")
     assert not held([2.0], [2.0]).looks
 
@@ -122,7 +122,7 @@ def test_few_cells_may_disagree_by_chance() -> None:
 def test_the_place_decides_what_was_shown(gpu: dict[str, str], place: Place, said: str) -> None:
     found = agreement(made_up([2.0]), made_up([2.0], {"gpu": gpu}))
     assert found.place is place
-    assert found.sentences[0].startswith(f"Reproduced: 1 of 1 cells agree (100.0 %) {said}")
+    assert found.sentences[0].startswith(f"Reproduced: 1 of 1 cell agrees (100.0 %) {said}")
     assert bool(found.found.cases.time_b_over_a.isna().all()) == (place is Place.ANOTHER)
 
 

@@ -322,7 +322,7 @@ def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:
 
 def test_what_did_not_run_is_said_with_its_reason() -> None:
     text = page_of("without_baseline")
-    assert "11 ok cases have no speed-up" in text
+    assert "11 ok cases without a speed-up" in text
     assert "no reason given" in text
     text = page_of("nothing_ok")
     assert "there is no answer" in text

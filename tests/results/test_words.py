@@ -5,6 +5,8 @@ import math
 import pytest
 
 from sparsebench.results.words import (
+    amount,
+    are,
     between,
     duration,
     estimate,
@@ -99,3 +101,11 @@ def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
     assert part("case=a|b") == "case=a|b"
     assert part("m=16 case=a|b|c|d") == "m=16 4 cases"
     assert part("") == ""
+
+
+def test_a_count_of_one_is_singular() -> None:
+    said = [amount(count, noun) for count in (0, 1, 2) for noun in ("case", "process", "entry")]
+    assert said[:3] == ["0 cases", "0 processes", "0 entries"]
+    assert said[3:6] == ["1 case", "1 process", "1 entry"]
+    assert said[6:] == ["2 cases", "2 processes", "2 entries"]
+    assert [are(count, "cell") for count in (1, 2)] == ["1 cell is", "2 cells are"]
