@@ -7,6 +7,7 @@ import torch
 from command import sparsebench
 
 from sparsebench.errors import Unsupported
+from sparsebench.harness.bench import ceilings
 from sparsebench.harness.run import profile
 from sparsebench.harness.run.try_kernel import plan, repeat
 
@@ -77,6 +78,15 @@ def test_what_cannot_be_tried_is_one_line_and_exit_2(arguments: list[str], said:
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_what_is_unsupported_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ceilings, "measure", lambda device: pytest.fail("ceilings were measured"))
+    done = sparsebench("try", "bsr_wgmma", "block=16", "sparsity=0.5", *SMALL)
+    assert done.returncode == 2
+    assert "bsr_wgmma: runs on cuda, not on cpu" in done.stderr
 
 
 def test_a_wrong_kernel_has_no_time_and_ends_with_3() -> None:
