@@ -109,11 +109,20 @@ def commit() -> dict[str, Any]:
 
 
 def of_checkout(root: Path) -> dict[str, Any] | None:
-    """Return what git says of a checkout: commit and dirty; None where there is none, or no git."""
+    """Return what git says of a checkout: commit and dirty; None where there is none, or no git.
+
+    Dirty is a change to what git tracks, or an untracked file beside the code that measures.
+    Other untracked files, such as the folder of an earlier run, change no number.
+    """
     if not (root / ".git").exists():
         return None
     found = []
-    for command in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+    beside = [*FOLDERS, ":(exclude)results/published"]
+    for command in (
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no"],
+        ["ls-files", "--others", "--exclude-standard", "--", *beside],
+    ):
         try:
             done = subprocess.run(
                 ["git", "-C", root, *command], capture_output=True, text=True, check=True
@@ -121,7 +130,7 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
         except (OSError, subprocess.CalledProcessError):
             return None
         found.append(done.stdout.strip())
-    return {"commit": found[0], "dirty": bool(found[1])}
+    return {"commit": found[0], "dirty": any(found[1:])}
 
 
 def _built() -> dict[str, Any] | None:
