@@ -35,7 +35,7 @@ from sparsebench.kernels.dense._decoder_glue import Attention, attended, fastest
 from sparsebench.kernels.dense.cublas import Product
 from sparsebench.results.record import Problem
 
-EPSILON, ROTARY = 1e-6, 1e6  # harness/ops/decoder.py's
+EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/_attention.py
 SPARE = 1 << 30  # bytes beside weights: what products and attention work in, at most
 LAYER = "wqkv", "wo", "wg", "wu", "wd"
 MLP_IN = "wg", "wu"
