@@ -6,7 +6,6 @@ Exit codes are documented in harness/README.md, and nowhere else.
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -36,7 +35,29 @@ LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
 Show = Callable[[int, int, str], None]
 """Called with parts done, parts in all, and what is next."""
 
-out, err = Console(), Console(stderr=True)
+
+class Output(Console):
+    """A console whose reader may go, as `head -1` does: the rest is dropped, the command goes on.
+
+    So `run | head -1` writes its report, and the exit code says what it always says.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere from now on."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+    def write(self, text: str) -> None:
+        """Write text as it is: no wrapping, no style."""
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
+
+
+out, err = Output(), Output(stderr=True)
 app = typer.Typer(
     help="Compare sparse matrix formats on a GPU, reproducibly.",
     no_args_is_help=True,
@@ -100,7 +121,7 @@ def named_peers(folder: Path | None) -> Path | None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"sparsebench {version('sparsebench')}\n")
+        out.write(f"sparsebench {version('sparsebench')}\n")
         raise typer.Exit
 
 
@@ -125,9 +146,9 @@ def require_own(given: typer.Context, names: Collection[str]) -> None:
         raise typer.BadParameter(f"expected --resume RUN, which has flags of its own; {said}")
 
 
-def wide() -> Console:
+def wide() -> Output:
     """Return the console of tables: as wide as the window, or WIDE where there is none."""
-    return out if out.is_terminal else Console(width=max(out.width, WIDE))
+    return out if out.is_terminal else Output(width=max(out.width, WIDE))
 
 
 def warn(finding: "Finding") -> None:
@@ -310,4 +331,4 @@ def show_page(page: Path) -> None:
 
 def print_json(data: Any) -> None:
     """Print data for a script to read."""
-    sys.stdout.write(json.dumps(data, indent=1) + "\n")
+    out.write(json.dumps(data, indent=1) + "\n")

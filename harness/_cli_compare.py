@@ -1,12 +1,11 @@
 """The command that holds runs against each other: compare."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparsebench.harness._cli import GATE_FAILED, Json, err, print_json, wide
+from sparsebench.harness._cli import GATE_FAILED, Json, err, out, print_json, wide
 
 
 def compare(
@@ -33,7 +32,7 @@ def compare(
     if as_json:
         print_json(comparison.to_json(found))
     elif markdown:
-        sys.stdout.write(comparison.markdown(found))
+        out.write(comparison.markdown(found))
     else:
         wide().print(found)
     if limit is None:

@@ -5,7 +5,6 @@ an error of sparsebench itself, SPARSEBENCH_TRACEBACK=1 shows where.
 """
 
 import os
-import sys
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -266,7 +265,7 @@ def _told(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
         told = {"run": str(path), "report": str(page), "cases": counts}
         print_json({**told, **answer_json(measured, found)})
     elif markdown:
-        sys.stdout.write(answer_markdown(measured, found))
+        out.write(answer_markdown(measured, found))
     else:
         wide().print(Answer(measured, found))
         out.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
@@ -309,7 +308,7 @@ def report(
         to_parquet(frame(measured.rows), parquet)
     found = analyse(measured)
     if markdown:
-        sys.stdout.write(answer_markdown(measured, found))
+        out.write(answer_markdown(measured, found))
     else:
         wide().print(Answer(measured, found))
         out.print(f"report: {to}", soft_wrap=True, highlight=False)

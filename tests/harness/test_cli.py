@@ -90,6 +90,28 @@ def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
     assert len(found["winners"]) == 1
 
 
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["run", "quick"]])
+def test_a_reader_that_is_gone_costs_neither_the_report_nor_the_exit_code(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    measured = tmp_path / "run"
+    if arguments[0] == "run":
+        arguments = [*arguments, "--device", "sim", "--replicates", "1", "--out", str(measured)]
+    command = [sys.executable, "-P", "-m", "sparsebench", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as done:
+        assert done.stdout
+        assert done.stderr
+        done.stdout.close()
+        said = done.stderr.read()
+    assert done.returncode == 0, said
+    if arguments[0] == "run":
+        assert (measured / "report.html").is_file()
+    else:
+        assert said == ""
+
+
 def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     found = json.loads(sparsebench("compare", run, run, "--json").stdout)["changes"]["B"]
     assert len(found["cases"]) == 8
