@@ -295,11 +295,14 @@ def report(
     """Write a run's report, and print its answer again. The page is one file, and opens offline."""
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
-    from sparsebench.results import pruning, store
+    from sparsebench.results import bundle, pruning, store
     from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
 
     measured = store.read(path)
+    if changed := bundle.changed(path, measured.state):
+        said = f"[yellow]warning:[/] {escape(changed)}; the report is of what is there now"
+        err.print(said, soft_wrap=True, highlight=False)
     to = to or path / "report.html"
     build(measured, to, pruning.read(errors) if errors else None)
     if csv:

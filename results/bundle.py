@@ -12,8 +12,10 @@ import hashlib
 import json
 import platform
 import re
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from sparsebench.errors import ResultError
 from sparsebench.results import files
@@ -66,6 +68,17 @@ def verify(path: Path) -> list[str]:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {found}")
     _require_whole_lines(path)
     return sorted(sealed)
+
+
+def changed(path: Path, state: Mapping[str, Any]) -> str:
+    """Return the first difference between a run and its seal; "" of one that is not sealed yet."""
+    if state.get("status") != "finished" and not (path / MANIFEST).exists():
+        return ""
+    try:
+        verify(path)
+    except ResultError as error:
+        return str(error)
+    return ""
 
 
 def lock() -> str:

@@ -1,6 +1,7 @@
 """Every command, end to end, on the CPU."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,26 @@ def test_check_plans_for_a_gpu_that_is_not_here_and_for_a_simulated_one() -> Non
         assert simulated.returncode == 2
         expected = "expected runs with the seconds of each stage (spent_s), found none"
         assert f"{home.parent / 'sim' / 'core-sim'}: {expected}" in simulated.stderr
+
+
+def test_report_warns_in_one_line_of_a_run_that_was_changed_since(
+    run: Path, tmp_path: Path
+) -> None:
+    shown = "--out", tmp_path / "report.html"
+    assert sparsebench("report", run, *shown).stderr == ""
+    torn = shutil.copytree(run, tmp_path / "torn")
+    (torn / "rows.jsonl").write_text((run / "rows.jsonl").read_text()[:-20])
+    bare = shutil.copytree(run, tmp_path / "bare")
+    (bare / "manifest.json").unlink()
+    for changed, said in ((torn, "rows.jsonl: expected SHA-256"), (bare, "expected manifest.json")):
+        done = sparsebench("report", changed, *shown)
+        assert done.returncode == 0
+        assert done.stderr.startswith("warning: ")
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    stopped = json.loads((bare / "run.json").read_text()) | {"status": "running"}
+    (bare / "run.json").write_text(json.dumps(stopped))
+    assert sparsebench("report", bare, *shown).stderr == ""  # a run under way has no seal yet
 
 
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
