@@ -4,7 +4,8 @@ suite       as `check --gpu` estimates it (harness/plan/elsewhere.py); where its
             not here, a published run of the suite, process by process
 confirm     its cells alone, with the noise floor that every run has
 reproduce   as what it repeats, without a search
-claims      what the entries above leave of their suites, and a confirming run a suite
+claims      what the entries above leave of their suites, and a confirming run a suite, but where
+            an entry above confirms cells of that suite: most claims then need no other
 energy      ENERGY_S a case and process, beside the rest
 """
 
@@ -98,15 +99,22 @@ def _of_cells(entry: Entry, campaign: Campaign, there: Costs, data: Path | None)
 def _of_claims(entry: Entry, campaign: Campaign, there: Costs, data: Path | None) -> Estimate:
     parts = evidence(chosen(entry.claims or []), data=data).all_parts
     measured = set(_measured_above(entry, campaign, data))
+    confirmed = {_confirmed_suite(e, campaign, data) for e in campaign.above(entry) if e.confirm}
     seconds = 0.0
     for text in {part.suite.text for part in parts}:
         own = [part for part in parts if part.suite.text == text]
         suite = own[0].suite
         left = _cases((part, part.problems - measured) for part in own)
-        alone = [part.cases(part.problems)[:2] for part in own if part.test.quantifier == "exists"]
+        exist = [part for part in own if part.test.quantifier == "exists" and text not in confirmed]
+        alone = [part.cases(part.problems)[:2] for part in exist]
         for cases in (left, alone[0] if alone else []):
             seconds += _cases_s(suite, cases, there, entry.replicates)
     return Estimate(entry, seconds)
+
+
+def _confirmed_suite(entry: Entry, campaign: Campaign, data: Path | None) -> str:
+    (of,) = campaign.above(entry)
+    return of.read(data).text if of.suite and (data or not of.data) else ""
 
 
 def _cases(wanted: Iterable[tuple[Part, set[str]]]) -> list[str]:

@@ -305,8 +305,14 @@ def _confirmed(
     progress: Progress,
     engine: Engine,
 ) -> Path:
-    """Measure chosen cells of a run again, alone, in fresh processes."""
+    """Measure chosen cells of a run again, alone, in fresh processes.
+
+    Where a run has confirmed others of its cells, or came out unreliable, the next has a number.
+    """
     path = found.runs[screening]
+    done = _begun(to)
+    names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
+    out = next(to / name for name in names if to / name not in done)
     run = whole(path)
     ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
     rows = {row.case.id: row for row in run.rows}
@@ -322,7 +328,7 @@ def _confirmed(
         run,
         flags.device,
         flags.data,
-        to / f"{screening}-confirmed",
+        out,
         progress,
         origin,
         engine,

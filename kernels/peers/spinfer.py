@@ -9,6 +9,8 @@ the parts up. They have no other choice to make, and no kernel for Hopper alone.
     needs   --peers DIR with a checkout (_authors.py), nvcc, compute capability 8.0 or more
     dtype   fp16 with fp32 accumulation, parts of k in fp16
     sizes   n and k multiples of 64; m 8, 16, 32, 64 or a multiple of 128
+    values  2304 of the 4096 of a tile of 64 x 64, about 47 % sparsity: their launch asks for no
+            more shared memory, and at 30 % their kernel ended in an illegal memory access
 
 Source: Fan et al., SpInfer, EuroSys 2025; github.com/HPMLL/SpInfer_EuroSys25, Apache-2.0, csrc.
 """
@@ -30,6 +32,7 @@ REPOSITORY = "github.com/HPMLL/SpInfer_EuroSys25"
 MARKER = "csrc/SpMM_API.cu"
 SPLITS = 1, 2, 4, 8, 16  # parts of k; their benchmark takes one by hand for each shape
 TILE = 64
+ROOM = 2304  # values of a tile in the shared memory that SpMM_SplitK_Kernel_Ex_bitmap_v3 asks for
 FEW = 8, 16, 32, 64
 
 
@@ -97,7 +100,10 @@ class Product:
 
 
 def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
-    """Return values, offsets of both tiles, bitmaps, and the most values of a tile."""
+    """Return values, offsets of both tiles, bitmaps, and the most values of a tile.
+
+    Raises Unsupported where a tile has more values than their launch has room for.
+    """
     arrays = [ctypes.c_void_p() for _ in range(4)]
     most, stored = ctypes.c_int(), ctypes.c_int()
     values, tiles, median, bitmap = arrays
@@ -113,7 +119,14 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
     ]
     for array in arrays:
         code.release(array)
+    has_room(most.value)
     return [*found, torch.tensor([most.value], dtype=torch.int32)]
+
+
+def has_room(most: int) -> None:
+    """Raise Unsupported for more values a tile than their launch has shared memory for."""
+    if most > ROOM:
+        raise Unsupported(f"expected {ROOM} values or fewer in each tile of 64 x 64, found {most}")
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

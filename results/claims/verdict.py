@@ -18,7 +18,8 @@
 
 A kernel proxy is never more than partly and never refutes. So 100 equal contenders, of which the
 luckiest is chosen, reproduce nothing: the choice is measured anew. A problem that several runs
-measured is one cell: of a run made for it, else of most processes. Alone what is open leans.
+measured is one cell: of a run whose A/A pairs agree, then of one made for it, else of most
+processes. Alone what is open leans.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,6 +58,7 @@ class Basis(StrEnum):
 
     AS_PUBLISHED = "as published"
     SAME_ARCHITECTURE = "same architecture"
+    NO_GPU_NAMED = "no GPU named"
     OTHER_GPU = "other GPU"
     KERNEL_PROXY = "kernel proxy"
     NONE = "nothing measured"
@@ -165,7 +167,9 @@ def basis(hardware: Hardware, device: str, proxy: bool) -> Basis:
     if proxy:
         return Basis.KERNEL_PROXY
     words = device.replace("-", " ").split()
-    if not hardware.gpus or any(gpu in device for gpu in hardware.gpus):
+    if not hardware.gpus:
+        return Basis.NO_GPU_NAMED
+    if any(gpu in device for gpu in hardware.gpus):
         return Basis.AS_PUBLISHED
     for names in ARCHITECTURES.values():
         own = any(name in words for name in names)
@@ -322,11 +326,15 @@ def _open(why: str, deciding: list[Cell]) -> Decision:
 
 
 def _counted(cells: Sequence[Cell]) -> list[Cell]:
-    """Return one cell a problem: of a confirming run, else with most processes."""
+    """Return one cell a problem: of a reliable run, a confirming one, else with most processes."""
     found: dict[str, Cell] = {}
-    for cell in sorted(cells, key=lambda each: (not each.reason, each.confirms, each.processes)):
+    for cell in sorted(cells, key=_counts):
         found[cell.problem] = cell
     return [cell for cell in cells if found[cell.problem] is cell]
+
+
+def _counts(cell: Cell) -> tuple[bool, bool, bool, int]:
+    return not cell.reason, cell.reliable, cell.confirms, cell.processes
 
 
 def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:

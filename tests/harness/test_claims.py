@@ -2,8 +2,11 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +27,12 @@ from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import pruning, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.schema import Written, read
+from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.schema import Test, Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.pruning import Pruning
 from sparsebench.results.record import Problem
+from sparsebench.results.store import Run
 
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
 
@@ -99,6 +104,21 @@ def test_someone_elses_claim_is_judged_from_one_file(
     runs = sorted(file.parent for file in request.getfixturevalue(ran).glob("*/run.json"))
     found = judged(evidence([written(tmp_path, old, new)], runs))
     assert (found.word, found.simulated) == (word, True)
+
+
+def test_a_confirming_run_that_came_out_unreliable_is_made_again(
+    fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubted(test: Test, problems: set[str], run: Run, found: Any) -> list[Cell]:
+        reliable = run.path.name != "mine-confirmed"
+        return [replace(c, reliable=reliable) for c in cells(test, problems, run, found)]
+
+    monkeypatch.setattr(checking, "cells", doubted)
+    out = tmp_path / "out"
+    shutil.copytree(fast, out)
+    found = check([written(tmp_path)], Flags(device(tmp_path, 0.8), replicates=6), [], out, quiet)
+    (test,) = judged(found).tests
+    assert (test.word, test.deciding[0].run) == (Word.REPRODUCED, "mine-confirmed-2")
 
 
 def test_a_chosen_cell_is_measured_anew_and_alone(fast: Path) -> None:

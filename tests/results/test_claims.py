@@ -135,6 +135,12 @@ def test_each_verdict_on_each_basis(near: Basis) -> None:
     assert all(each.why for each in found.values())
 
 
+def test_a_general_claim_that_names_no_gpu_is_not_as_published() -> None:
+    claim = claimed(hardware={"scope": "general"})
+    found = verdict(claim, cell(claim, spread(0.9)))
+    assert (found.word, found.basis) == (Word.REFUTED, Basis.NO_GPU_NAMED)
+
+
 def test_a_general_claim_is_refuted_on_any_gpu_but_by_no_proxy() -> None:
     general = {"scope": "general", "gpus": ["V100"]}
     for device in DEVICES.values():
@@ -239,6 +245,13 @@ def test_an_unreliable_run_decides_nothing() -> None:
     found = verdict(claim, cell(claim, spread(3.0), reliable=False))
     assert found.word is Word.INCONCLUSIVE
     assert "Equal kernels came out different in a-run" in found.why
+
+
+def test_an_unreliable_run_gives_way_to_a_reliable_one_of_the_same_problem() -> None:
+    claim = claimed(partly_at=1.2)
+    doubtful = cell(claim, spread(3.0), confirms=True, reliable=False)
+    found = verdict(claim, cell(claim, spread(1.5)), doubtful)
+    assert (found.word, found.tests[0].deciding[0].confirms) == (Word.PARTLY, False)
 
 
 def test_a_claim_without_a_test_says_what_is_missing() -> None:

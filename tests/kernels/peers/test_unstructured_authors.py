@@ -123,7 +123,19 @@ def test_a_split_that_k_has_too_few_tiles_for_is_refused() -> None:
         spinfer.prepare(given, split=8)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.98, 1.0])
+def test_a_tile_that_spinfers_launch_has_no_room_for_is_refused() -> None:
+    spinfer.has_room(2304)
+    with pytest.raises(Unsupported, match=r"expected 2304 values or fewer in each .* found 2880"):
+        spinfer.has_room(2880)  # of 30 % sparsity
+
+
+def test_a_weight_that_spinfers_launch_has_no_room_for_is_refused() -> None:
+    code = built(spinfer)
+    with pytest.raises(Unsupported, match="found 4096"):
+        spinfer.compressed(code, torch.ones(64, 128).half())
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.98, 1.0])
 def test_spinfers_bitmaps_and_values_are_the_weight(sparsity: float) -> None:
     w = weight(128, 192, sparsity)
     values, tiles, _, bitmap, most = spinfer.compressed(built(spinfer), w)
