@@ -236,10 +236,11 @@ def united(known: Sequence[Cell], test: Test) -> Cell:
     count = min(cell.processes for cell in known)
     density = exp(float(np.mean([log(max(1e-9, cell.density)) for cell in known])))
     logs = tuple(float(np.mean([cell.logs[i] for cell in known])) for i in range(count))
-    first = known[0]
+    bounds = [cell.bound for cell in known if cell.bound]
     facts = {
-        **first.to_json(),
+        **known[0].to_json(),
         "fields": {"level": 1 - density},
+        "bound": exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(known) else 0.0,
         "reliable": all(cell.reliable for cell in known),
     }
     return valued(test, Cell.from_json(facts), [np.array([each]) for each in logs])

@@ -11,8 +11,8 @@
     4  inconclusive     a cell that is unclear, unmeasured or not confirmed could still change it
     5  partly           some cells of for_all are met; or one is beyond partly_at; or, where no
                         partly_at is given, one is better than equal
-    6  not testable     exists: the device's ceilings allow the limit in none of the cells, and
-                        others might meet it
+    6  not testable     the device's ceilings allow the limit in none of the cells of exists, or not
+                        for all cells of typical together; others might meet it
     7  refuted          every cell is missed, and the claim is general or names this GPU
        not carried over     likewise, and the claim names another GPU
 
@@ -247,8 +247,9 @@ def _typical(test: Test, cells: list[Cell], failed: int, unmeasured: int) -> Dec
         return Word.REPRODUCED, f"{why}.", [pooled], None
     if whole == "unclear":
         return _open(f"{why}, and the interval holds it{more(test, pooled)}", [pooled])
-    partly = _partly(test, pooled) or whole == "met"
-    return Word.PARTLY if partly else Word.REFUTED, f"{why}.", [pooled], None
+    if _partly(test, pooled) or whole == "met":
+        return Word.PARTLY, f"{why}.", [pooled], None
+    return _missed(test, why, [pooled], pooled)
 
 
 def _for_all(
@@ -308,17 +309,18 @@ def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: i
     why = f"{which} has {has(test, best)}; {asked(test)}"
     if _partly(test, best):
         return Word.PARTLY, f"{why}.", [best], None
+    return _missed(test, why, cells, best)
+
+
+def _missed(test: Test, why: str, cells: list[Cell], deciding: Cell) -> Decision:
+    """Refute, but where the device's ceilings do not allow the limit in any of these cells."""
     reach = [most(test, cell) for cell in cells] if test.at_least is not None else [None]
     known = [each for each in reach if each is not None]
-    if len(known) == len(reach) and max(known) < test.limit:
-        there = f"this device allows {max(known):.3g}{SIGNS[test.unit]} at most"
-        return (
-            Word.NOT_TESTABLE,
-            f"{why}, which cannot be met in these cells: {there}.",
-            [best],
-            None,
-        )
-    return Word.REFUTED, f"{why}.", [best], None
+    if len(known) < len(reach) or max(known) >= test.limit:
+        return Word.REFUTED, f"{why}.", [deciding], None
+    there = f"this device allows {max(known):.3g}{SIGNS[test.unit]} at most"
+    said = f"{why}, which cannot be met in these cells: {there}."
+    return Word.NOT_TESTABLE, said, [deciding], None
 
 
 def _open(why: str, deciding: list[Cell]) -> Decision:

@@ -296,6 +296,16 @@ def test_a_claim_that_something_can_be_so_is_not_refuted_where_it_cannot() -> No
     assert verdict(every, *short).word is Word.REFUTED
 
 
+def test_cells_that_cannot_meet_a_limit_together_do_not_refute_it() -> None:
+    claim = claimed(quantifier="typical")
+    low, high = (cell(claim, spread(0.9), p, bound=most) for p, most in (("a", 1.0), ("b", 3.0)))
+    found = verdict(claim, low, high)
+    assert found.word is Word.NOT_TESTABLE
+    assert "cannot be met in these cells: this device allows 1.73× at most" in found.why
+    assert verdict(claim, low, replace(high, bound=5.0)).word is Word.REFUTED
+    assert verdict(claim, low, replace(high, bound=0.0)).word is Word.REFUTED
+
+
 def test_only_what_is_open_leans() -> None:
     first = yaml.safe_load(CLAIM)["tests"][0]
     claim = claimed(tests=[first | {"name": n, "quantifier": "typical"} for n in ("one", "two")])
