@@ -21,7 +21,7 @@ from sparsebench.results.claims.cells import Cell, most
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.claims.verdict import state
-from sparsebench.results.words import amount, are
+from sparsebench.results.words import amount
 
 MOST = 24  # cells drawn; the others are in the table
 LINE = 17  # CSS pixels a cell
@@ -70,7 +70,7 @@ def forest(test: Test, cells: Sequence[Cell]) -> Markup:
         said += "Tick: the most that the device allows. "
     said += "Filled: beyond the threshold; open circle: short of it; open square: astride it."
     if left:
-        said += f" {are(left, 'cell')} left out, between the best and the worst."
+        said += f" Left out: {amount(left, 'cell')} between the best and the worst."
     who = "The cell" if len(shown) == 1 else "All cells"
     said += f" {who}: {shared}."
     return Markup('<div class="forest">%s</div>') % drawn + note(said)

@@ -84,7 +84,7 @@ def test_a_forest_has_a_marker_a_cell_and_leaves_out_the_middle_of_many() -> Non
     claim = claimed()
     many = [cell(claim, spread(1 + i / 10), f"p{i}") for i in range(40)]
     said = page(entry(*many))
-    assert "16 cells between the best and the worst are left out" in said
+    assert "Left out: 16 cells between the best and the worst." in said
     assert "The 40 cells" in said
     assert page(entry(cell(claim, [1.0], reason="it needs a GPU"))).count("<svg") == 0
 
