@@ -744,7 +744,7 @@ def index(page: str) -> Iterator[str]:
             for shape, kernel, text in re.findall(r"n × k (.*?): (\w+), (.*?)(?:;|$)", those):
                 label, names = f"{tokens}, {level}, {shape}", ["tokens", "sparsity", "n × k"]
                 here = labelled(shared(every, "linear; bf16", []), names, label)
-                here = here[here.block.astype(str) == block] if block else here
+                here = here[[str(p.get("block", "")) == block for p in here.params]]
                 shown = FIGURE.match(text.replace("×", ""))
                 ours = here[here.kernel == kernel]
                 if not any(

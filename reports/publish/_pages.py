@@ -58,8 +58,9 @@ def pages(
     """Yield path and text of every page but the runs' own, the claims' and comparisons.
 
     `verdicts` are the lines of the table of claims; `compared` are pages by what they compare.
+    The newest run is first; runs that were made of another one are last.
     """
-    cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
+    cards = sorted(cards, key=lambda card: (not card.role, card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "kinds": kinds, "kernels": kernels}
