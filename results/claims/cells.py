@@ -159,8 +159,8 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
     """Return cells over those of the op that a test names, at equal fields; as they are, else.
 
     Both are speed-ups over a dense product of as many operations, so this is a ratio of rates. Of
-    several cells of that op it takes one of the same run, else one of most processes. Cells of
-    different runs have different processes; the first goes with the first, and so on.
+    several cells of that op it takes one of a reliable run, then of the same run, else of most
+    processes. Cells of different runs have different processes; the first goes with the first.
     """
     if test.over is None:
         return list(known)
@@ -172,7 +172,7 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
             if other.fields["op"] == test.over and _place(other) == _place(cell)
         ]
         if same:
-            best = max(same, key=lambda each: (each.run == cell.run, each.processes))
+            best = max(same, key=lambda each: (each.reliable, each.run == cell.run, each.processes))
             made.append(_over(test, cell, best))
     return made
 

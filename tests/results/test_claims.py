@@ -372,6 +372,9 @@ def test_a_test_over_an_op_has_the_ratio_of_two_speed_ups() -> None:
     assert found.value == pytest.approx(0.9)
     (apart,) = over(test, [elsewhere, gradient])
     assert (apart.run, apart.value) == ("a-run over another", pytest.approx(0.45))
+    doubted = replace(forward, run="doubted", reliable=False)
+    (sure,) = over(test, [elsewhere, doubted, gradient])
+    assert sure.run == "a-run over another"
     wanted = {test.name: {"y", "dx"}}
     (met,) = judge("mine", claim, [forward, gradient], wanted)
     assert met.word is Word.REPRODUCED
