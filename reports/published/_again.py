@@ -17,6 +17,7 @@ from sparsebench.reports.published._table import PROBLEM, Table, markdown, match
 from sparsebench.results import bundle
 from sparsebench.results.agreement import agreement
 from sparsebench.results.choices import Choices
+from sparsebench.results.noise import Reliability
 from sparsebench.results.record import Case, Status
 
 SEARCHED = {Choices.BUNDLE: "those of the first run"}
@@ -24,7 +25,10 @@ OWN = "its own search"
 
 
 def alone(case: Mapping[Any, Any], runs: Mapping[str, Published]) -> str:
-    """Return the speed-up of a case in the run that confirms its own; "" where none has it."""
+    """Return the speed-up of a case in the run that confirms its own; "" where none has it.
+
+    It says where the A/A pairs of that run came out different.
+    """
     screened = bundle.identity(runs[case["run"]].run.path)
     for run in runs.values():
         if run.run.state.get("confirms", {}).get("manifest_sha256") != screened:
@@ -34,7 +38,8 @@ def alone(case: Mapping[Any, Any], runs: Mapping[str, Published]) -> str:
             where = f"problem_id == '{case['problem_id']}'"
             ours = f"label == '{case['label']}'"
             (line,) = matched(Table("", "", (run.name,), ours, (), (), where), runs).figure
-            return str(line)
+            doubtful = run.noise.reliability[0] is Reliability.UNRELIABLE
+            return f"{line}, {Reliability.UNRELIABLE}" if doubtful else str(line)
     return ""
 
 

@@ -23,6 +23,7 @@ from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline
 from sparsebench.results import bundle
 from sparsebench.results.analysis import analyse
+from sparsebench.results.noise import Noise, Reliability
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -78,6 +79,15 @@ def runs(root: Path) -> dict[str, Published]:
 def page(text: str) -> str:
     """Return a table as it stands on a page below results/published."""
     return text.replace("](/results/published/", "](") + "\n"
+
+
+def test_a_headline_says_that_the_run_that_confirms_it_is_unreliable(
+    runs: dict[str, Published], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = page(headline([LARGE], runs)).splitlines()[-1].split(" | ")[10]
+    monkeypatch.setattr(Noise, "reliability", (Reliability.UNRELIABLE, "so it is"))
+    doubtful = page(headline([LARGE], runs)).splitlines()[-1].split(" | ")[10]
+    assert doubtful == f"{plain}, unreliable"
 
 
 def test_a_headline_has_the_figure_of_the_run_that_confirms_it(
