@@ -121,6 +121,14 @@ def test_a_confirming_run_that_came_out_unreliable_is_made_again(
     assert (test.word, test.deciding[0].run) == (Word.REPRODUCED, "mine-confirmed-2")
 
 
+def test_the_claim_of_the_readme_is_judged_by_published_rows(tmp_path: Path) -> None:
+    page = (ROOT / "suites/claims/README.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "mine.yaml").write_text(text)
+    runs = [PUBLISHED / "nvidia-h200" / "sparsity-4096"]
+    assert judged(evidence([read(tmp_path / "mine.yaml")], runs)).word is Word.REPRODUCED
+
+
 def test_a_chosen_cell_is_measured_anew_and_alone(fast: Path) -> None:
     screening, again = (store.read(fast / name) for name in ("mine", "mine-confirmed"))
     assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
