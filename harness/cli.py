@@ -43,6 +43,7 @@ from sparsebench.harness._cli import (
     require_own,
     show_page,
     telling,
+    warn,
     wide,
 )
 from sparsebench.harness._cli_bundle import confirm, reproduce, validate
@@ -129,7 +130,7 @@ def check(
     """Say what a suite will cost, and what is unsupported here; run nothing."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs, plan_there
-    from sparsebench.harness.plan.plan import plan
+    from sparsebench.harness.plan.plan import plan, uncontested
     from sparsebench.harness.plan.suite import read
     from sparsebench.results.words import amount
 
@@ -147,6 +148,8 @@ def check(
     counts = f"{amount(planned['problems'], 'problem')}, {amount(planned['cases'], 'case')}"
     estimate = timedelta(seconds=planned["estimate_s"])
     out.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
+    if not gpu and uncontested(asked, planned["device"], only):
+        out.print("nothing but baselines is supported, so nothing will be compared")
     out.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")
     if gpu:
         gib = [planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes")]
@@ -203,10 +206,14 @@ def run(
         raise typer.Exit(profiled(str(suite), device, data, only, repeat, profile))
     else:
         ahead.early(device or devices, 0 if slurm or submit else ways.count, replicates)
+        from sparsebench.harness.doctor.findings import nothing_compared
+        from sparsebench.harness.plan.plan import uncontested
         from sparsebench.harness.plan.suite import read
         from sparsebench.harness.run.state import Flags
 
         asked = read(str(suite), data)
+        if not (slurm or submit) and uncontested(asked, ways.first(device), only):
+            warn(nothing_compared(asked.name, ways.first(device)))
         flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
         path = _measured(asked, flags, debug, to=to, ways=ways)
     _told(path, as_json, markdown, browse)

@@ -64,6 +64,13 @@ def failure(reason: str, traceback: str) -> Finding:
     return Finding(Level.WARNING, FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
+def nothing_compared(suite: str, device: str) -> Finding:
+    """Return that of a suite nothing but baselines is supported on a device."""
+    found = f"nothing but the baselines of {suite} is supported on {device}"
+    do = "`sparsebench check` names the reasons."
+    return Finding(Level.WARNING, "suite", found, "So nothing will be compared.", do)
+
+
 def untold(check: str) -> Finding:
     """Return the finding where the driver does not tell."""
     return Finding(Level.NOTE, check, "not told by the driver", "It may be well or not.")

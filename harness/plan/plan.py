@@ -51,6 +51,17 @@ def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) ->
     }
 
 
+def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+    """Say whether of what a suite compares with its baselines nothing is supported on a device."""
+    compared = [
+        (contest.problem, contender)
+        for contest in only(suite.contests, condition)
+        for contender in contest.contenders
+        if not contender.baseline
+    ]
+    return bool(compared) and all(_unsupported(*each, device) for each in compared)
+
+
 def _unsupported(problem: Problem, contender: Contender, device: str) -> str | None:
     """Say why a contender cannot run on a device; nothing is unsupported on a simulated one."""
     return None if simulated(device) else unsupported(problem, contender, torch.device(device))

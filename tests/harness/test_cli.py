@@ -24,6 +24,13 @@ baselines:
   - {format: dense, kernel: cublas}
   - {format: dense, kernel: torch_dense}
 """
+GPU_ONLY = """
+schema: sparsebench/suite@1
+title: Nothing of ours on a CPU
+problems: [{op: linear, n: 64, k: 64, m: 4, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}]
+contenders: [{format: bsr, kernel: bsr_triton, params: {block: $block}}]
+baselines: [{format: dense, kernel: torch_dense}, {format: dense, kernel: cublas}]
+"""
 WITHOUT_GPU_PACKAGES = """
 import sys
 for name in ("cupy", "triton", "nvmath"):
@@ -181,6 +188,18 @@ def test_the_version_and_help_are_asked_by_their_usual_flags(flag: str) -> None:
     assert done.returncode == 0
     assert "sparsebench 0." in done.stdout or "Usage: sparsebench" in done.stdout
     assert "..." not in done.stdout.replace("[ARGS]...", "")
+
+
+def test_a_suite_that_compares_nothing_here_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "gpu_only.yaml"
+    file.write_text(GPU_ONLY)
+    said = "nothing but baselines is supported, so nothing will be compared"
+    assert said in sparsebench("check", file, "--device", "cpu").stdout
+    assert said not in sparsebench("check", file, "--device", "sim").stdout
+    given = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
+    done = sparsebench("run", file, *given)
+    assert "warning: suite: nothing but the baselines of gpu_only is supported" in done.stderr
+    assert done.returncode == 0
 
 
 def test_check_plans_for_a_gpu_that_is_not_here_and_for_a_simulated_one() -> None:
