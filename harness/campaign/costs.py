@@ -56,7 +56,8 @@ def estimates(campaign: Campaign, gpu: Path, data: Path | None = None) -> list[E
 
 
 def _of_suite(entry: Entry, there: Costs, gpu: Path, data: Path | None) -> Estimate:
-    if entry.data and data is None:
+    folder = entry.folder(data)
+    if entry.data and (folder is None or not folder.is_dir()):
         return _of_runs(entry, gpu)
     planned = plan_there(entry.read(data), there, entry.only, entry.replicates)
     energy_s = ENERGY_S * planned["supported"] * entry.replicates if entry.energy else 0.0
@@ -83,7 +84,7 @@ def _of_runs(entry: Entry, gpu: Path) -> Estimate:
         if state["suite"] == entry.suite:
             each_s = state["seconds"] / state["flags"]["replicates"]
             return Estimate(entry, each_s * entry.replicates, f"as the run {file.parent.name}")
-    return Estimate(entry, None, "no --data, and no run of this suite")
+    return Estimate(entry, None, "no source files, and no run of this suite")
 
 
 def _of_cells(entry: Entry, campaign: Campaign, there: Costs, data: Path | None) -> Estimate:
