@@ -179,6 +179,7 @@ def test_a_worker_that_starts_at_the_second_attempt_is_taken(
 
 def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     """A closed terminal sends SIGHUP; a scheduler repeats itself."""
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     before = {stop: signal.getsignal(stop) for stop in _cli.STOPS}
     written = []
 
@@ -198,6 +199,7 @@ def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     assert written
     assert stopped.value.exit_code == _cli.INTERRUPTED
     assert {stop: signal.getsignal(stop) for stop in _cli.STOPS} == before
+    signal.signal(signal.SIGHUP, hang_up)
 
 
 def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
