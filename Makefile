@@ -1,4 +1,4 @@
-# Two commands for a newcomer: `make bench` measures this machine, `make test` tests in 5 minutes.
+# Two commands for a newcomer: `make bench` measures this machine, `make test` tests it.
 # Both make .venv with the pinned versions first, and take the GPU extra where there is a GPU.
 
 PYTHON ?= python3
