@@ -211,10 +211,10 @@ def run(
         from sparsebench.harness.plan.suite import read
         from sparsebench.harness.run.state import Flags
 
-        asked = read(str(suite), data)
-        if not (slurm or submit) and uncontested(asked, ways.first(device), only):
-            warn(nothing_compared(asked.name, ways.first(device)))
-        flags = Flags(ways.first(device), data, timeout, replicates, only, energy, shard)
+        asked, first = read(str(suite), data), ways.first(device)
+        if not (slurm or submit) and uncontested(asked, first, only):
+            warn(nothing_compared(asked.name, first))
+        flags = Flags(first, data, timeout, replicates, only, energy, shard)
         path = _measured(asked, flags, debug, to=to, ways=ways)
     _told(path, as_json, markdown, browse)
 

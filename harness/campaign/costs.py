@@ -56,8 +56,7 @@ def estimates(campaign: Campaign, gpu: Path, data: Path | None = None) -> list[E
 
 
 def _of_suite(entry: Entry, there: Costs, gpu: Path, data: Path | None) -> Estimate:
-    folder = entry.folder(data)
-    if entry.data and (folder is None or not folder.is_dir()):
+    if not entry.known(data):
         return _of_runs(entry, gpu)
     planned = plan_there(entry.read(data), there, entry.only, entry.replicates)
     energy_s = ENERGY_S * planned["supported"] * entry.replicates if entry.energy else 0.0
@@ -70,7 +69,7 @@ def _again(
     entry: Entry, campaign: Campaign, before: Estimate, there: Costs, data: Path | None
 ) -> Estimate:
     (of,) = campaign.above(entry)
-    if of.suite is None or (of.data and data is None):
+    if not of.known(data):
         return Estimate(entry, before.seconds, f"as {entry.of}")
     suite, processes = of.read(data), of.replicates
     planned = plan_there(suite, there, of.only, processes, pinned=True)
@@ -89,7 +88,7 @@ def _of_runs(entry: Entry, gpu: Path) -> Estimate:
 
 def _of_cells(entry: Entry, campaign: Campaign, there: Costs, data: Path | None) -> Estimate:
     (of,) = campaign.above(entry)
-    if of.suite is None or (of.data and data is None):
+    if not of.known(data):
         return Estimate(entry, None, f"no suite of {of.name} here")
     suite = of.read(data)
     contests = only(suite.contests, f"{of.only} {entry.only}".strip())
@@ -115,7 +114,7 @@ def _of_claims(entry: Entry, campaign: Campaign, there: Costs, data: Path | None
 
 def _confirmed_suite(entry: Entry, campaign: Campaign, data: Path | None) -> str:
     (of,) = campaign.above(entry)
-    return of.read(data).text if of.suite and (data or not of.data) else ""
+    return of.read(data).text if of.known(data) else ""
 
 
 def _cases(wanted: Iterable[tuple[Part, set[str]]]) -> list[str]:
@@ -134,7 +133,7 @@ def _measured_above(entry: Entry, campaign: Campaign, data: Path | None) -> Iter
     Fewer processes than the claims ask for are taken, too.
     """
     for above in campaign.above(entry):
-        if above.suite and (data or not above.data):
+        if above.known(data):
             try:
                 contests = only(above.read(data).contests, above.only)
             except SuiteError:

@@ -72,6 +72,12 @@ class Entry(BaseModel):
         assert self.suite
         return read(self.suite, self.folder(data))
 
+    def known(self, data: Path | None) -> bool:
+        """Say whether it has a suite that can be read here: with source files, if it takes any."""
+        folder = self.folder(data)
+        files = not self.data or (folder is not None and folder.is_dir())
+        return self.suite is not None and files
+
     def folder(self, data: Path | None) -> Path | None:
         """Return the folder of its source files, below --data."""
         return data / self.data if data and self.data else None

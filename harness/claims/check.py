@@ -259,8 +259,11 @@ def measures_energy(part: Part) -> bool:
 
 def _begun(to: Path) -> list[Path]:
     """Return the runs that an earlier check finished in a folder."""
-    runs = sorted(file.parent for file in to.glob("*/run.json"))
-    return [path for path in runs if store.read(path).state["status"] == "finished"]
+    return [file.parent for file in sorted(to.glob("*/run.json")) if _finished(file.parent)]
+
+
+def _finished(path: Path) -> bool:
+    return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
 def _unfinished(to: Path) -> list[Path]:
@@ -310,9 +313,8 @@ def _confirmed(
     Where a run has confirmed others of its cells, or came out unreliable, the next has a number.
     """
     path = found.runs[screening]
-    done = _begun(to)
     names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
-    out = next(to / name for name in names if to / name not in done)
+    out = next(to / name for name in names if not _finished(to / name))
     run = whole(path)
     ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
     rows = {row.case.id: row for row in run.rows}
