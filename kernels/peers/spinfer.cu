@@ -1,6 +1,10 @@
 // SpInfer's own functions under C names, for ctypes: built with -I CHECKOUT/csrc (spinfer.py).
 // A weight [n, k] row by row is their A [M, K]; X [m, k] is their B, and Y [m, n] their C, both
 // column by column.
+//
+// Their launch asks for shared memory for 2304 of the 4096 values of a tile, where their kernel takes
+// as many as the fullest tile has: at 30 % sparsity some 2900, and it ended in an illegal memory
+// access. Here it is launched with room for what the weight has, and as they do otherwise.
 #include "SpMM_API.cu"
 
 // Compress a weight on the host. Tiles of 64 x 64, of 16 x 64 in them, and of 8 x 8 with a bitmap.
@@ -18,8 +22,29 @@ extern "C" int compress(half* w, int n, int k, half** values, int** tiles, int**
 
 extern "C" void release(void* memory) { free(memory); }
 
-extern "C" int multiply(cudaStream_t stream, half* values, int* tiles, int* median, uint64_t* bitmap,
-                        int* most, half* x, half* y, int n, int m, int k, half* workspace, int split) {
-    return SpMM_SplitK_API_bitmap_v3(stream, nullptr, values, tiles, median, bitmap, most, x, y, n, m, k, workspace,
-                                     split);
+// Shared memory of a block: the fullest tile's values, two tiles of X and the bitmaps; then the sums.
+template <typename Tiles>
+static void launch(cudaStream_t stream, half* values, int* tiles, int* median, uint64_t* bitmap, int* most, int room,
+                   half* x, half* sums, int n, int m, int k, int split) {
+    const int inputs = sizeof(half) * (room + 2 * Tiles::TILE_N * TILE_K) +
+                       sizeof(uint64_t) * Tiles::TILE_BITMAP_M_V3 * Tiles::TILE_BITMAP_K_V3;
+    const int outputs = sizeof(float) * (Tiles::TILE_M + PADDING_SHARED_MEM_FOR_C) * Tiles::TILE_N;
+    const int bytes = inputs > outputs ? inputs : outputs;
+    const dim3 grid((m + Tiles::TILE_N - 1) / Tiles::TILE_N, n / Tiles::TILE_M * split);
+    auto kernel = SpMM_Kernel_bitmap_v3<Tiles>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    kernel<<<grid, WARP_SIZE * Tiles::BLOCK_WARPS, bytes, stream>>>(nullptr, values, tiles, median, bitmap, most, x,
+                                                                    sums, n, m, k, split);
+}
+
+// `most` is on the device, for their kernel, and `room` is the same number.
+extern "C" int multiply(cudaStream_t stream, half* values, int* tiles, int* median, uint64_t* bitmap, int* most,
+                        int room, half* x, half* y, int n, int m, int k, half* parts, int split) {
+    auto with_tiles = m == 8    ? launch<TilingConfigBitmapV3<4, 1, 1, 1>>
+                      : m == 16 ? launch<TilingConfigBitmapV3<4, 1, 1>>
+                      : m == 32 ? launch<TilingConfigBitmapV3<4, 1, 2>>
+                                : launch<TilingConfigBitmapV3<4, 1, 4>>;
+    with_tiles(stream, values, tiles, median, bitmap, most, room, x, split == 1 ? y : parts, n, m, k, split);
+    if (split > 1) SplitK_Reduction<<<n * m / 256, WARP_SIZE, 0, stream>>>(y, parts, n, m, split);
+    return cudaGetLastError();
 }
