@@ -44,6 +44,7 @@ OVER = {  # who is meant by the words after `over`
     "the fastest dense": lambda c: c.kernel.isin([*EAGER, "cublas_ffn", "ffn_dense_triton"]),
     "eager cuBLAS": lambda c: c.kernel == "cublas",
     "torch.compile": lambda c: c.kernel == "torch_compile",
+    "cuSPARSE's CSR": lambda c: c.kernel == "cusparse_csr",
     "itself untuned": lambda c: c.label.str.contains("tuned=False"),
 }
 
@@ -736,14 +737,16 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
 def index(page: str) -> Iterator[str]:
     """Yield each figure of a site's index that no run gives: its grid of gains, its times."""
     every = pd.concat([cases(run) for run in runs()], ignore_index=True)
+    whole = every.sparsity.map(lambda level: f"{float(level.split()[0]):.0f} %")  # 94.68 % is 95 %
     yield from break_evens(page, every)
     for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', page):
         for block, level, those in re.findall(
             r'title="(?:BSR|2:4)(?: (\d+))? at (.*?): (.*?)"', line
         ):
             for shape, kernel, text in re.findall(r"n × k (.*?): (\w+), (.*?)(?:;|$)", those):
-                label, names = f"{tokens}, {level}, {shape}", ["tokens", "sparsity", "n × k"]
-                here = labelled(shared(every, "linear; bf16", []), names, label)
+                said = every[(every.sparsity == level) | (whole == level)]
+                label, names = f"{tokens}, {shape}", ["tokens", "n × k"]
+                here = labelled(shared(said, "linear; bf16", []), names, label)
                 here = here[[str(p.get("block", "")) == block for p in here.params]]
                 shown = FIGURE.match(text.replace("×", ""))
                 ours = here[here.kernel == kernel]

@@ -33,6 +33,7 @@ COLUMNS = 6
 MOST_M = 8  # rows of the first page
 SHOWN = 4  # contests that a cell lists
 OP, DTYPE = "linear", "bf16"  # of the first page, where they were measured
+ANYWHERE = "on zeros anywhere"  # blocks of a pattern without blocks
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def pays(found: pd.DataFrame) -> Grid | None:
     found = trusted(found[found.m.isin(tokens)], [*place, "m"])
     rows, never = [], []
     for (kind, _, block), group in found.groupby(place, dropna=False):
-        head = f"{named(str(kind))} {block}".strip()
+        head = f"{named(str(kind))} {ANYWHERE if block == '1' else block}".strip()
         if group.faster.isna().all():
             never.append(head)
             continue

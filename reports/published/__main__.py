@@ -48,12 +48,10 @@ In the list of runs, "power-limited" counts the cases with a contest during whic
 its clock, to keep its power limit, for over a fifth of the time. A contest's contenders share that.
 "Slow peers" counts the cases of peers that another run on this kind of GPU timed more than 10 %
 faster, and gives the largest factor: leads over them are too large by as much.
-"""
-SURVEY = """
-The campaign `suites/campaigns/published.yaml` measures everything at one commit, which its verdicts
-below share. Runs of older commits are left from before it, and it measures them again. Many of
-their peers were tuned less well than now: see "slow peers". `core-look` and `core` are what
-`new-gpu --budget 8m` measured. `core-sim` and `quick-sim` are modelled, not measured.
+
+The campaign `suites/campaigns/published.yaml` measures everything at one commit. A run of another
+commit has replaced one of its runs since; CHANGELOG.md says why. Runs named `-sim` are modelled, not
+measured.
 """
 RUNS = {
     "The same kernel twice": "twins",
@@ -115,7 +113,7 @@ def differing(root: Path, runs: Mapping[str, Published]) -> dict[Path, str]:
     made = blocks(root, runs)
     return {
         path: text
-        for path, text in pages(root, whole(made, "core" in runs), made)
+        for path, text in pages(root, whole(made), made)
         if not path.exists() or path.read_text("utf-8") != text
     }
 
@@ -148,10 +146,9 @@ def drawn(runs: Mapping[str, Published]) -> list[Table]:
     return [table for table in left if table.runs]
 
 
-def whole(made: Mapping[str, str], surveyed: bool = True) -> str:
+def whole(made: Mapping[str, str]) -> str:
     """Return results/published/README.md, of blocks under their headings."""
-    about = [HEAD.rstrip(), *([SURVEY.strip()] if surveyed else [])]
-    parts = [*about, "## Headline", made["headline"], made["figure"]]
+    parts = [HEAD.rstrip(), "## Headline", made["headline"], made["figure"]]
     parts += ["## Runs", made["runs"], DIGESTS, made["digests"]]
     for title, tables in SECTIONS.items():
         known = [made[table.name] for table in tables if table.name in made]

@@ -72,12 +72,12 @@ def _spense_lead(run: str) -> Table:
 def _ffn(name: str, title: str, where: str, over: str, against: str) -> Table:
     ours = "kernel in ('ffn_sparse', 'mlp_sparse') and options == 'way=best'"
     rows, columns = ("shape", "active"), ("m",)
-    runs = ("ffn", "ffn-others", "ffn-look")
+    runs = ("ffn", "ffn-others")
     return Table(name, title, runs, ours, rows, columns, where, over, against)
 
 
 PERHAPS = {  # runs without which a table has fewer cells, or is left out
-    *("decode-small", "ffn-others", "ffn-look", "openai-gradients", "sparsity-slow"),
+    *("ffn-others", "openai-gradients", "sparsity-slow"),
     *("ffn-authors", "decoder", "decoder-whole", "decoder-look", "unstructured", "chain", "calls"),
 }
 SPARSE = "level == 0.9"
@@ -126,12 +126,7 @@ SECTIONS: Mapping[str, Sequence[Table]] = {
         Table(
             "decode", "1 to 64 tokens", ("decode",), OURS, ("shape", "block", "asked"), ("m",),
         ),
-        Table(
-            "decode-small", "With `bsr_small`", ("decode-small",), OURS,
-            ("shape", "block", "asked"), ("m",),
-        ),
         *_lead("decode", ("decode",), ("m",), {}),
-        *_lead("decode-small", ("decode-small",), ("m",), {}),
     ],
     "Among other layers, and from Python": [
         Table(
@@ -228,7 +223,7 @@ SECTIONS: Mapping[str, Sequence[Table]] = {
         _ffn("ffn-mlp", "Without a gate", "op == 'mlp'", DENSE, EAGER),
         Table(
             "ffn-sparse", "Never dense (`way=sparse`), whatever pays",
-            ("ffn", "ffn-others", "ffn-look"), "options == 'way=sparse'",
+            ("ffn", "ffn-others"), "options == 'way=sparse'",
             ("op", "shape", "active"), ("m",), "skew == 'iid'", DENSE, EAGER,
         ),
     ],
@@ -269,6 +264,10 @@ SECTIONS: Mapping[str, Sequence[Table]] = {
         Table(
             "dlmc", "The fastest sparse format, by pattern file", ("dlmc",), "format != 'dense'",
             ("source", "dtype"), ("m",),
+        ),
+        Table(
+            "dlmc-csr", "`csr_cuda` over cuSPARSE's CSR", ("dlmc-csr",), "kernel == 'csr_cuda'",
+            ("dtype", "m"), (), "", "kernel == 'cusparse_csr'", "cuSPARSE's CSR",
         ),
     ],
 }  # fmt: skip

@@ -292,13 +292,13 @@ def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: i
     met = [cell for cell in hopeful if states[cell.problem] == "met"]
     if met:
         best = _best(test, met)
-        why = f"the best of {len(cells)} cells, {best.label}, has {has(test, best)}; {asked(test)}"
+        why = f"{_best_of(cells)}, {best.label}, has {has(test, best)}; {asked(test)}"
         word, _, deciding, _ = _open("", [best])
         return word, f"{why}. A run made for it alone would decide.", deciding, best
     unclear = [cell for cell in cells if states[cell.problem] == "unclear"]
     if unclear:
         best = _best(test, unclear)
-        which = "the only cell" if alone else f"the best of {len(cells)} cells"
+        which = "the only cell" if alone else _best_of(cells)
         why = f"{which}, {best.label}, has {has(test, best)}, astride the {limit(test)} asked for"
         confirm = None if best.confirms or alone else best
         return Word.INCONCLUSIVE, f"{why}{more(test, best)}.", [best], confirm
@@ -310,6 +310,10 @@ def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: i
     if _partly(test, best):
         return Word.PARTLY, f"{why}.", [best], None
     return _missed(test, why, cells, best)
+
+
+def _best_of(cells: list[Cell]) -> str:
+    return f"the best of {len(cells)} cells" if len(cells) > 1 else "the only cell measured"
 
 
 def _missed(test: Test, why: str, cells: list[Cell], deciding: Cell) -> Decision:

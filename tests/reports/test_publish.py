@@ -127,6 +127,16 @@ def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], te
     assert cell.head == text
 
 
+def test_blocks_that_never_pay_on_a_pattern_without_blocks_say_so() -> None:
+    place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
+    place |= {"kind": "bsr", "settled": True, "processes": 8, "day": "2026-11-24", "verdict": True}
+    found = [{**place, "block": block, "slower": 0.9, "faster": None} for block in ("1", "64")]
+    grid = _tables.pays(pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"}))
+    assert grid
+    said = "Not faster at any sparsity measured: BSR on zeros anywhere and BSR 64."
+    assert said in grid.about
+
+
 def test_a_run_is_called_as_its_folder_and_its_badge_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
