@@ -261,7 +261,8 @@ def _subject(kind: str) -> tuple[str, str]:
 def _from(view: View, each: BreakEven) -> str:
     unsure = "" if each.settled else " (not settled)"
     if pd.isna(each.slower):
-        return f"already at {percent(each.faster)}{view.units}{unsure}"
+        already = "already " if view.formats.x.nunique() > 1 else ""
+        return f"{already}at {percent(each.faster)}{view.units}{unsure}"
     if pd.isna(each.faster):
         return f"not up to {percent(each.slower)}{view.units}"
     span = f"{percent(each.slower)} and {percent(each.faster)}{view.units}"

@@ -50,8 +50,8 @@ its clock, to keep its power limit, for over a fifth of the time. A contest's co
 faster, and gives the largest factor: leads over them are too large by as much.
 
 The campaign `suites/campaigns/published.yaml` measures everything at one commit. A run of another
-commit has replaced one of its runs since; CHANGELOG.md says why. Runs named `-sim` are modelled, not
-measured.
+commit has replaced one of its runs since; CHANGELOG.md says why. Runs named `-sim` are modelled,
+not measured.
 """
 RUNS = {
     "The same kernel twice": "twins",

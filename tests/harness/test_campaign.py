@@ -388,7 +388,7 @@ def test_a_reproduction_costs_less_than_what_it_repeats(found: list[costing.Esti
 
 
 def test_a_dense_product_is_searched_once_in_a_verdict() -> None:
-    """By the rows of `core`: 1 s for the first of its kind, 0.1 to 0.3 s for every other one."""
+    """By published rows: 1 s for the first of its kind, 0.1 to 0.3 s for every other one."""
     there = known_costs(PUBLISHED / "nvidia-h200")
     size = log(64 * 4096 * 4096)
     searched, met = (there.first["dense/cublas"].case_s(size, met) for met in (False, True))

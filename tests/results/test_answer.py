@@ -88,6 +88,10 @@ def test_a_break_even_beside_an_undecided_level_is_not_settled() -> None:
     )
 
 
+def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:
+    assert sentences(view(swept({0.9: 4.0})))[0] == "BSR beats dense at 90 %."
+
+
 def test_the_better_of_two_variants_is_said_to_be_one() -> None:
     few, many = (Contender("bsr", "bsr_wgmma", options={"slots": n}) for n in (88, 176))
     found = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (many, 25.0), (PEER, 50.0)]))

@@ -1,11 +1,17 @@
 """What is published can be read, says where it comes from, and is about the bits we draw today."""
 
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from places import PUBLISHED
+from places import PUBLISHED, ROOT
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
@@ -18,7 +24,11 @@ from sparsebench.results.record import DEFAULTS_ONCE, ONCE, Problem
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 
 
-NO_SOURCES = {"dlmc", "trained"}  # their suites take files that the repository does not hold
+NO_SOURCES = {
+    "dlmc",
+    "dlmc-csr",
+    "trained",
+}  # their suites take files that the repository does not hold
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: str(p.relative_to(PUBLISHED)))
@@ -31,6 +41,40 @@ def test_a_published_run_validates_and_names_its_commit(path: Path, tmp_path: Pa
     assert run.state["contests"]["done"] == run.state["contests"]["of"]
     assert len(run.rows) == sum(run.state["cases"].values())
     assert len(run.environment["commit"]) == 40
+
+
+def named_code() -> set[tuple[str, str]]:
+    facts = (json.loads((path / "environment.json").read_text()) for path in RUNS)
+    return {(each["commit"], each["code_sha256"]) for each in facts}
+
+
+@pytest.mark.parametrize(("commit", "digest"), sorted(named_code()))
+def test_a_published_run_was_measured_by_the_code_of_its_commit(
+    commit: str, digest: str, tmp_path: Path
+) -> None:
+    kept = subprocess.run(
+        ["git", "archive", commit, "harness", "formats", "kernels", "results"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if kept.returncode:
+        pytest.skip("needs the history of a checkout: git fetch --unshallow")
+    with tarfile.open(fileobj=io.BytesIO(kept.stdout)) as file:
+        file.extractall(tmp_path / "sparsebench", filter="data")
+    shutil.copytree(
+        tmp_path / "sparsebench/harness/_root", tmp_path / "sparsebench", dirs_exist_ok=True
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from sparsebench.harness.machine import code; print(code.__file__, code.code_sha256())"
+    )
+    command = [sys.executable, "-P", "-S", "-c", program]  # -S: no installed sparsebench
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [
+        str(tmp_path / "sparsebench/harness/machine/code.py"),
+        digest,
+    ]
 
 
 def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
