@@ -19,7 +19,7 @@ from sparsebench.results.record import Contender, Problem
 START_S = {"cuda": 3.0, "cpu": 3.0, "sim": 3.0}
 CASE_S = {"cuda": 0.06, "cpu": 0.4, "sim": 0.02}
 SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
-AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # among finalists; of `core` on an H200, commit 55da1fc
+AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # among finalists (harness/NOTES.md)
 
 
 def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
