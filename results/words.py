@@ -68,7 +68,8 @@ def between(
     own = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
     if pd.isna(ratio) or pd.isna(low) or high <= low:
         return times(ratio, own, unit)
-    return f"{times(ratio, own, unit)} [{interval(low, high, own)}]"
+    inside = min(own, abs(ratio) / 10)  # 0.15 [0.12, 0.21], where one digit would be 0.1
+    return f"{times(ratio, inside, unit)} [{interval(low, high, own)}]"
 
 
 def interval(low: float, high: float, uncertainty: float = nan) -> str:

@@ -2,7 +2,8 @@
 
     python tests/outsider.py [ROOT [SITE]]    prints each figure that is not found; then exits 1
 
-Of a site these are its index and the cells of its claims' pages. What pruning and training cost is
+Of a site these are its index, the answer that heads each run, the grids of formats and kernels, and
+the cells of claims. What pruning and training cost is
 held against its records (JSON). Nothing of the project is imported. A table's caption names its
 runs, what all its figures share and whom they are over; labels of rows and columns name the
 problem, the cell or its row the kernel. The figure is computed at that problem from raw samples,
@@ -40,7 +41,7 @@ OVER = {  # who is meant by the words after `over`
     "the fastest sparse peer": lambda c: ~c.kernel.isin(OURS) & (c.format != "dense"),
     "cuSPARSELt or its hybrid": lambda c: c.kernel.str.startswith("cusparselt"),
     "the faster of eager cuBLAS and torch.compile": lambda c: c.kernel.isin(EAGER),
-    "dense": lambda c: c.format == "dense",
+    "dense": lambda c: (c.format == "dense") & ~c.kernel.isin(OURS) | c.chose_dense.astype(bool),
     "the fastest dense": lambda c: c.kernel.isin([*EAGER, "cublas_ffn", "ffn_dense_triton"]),
     "eager cuBLAS": lambda c: c.kernel == "cublas",
     "torch.compile": lambda c: c.kernel == "torch_compile",
@@ -116,6 +117,7 @@ def cases(run: str) -> pd.DataFrame:
             **{"skew": "iid", "pattern": "dense", "active": None, **fields, **who},
             **{"op": problem["op"], "scope": row["scope"], "cache": row["cache"]},
             "label": label_of(who),
+            "chose_dense": (row["choice"] or {}).get("way") == "dense",  # of a portfolio
             "asked": sorted(fields.items()),
             "tokens": str(fields["m"]),
             "n × k": f"{fields['n']} × {fields['k']}" if "n" in fields else "",
@@ -720,7 +722,9 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
     """Yield each number of a text that no case gives: 4.85×, [4.83, 4.86], 33.9 µs."""
     gains = []
     for _, contest in found.groupby("place"):
-        for base in contest.blocks[contest.baseline]:
+        for base in contest.blocks[
+            contest.baseline | contest.chose_dense | among(contest, "dense")
+        ]:
             gains += [ratio(blocks, base) for blocks in contest.blocks]
     times = [np.median(medians) * unit for medians in found.medians for unit in (1, 1e-3)]
     for number in re.findall(r"([\d.]+)(?:×| with blocks| ±)", text):
@@ -734,32 +738,54 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
             yield f"{number} µs or ms"
 
 
-def index(page: str) -> Iterator[str]:
-    """Yield each figure of a site's index that no run gives: its grid of gains, its times."""
+def grids(page: str) -> Iterator[str]:
+    """Yield each gain of a site's grids, by m and sparsity, that no run gives."""
     every = pd.concat([cases(run) for run in runs()], ignore_index=True)
-    whole = every.sparsity.map(lambda level: f"{float(level.split()[0]):.0f} %")  # 94.68 % is 95 %
-    yield from break_evens(page, every)
-    for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', page):
-        for block, level, those in re.findall(
-            r'title="(?:BSR|2:4)(?: (\d+))? at (.*?): (.*?)"', line
-        ):
-            for shape, kernel, text in re.findall(r"n × k (.*?): (\w+), (.*?)(?:;|$)", those):
-                said = every[(every.sparsity == level) | (whole == level)]
-                label, names = f"{tokens}, {shape}", ["tokens", "n × k"]
-                here = labelled(shared(said, "linear; bf16", []), names, label)
-                here = here[[str(p.get("block", "")) == block for p in here.params]]
-                shown = FIGURE.match(text.replace("×", ""))
-                ours = here[here.kernel == kernel]
-                if not any(
-                    figure(shown, case, every, "dense", False) for _, case in ours.iterrows()
-                ):
-                    yield f"m {tokens} {level} {shape} {kernel} {text}"
+    off = 1 - (every.active / every.n).astype(float)  # units, where the weights are dense
+    level = every.sparsity_asked.astype(float).where(every.sparsity_asked > 0, off)
+    whole = level.map("{:.0%}".format).str.replace("%", " %")  # 94.68 % is 95 %
+    for gpu, grid, op, dtype in re.findall(
+        r"over dense on ([^<]*?)(?: at each[^<]*)?</caption>((?:(?!<caption).)*?)"
+        r'<p class="note">(\w+), (\w+), kernel time',
+        page,
+        re.DOTALL,
+    ):
+        for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', grid):
+            for kind, level, those in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', line):
+                block = re.sub(r"\D*(?<!\S)(?=\d+$)", "", kind) if kind.startswith("BSR ") else ""
+                near = (every.sparsity == level) | (whole == level)
+                said = every[near & (every.device == html.unescape(gpu))]
+                for shape, who, text in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", those):
+                    label, names = f"{tokens}, {shape}", ["tokens", "n × k"]
+                    here = labelled(shared(said, f"{op}; {dtype}", ["skew"]), names, label)
+                    stored = np.array([str(p.get("block", "")) for p in here.params])
+                    here = here[stored == block] if len(here) else here
+                    shown = FIGURE.match(text.replace("×", ""))
+                    ours = here[here.label.astype(str).str.partition("/")[2] == who]
+                    if not any(
+                        figure(shown, case, every, "dense", False) for _, case in ours.iterrows()
+                    ):
+                        yield f"m {tokens} {level} {shape} {who} {text}"
+
+
+def index(page: str) -> Iterator[str]:
+    """Yield each figure of a site's index that no run gives: its grids, its list of runs."""
+    yield from break_evens(page, pd.concat([cases(run) for run in runs()], ignore_index=True))
+    yield from grids(page)
     for line in re.findall(r'<tr id="([^"]*"><td><a href="runs/.*?)</tr>', page):
         (run,) = (each for each in runs() if digest(each) in line)
         found = cases(run)
         yield from (
             f"{line[:20]} {each}" for each in told(line.partition("against dense")[2], found)
         )
+
+
+def answer(file: Path) -> Iterator[str]:
+    """Yield each figure of the answer that heads a run's page that the run does not give."""
+    (run,) = (each for each in runs() if digest(each) in file.parent.name)
+    page = re.sub(r"<(style|script).*?</\1>", "", file.read_text(), flags=re.DOTALL)
+    first = html.unescape(re.sub(r"<[^>]*>", " ", page.partition("How it was measured")[0]))
+    yield from told(first.partition("Which format wins")[2], cases(run))
 
 
 def main() -> int:
@@ -772,6 +798,12 @@ def main() -> int:
             wrong += told(text, cases(swept))
     for site in sys.argv[2:]:
         wrong += index(Path(site, "index.html").read_text())
+        for file in sorted(Path(site, "runs").glob("*/index.html")):
+            wrong += [f"{file.parent.name}: {each}" for each in answer(file)]
+        for file in sorted(
+            file for of in ("formats", "kernels") for file in Path(site, of).glob("*")
+        ):
+            wrong += [f"{file.stem}: {each}" for each in grids(file.read_text())]
         for file in sorted(Path(site, "claims").glob("*.html")):
             wrong += [f"{file.stem}: {each}" for each in claimed(file.read_text())]
     print("\n".join(wrong) or "every figure is found")

@@ -159,8 +159,8 @@ def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
 
 GRID = {  # of a site's index, in the words of its cells
     "a break-even": r'title="[^"]+ against dense: [^":]+: [a-z ]+([\d.]+) %',
-    "a speed-up": r'title="[^"]+ at [^"]+?: \w+, ([\d.]+)×',
-    "the end of an interval": r'title="[^"]+ at [^"]+?: \w+, [\d.]+× \[[\d.]+, ([\d.]+)\]',
+    "a speed-up": r'title="[^"]+ at [^"]+?: \w[^",;]*, ([\d.]+)×',
+    "the end of an interval": r'title="[^"]+ at [^"]+?: \w[^",;]*, [\d.]+× \[[\d.]+, ([\d.]+)\]',
 }
 
 
@@ -177,3 +177,14 @@ def test_every_figure_of_a_sites_index_is_in_the_rows(tmp_path: Path) -> None:
         wrong, count = re.subn(pattern, changing(1), page, count=1)
         assert count == 1, what
         assert len([*outsider.index(wrong)]) == 1, what
+    for name in ("formats/bsr.html", "kernels/bsr_small.html", "kernels/ffn_sparse.html"):
+        grid = (tmp_path / name).read_text("utf-8")
+        assert [*outsider.grids(grid)] == []
+        wrong, count = re.subn(GRID["a speed-up"], changing(1), grid, count=1)
+        assert (count, len([*outsider.grids(wrong)])) == (1, 1), name
+    for file in tmp_path.glob("runs/*/index.html"):
+        assert [*outsider.answer(file)] == []
+        text = file.read_text("utf-8")
+        wrong, count = re.subn(r"([\d.]+)× \[", changing(1), text, count=1)
+        file.write_text(wrong, "utf-8")
+        assert (count, len([*outsider.answer(file)])) == (1, 1), file

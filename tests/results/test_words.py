@@ -53,6 +53,7 @@ def test_without_an_uncertainty_there_are_two_digits() -> None:
         (5.5812, 5.5401, 5.6042, math.nan, "5.58× [5.54, 5.60]"),
         (5.5812, 5.5401, 5.6042, 0.12, "5.6× [5.5, 5.6]"),
         (0.8001, 0.7984, 0.8016, math.nan, "0.800× [0.798, 0.802]"),
+        (0.121, 0.117, 0.213, math.nan, "0.12× [0.12, 0.21]"),  # 0.1 would be outside
         (5.5812, math.nan, math.nan, math.nan, "5.6×"),
         (math.nan, math.nan, math.nan, math.nan, "–"),
     ],
