@@ -3,11 +3,10 @@
     python tests/outsider.py [ROOT [SITE]]    prints each figure that is not found; then exits 1
 
 Of a site these are its index, the answer that heads each run, the grids of formats and kernels, and
-the cells of claims. What pruning and training cost is
-held against its records (JSON). Nothing of the project is imported. A table's caption names its
-runs, what all its figures share and whom they are over; labels of rows and columns name the
-problem, the cell or its row the kernel. The figure is computed at that problem from raw samples,
-and agrees to the last digit shown:
+the cells of claims. What pruning and training cost is held against its records (JSON). Nothing of
+the project is imported. A table's caption names its runs, what all its figures share and whom they
+are over; labels of rows and columns name the problem, the cell or its row the kernel. The figure is
+computed at that problem from raw samples, and agrees to the last digit shown:
 
     d_p = median over blocks of log(T_other / T_ours), T the median of a block's samples
     break-even = the two measured levels between which the mean log ratio last turns positive
@@ -722,9 +721,7 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
     """Yield each number of a text that no case gives: 4.85×, [4.83, 4.86], 33.9 µs."""
     gains = []
     for _, contest in found.groupby("place"):
-        for base in contest.blocks[
-            contest.baseline | contest.chose_dense | among(contest, "dense")
-        ]:
+        for base in contest.blocks[contest.baseline | among(contest, "dense")]:
             gains += [ratio(blocks, base) for blocks in contest.blocks]
     times = [np.median(medians) * unit for medians in found.medians for unit in (1, 1e-3)]
     for number in re.findall(r"([\d.]+)(?:×| with blocks| ±)", text):
@@ -742,8 +739,8 @@ def grids(page: str) -> Iterator[str]:
     """Yield each gain of a site's grids, by m and sparsity, that no run gives."""
     every = pd.concat([cases(run) for run in runs()], ignore_index=True)
     off = 1 - (every.active / every.n).astype(float)  # units, where the weights are dense
-    level = every.sparsity_asked.astype(float).where(every.sparsity_asked > 0, off)
-    whole = level.map("{:.0%}".format).str.replace("%", " %")  # 94.68 % is 95 %
+    zeros = every.sparsity_asked.astype(float).where(every.sparsity_asked > 0, off)
+    whole = zeros.map("{:.0%}".format).str.replace("%", " %")  # 94.68 % is 95 %
     for gpu, grid, op, dtype in re.findall(
         r"over dense on ([^<]*?)(?: at each[^<]*)?</caption>((?:(?!<caption).)*?)"
         r'<p class="note">(\w+), (\w+), kernel time',
@@ -752,7 +749,7 @@ def grids(page: str) -> Iterator[str]:
     ):
         for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', grid):
             for kind, level, those in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', line):
-                block = re.sub(r"\D*(?<!\S)(?=\d+$)", "", kind) if kind.startswith("BSR ") else ""
+                block = kind.removeprefix("BSR ") if kind.startswith("BSR ") else ""
                 near = (every.sparsity == level) | (whole == level)
                 said = every[near & (every.device == html.unescape(gpu))]
                 for shape, who, text in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", those):

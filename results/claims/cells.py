@@ -12,6 +12,7 @@ that a site keeps them beside its runs.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import exp, log
 from typing import Any
 
@@ -159,8 +160,9 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
     """Return cells over those of the op that a test names, at equal fields; as they are, else.
 
     Both are speed-ups over a dense product of as many operations, so this is a ratio of rates. Of
-    several cells of that op it takes one of a reliable run, then of the same run, else of most
-    processes. Cells of different runs have different processes; the first goes with the first.
+    several cells of that op it takes one of a reliable run, then of the same run, then of most
+    processes, then the one with the narrowest interval. Cells of different runs have different
+    processes; the first goes with the first.
     """
     if test.over is None:
         return list(known)
@@ -172,9 +174,13 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
             if other.fields["op"] == test.over and _place(other) == _place(cell)
         ]
         if same:
-            best = max(same, key=lambda each: (each.reliable, each.run == cell.run, each.processes))
+            best = max(same, key=partial(_beside, run=cell.run))
             made.append(_over(test, cell, best))
     return made
+
+
+def _beside(cell: Cell, run: str) -> tuple[bool, bool, int, float]:
+    return cell.reliable, cell.run == run, cell.processes, cell.low - cell.high
 
 
 def _over(test: Test, cell: Cell, other: Cell) -> Cell:

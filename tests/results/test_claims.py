@@ -254,6 +254,14 @@ def test_an_unreliable_run_gives_way_to_a_reliable_one_of_the_same_problem() -> 
     assert (found.word, found.tests[0].deciding[0].confirms) == (Word.PARTLY, False)
 
 
+def test_of_two_equal_runs_the_narrower_interval_stands_in_whatever_order() -> None:
+    claim = claimed(partly_at=1.2)
+    wide, narrow = (cell(claim, [v - w, v + w] * 4) for v, w in ((1.5, 0.2), (1.4, 0.01)))
+    for order in ((wide, narrow), (narrow, wide)):
+        (decided,) = verdict(claim, *order).tests[0].deciding
+        assert decided.value == pytest.approx(1.4, abs=0.01)
+
+
 def test_a_claim_without_a_test_says_what_is_missing() -> None:
     (found,) = judge("mine", claimed(tests=[], missing="a kernel of it"), [], {})
     assert (found.word, found.basis) == (Word.NOT_TESTABLE, Basis.NONE)
