@@ -21,6 +21,7 @@ import pandas as pd
 
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.choices import Choices, choices
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.environment import device_name
@@ -49,6 +50,8 @@ class Cell:
     bound      the largest ratio that the device allows: the baseline's time over the least that its
                ceilings leave for the non-zeros, and an empty launch; 0 where it is unknown
     confirms   whether the run was made for cells that a screening had chosen
+    searched   whether the run chose its configurations: those of a run on another card may make a
+               dense baseline slower, by up to 7 % between two H200s (harness/NOTES.md)
     case_ids   of the subject and the baselines: what measures the cell again
     """
 
@@ -71,6 +74,7 @@ class Cell:
     high: float = 0.0
     kind: str = ""
     bound: float = 0.0
+    searched: bool = True
 
     @property
     def processes(self) -> int:
@@ -119,6 +123,7 @@ def cells(test: Test, wanted: Collection[str], run: Run, found: Analysis) -> lis
         "device": device_name(run.environment),
         "simulated": run.state["flags"]["device"].partition(":")[0] == "sim",
         "confirms": "confirms" in run.state,
+        "searched": choices(run.state) is not Choices.BUNDLE,
         "reliable": found.noise.reliability[0] is not Reliability.UNRELIABLE,
         "commit": str(run.environment.get("commit") or "")[:12],
     }
@@ -160,9 +165,9 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
     """Return cells over those of the op that a test names, at equal fields; as they are, else.
 
     Both are speed-ups over a dense product of as many operations, so this is a ratio of rates. Of
-    several cells of that op it takes one of a reliable run, then of the same run, then of most
-    processes, then the one with the narrowest interval. Cells of different runs have different
-    processes; the first goes with the first.
+    several cells of that op it takes one of a reliable run, then of the same run, of one that
+    searched, of most processes, and the one with the narrowest interval. Cells of different runs
+    have different processes; the first goes with the first.
     """
     if test.over is None:
         return list(known)
@@ -179,8 +184,9 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
     return made
 
 
-def _beside(cell: Cell, run: str) -> tuple[bool, bool, int, float]:
-    return cell.reliable, cell.run == run, cell.processes, cell.low - cell.high
+def _beside(cell: Cell, run: str) -> tuple[bool, bool, bool, int, float]:
+    width = cell.high - cell.low
+    return cell.reliable, cell.run == run, cell.searched, cell.processes, -width
 
 
 def _over(test: Test, cell: Cell, other: Cell) -> Cell:

@@ -332,9 +332,9 @@ def _open(why: str, deciding: list[Cell]) -> Decision:
 
 
 def _counted(cells: Sequence[Cell]) -> list[Cell]:
-    """Return one cell a problem: of a reliable run, a confirming one, with most processes.
+    """Return one cell a problem: of a reliable run, a confirming one, one that searched.
 
-    Of equal ones it is the one with the narrowest interval, in whatever order runs are read.
+    Then of most processes, then with the narrowest interval, in whatever order runs are read.
     """
     found: dict[str, Cell] = {}
     for cell in sorted(cells, key=_counts):
@@ -342,9 +342,9 @@ def _counted(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if found[cell.problem] is cell]
 
 
-def _counts(cell: Cell) -> tuple[bool, bool, bool, int, float]:
-    width = cell.high - cell.low
-    return not cell.reason, cell.reliable, cell.confirms, cell.processes, -width
+def _counts(cell: Cell) -> tuple[bool, bool, bool, bool, int, float]:
+    run = cell.reliable, cell.confirms, cell.searched
+    return not cell.reason, *run, cell.processes, cell.low - cell.high
 
 
 def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:

@@ -262,6 +262,15 @@ def test_of_two_equal_runs_the_narrower_interval_stands_in_whatever_order() -> N
         assert decided.value == pytest.approx(1.4, abs=0.01)
 
 
+def test_a_run_with_anothers_configurations_gives_way_to_one_that_searched() -> None:
+    claim = claimed(partly_at=1.2)
+    searched, taken = (cell(claim, spread(v)) for v in (1.5, 3.0))
+    taken = replace(taken, searched=False, logs=taken.logs * 2)
+    for order in ((searched, taken), (taken, searched)):
+        (decided,) = verdict(claim, *order).tests[0].deciding
+        assert decided.value == pytest.approx(1.5, abs=0.01)
+
+
 def test_a_claim_without_a_test_says_what_is_missing() -> None:
     (found,) = judge("mine", claimed(tests=[], missing="a kernel of it"), [], {})
     assert (found.word, found.basis) == (Word.NOT_TESTABLE, Basis.NONE)
