@@ -48,7 +48,7 @@ def estimate(value: float, low: float, high: float, uncertainty: float = nan) ->
     """Write `5.62 ± 0.09`; where that is WIDE, both ends: `2 [2.1, 24]`."""
     own = uncertainty if _known(uncertainty) else max(high - value, value - low)
     if _known(own) and own > WIDE * abs(value) and high > low:
-        return f"{rounded(value, min(own, value / 10))} [{interval(low, high, own)}]"
+        return between(value, low, high, own, unit="")
     return plus_minus(value, own)
 
 
@@ -61,9 +61,10 @@ def times(ratio: float, uncertainty: float = nan, unit: str = "×") -> str:
 def between(
     ratio: float, low: float, high: float, uncertainty: float = nan, unit: str = "×"
 ) -> str:
-    """Write a ratio with its interval: `5.58× [5.54, 5.60]`; both end at the same place.
+    """Write a ratio with its interval: `5.58× [5.54, 5.60]`; the ratio has two digits at least.
 
-    Without an uncertainty it is that of the interval, its farther end.
+    Both end at the same place where that is finer. Without an uncertainty it is that of the
+    interval, its farther end.
     """
     own = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
     if pd.isna(ratio) or pd.isna(low) or high <= low:

@@ -486,8 +486,8 @@ def used(lines: list[list[str]]) -> Iterator[str]:
 
 def listed(lines: list[list[str]]) -> Iterator[str]:
     """Yield each line of the list of runs that its bundle does not give."""
-    every = pd.concat([cases(run) for run in runs()], ignore_index=True)
-    every["median"] = every.medians.map(np.median)
+    every = every_case()
+    every = every.assign(median=every.medians.map(np.median))
     what = [every[name].map(json.dumps) for name in ("asked", "params", "options")]
     same = every.groupby(
         ["device", "op", "source", "kernel", "scope", "cache", *what], dropna=False
@@ -735,12 +735,17 @@ def told(text: str, found: pd.DataFrame) -> Iterator[str]:
             yield f"{number} µs or ms"
 
 
-def grids(page: str) -> Iterator[str]:
-    """Yield each gain of a site's grids, by m and sparsity, that no run gives."""
-    every = pd.concat([cases(run) for run in runs()], ignore_index=True)
-    off = 1 - (every.active / every.n).astype(float)  # units, where the weights are dense
-    zeros = every.sparsity_asked.astype(float).where(every.sparsity_asked > 0, off)
-    whole = zeros.map("{:.0%}".format).str.replace("%", " %")  # 94.68 % is 95 %
+@cache
+def every_case() -> pd.DataFrame:
+    """Return the cases of all runs; `whole` is their part of zeros, or of units off: 95 %."""
+    found = pd.concat([cases(run) for run in runs()], ignore_index=True)
+    off = 1 - (found.active / found.n).astype(float)  # where the weights are dense
+    zeros = found.sparsity_asked.astype(float).where(found.sparsity_asked > 0, off)
+    return found.assign(whole=[f"{100 * part:.0f} %" for part in zeros])
+
+
+def tiles(page: str) -> Iterator[tuple[str, ...]]:
+    """Yield what a site's grids hold: GPU, op, dtype, m, kind, level, n x k, kernel and gain."""
     for gpu, grid, op, dtype in re.findall(
         r"over dense on ([^<]*?)(?: at each[^<]*)?</caption>((?:(?!<caption).)*?)"
         r'<p class="note">(\w+), (\w+), kernel time',
@@ -749,25 +754,28 @@ def grids(page: str) -> Iterator[str]:
     ):
         for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', grid):
             for kind, level, those in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', line):
-                block = kind.removeprefix("BSR ") if kind.startswith("BSR ") else ""
-                near = (every.sparsity == level) | (whole == level)
-                said = every[near & (every.device == html.unescape(gpu))]
-                for shape, who, text in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", those):
-                    label, names = f"{tokens}, {shape}", ["tokens", "n × k"]
-                    here = labelled(shared(said, f"{op}; {dtype}", ["skew"]), names, label)
-                    stored = np.array([str(p.get("block", "")) for p in here.params])
-                    here = here[stored == block] if len(here) else here
-                    shown = FIGURE.match(text.replace("×", ""))
-                    ours = here[here.label.astype(str).str.partition("/")[2] == who]
-                    if not any(
-                        figure(shown, case, every, "dense", False) for _, case in ours.iterrows()
-                    ):
-                        yield f"m {tokens} {level} {shape} {who} {text}"
+                for each in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", those):
+                    yield html.unescape(gpu), op, dtype, tokens, kind, level, *each
+
+
+def grids(page: str) -> Iterator[str]:
+    """Yield each gain of a site's grids, by m and sparsity, that no run gives."""
+    every = every_case()
+    for gpu, op, dtype, tokens, kind, level, shape, who, text in tiles(page):
+        block = kind.removeprefix("BSR ") if kind.startswith("BSR ") else ""
+        near = (every.sparsity == level) | (every.whole == level)  # 94.68 % is 95 %
+        own = every[near & (every.device == gpu) & (every.label.str.partition("/")[2] == who)]
+        own = own[[str(params.get("block", "")) == block for params in own.params]]
+        here = shared(own, f"{op}; {dtype}", ["skew"])
+        here = labelled(here, ["tokens", "n × k"], f"{tokens}, {shape}")
+        shown = FIGURE.match(text.replace("×", ""))
+        if not any(figure(shown, case, every, "dense", False) for _, case in here.iterrows()):
+            yield f"m {tokens} {level} {shape} {who} {text}"
 
 
 def index(page: str) -> Iterator[str]:
     """Yield each figure of a site's index that no run gives: its grids, its list of runs."""
-    yield from break_evens(page, pd.concat([cases(run) for run in runs()], ignore_index=True))
+    yield from break_evens(page, every_case())
     yield from grids(page)
     for line in re.findall(r'<tr id="([^"]*"><td><a href="runs/.*?)</tr>', page):
         (run,) = (each for each in runs() if digest(each) in line)

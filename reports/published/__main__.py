@@ -49,8 +49,8 @@ its clock, to keep its power limit, for over a fifth of the time. A contest's co
 "Slow peers" counts the cases of peers that another run on this kind of GPU timed more than 10 %
 faster, and gives the largest factor: leads over them are too large by as much.
 
-The campaign `suites/campaigns/published.yaml` measures everything at one commit. A run of another
-commit has replaced one of its runs since; CHANGELOG.md says why. Runs named `-sim` are modelled,
+The campaign `suites/campaigns/published.yaml` measures everything at one commit. The list names the
+commit of each run; where it is another one, CHANGELOG.md says why. Runs named `-sim` are modelled,
 not measured.
 """
 RUNS = {

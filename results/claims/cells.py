@@ -12,7 +12,6 @@ that a site keeps them beside its runs.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import exp, log
 from typing import Any
 
@@ -80,6 +79,11 @@ class Cell:
     def processes(self) -> int:
         """Return how many processes have a ratio."""
         return len(self.logs)
+
+    @property
+    def weight(self) -> tuple[bool, int, float]:
+        """Return what ranks equally reliable cells: a search, processes, a narrow interval."""
+        return self.searched, self.processes, self.low - self.high
 
     @property
     def density(self) -> float:
@@ -179,14 +183,9 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
             if other.fields["op"] == test.over and _place(other) == _place(cell)
         ]
         if same:
-            best = max(same, key=partial(_beside, run=cell.run))
+            best = max(same, key=lambda each: (each.reliable, each.run == cell.run, *each.weight))
             made.append(_over(test, cell, best))
     return made
-
-
-def _beside(cell: Cell, run: str) -> tuple[bool, bool, bool, int, float]:
-    width = cell.high - cell.low
-    return cell.reliable, cell.run == run, cell.searched, cell.processes, -width
 
 
 def _over(test: Test, cell: Cell, other: Cell) -> Cell:

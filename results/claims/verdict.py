@@ -282,6 +282,8 @@ def _for_all(
 def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: int) -> Decision:
     """Judge by one cell. The best of several must be met in a run that was made for it."""
     alone = len(cells) == 1 and not unmeasured
+    only = "the only cell" if alone else "the only cell measured"
+    which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
     proven = [c for c in cells if states[c.problem] == "met" and (c.confirms or alone)]
     if proven:
         best = _best(test, proven)
@@ -292,28 +294,22 @@ def _exists(test: Test, cells: list[Cell], states: dict[str, str], unmeasured: i
     met = [cell for cell in hopeful if states[cell.problem] == "met"]
     if met:
         best = _best(test, met)
-        why = f"{_best_of(cells)}, {best.label}, has {has(test, best)}; {asked(test)}"
+        why = f"{which}, {best.label}, has {has(test, best)}; {asked(test)}"
         word, _, deciding, _ = _open("", [best])
         return word, f"{why}. A run made for it alone would decide.", deciding, best
     unclear = [cell for cell in cells if states[cell.problem] == "unclear"]
     if unclear:
         best = _best(test, unclear)
-        which = "the only cell" if alone else _best_of(cells)
         why = f"{which}, {best.label}, has {has(test, best)}, astride the {limit(test)} asked for"
         confirm = None if best.confirms or alone else best
         return Word.INCONCLUSIVE, f"{why}{more(test, best)}.", [best], confirm
     best = _best(test, cells)
     if unmeasured:
         return _open(f"the best so far has {said(test, best)}; {not_measured(unmeasured)}", [best])
-    which = f"the best of {len(cells)} cells, {best.label}," if len(cells) > 1 else "the only cell"
-    why = f"{which} has {has(test, best)}; {asked(test)}"
+    why = f"{which}{'' if alone else f', {best.label},'} has {has(test, best)}; {asked(test)}"
     if _partly(test, best):
         return Word.PARTLY, f"{why}.", [best], None
     return _missed(test, why, cells, best)
-
-
-def _best_of(cells: list[Cell]) -> str:
-    return f"the best of {len(cells)} cells" if len(cells) > 1 else "the only cell measured"
 
 
 def _missed(test: Test, why: str, cells: list[Cell], deciding: Cell) -> Decision:
@@ -343,8 +339,7 @@ def _counted(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _counts(cell: Cell) -> tuple[bool, bool, bool, bool, int, float]:
-    run = cell.reliable, cell.confirms, cell.searched
-    return not cell.reason, *run, cell.processes, cell.low - cell.high
+    return not cell.reason, cell.reliable, cell.confirms, *cell.weight
 
 
 def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:

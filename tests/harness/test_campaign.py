@@ -374,6 +374,7 @@ def found() -> list[costing.Estimate]:
 def test_the_published_campaign_costs_at_most_its_budget(found: list[costing.Estimate]) -> None:
     assert "published" in campaigns()
     assert not [each.entry.name for each in found if each.seconds is None]
+    assert "as the run dlmc-csr" in {each.how for each in found if each.entry.name == "dlmc-csr"}
     assert {each.entry.replicates for each in found} >= {8}
 
 

@@ -24,11 +24,7 @@ from sparsebench.results.record import DEFAULTS_ONCE, ONCE, Problem
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 
 
-NO_SOURCES = {
-    "dlmc",
-    "dlmc-csr",
-    "trained",
-}  # their suites take files that the repository does not hold
+NO_SOURCES = {"dlmc", "dlmc-csr", "trained"}  # they take files that the repository does not hold
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: str(p.relative_to(PUBLISHED)))
@@ -71,10 +67,7 @@ def test_a_published_run_was_measured_by_the_code_of_its_commit(
     )
     command = [sys.executable, "-P", "-S", "-c", program]  # -S: no installed sparsebench
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [
-        str(tmp_path / "sparsebench/harness/machine/code.py"),
-        digest,
-    ]
+    assert done.stdout.split() == [f"{tmp_path}/sparsebench/harness/machine/code.py", digest]
 
 
 def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
