@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import assert_passes, has_interpreter
 
 from sparsebench.harness.bench import ceilings, contest
 from sparsebench.harness.bench.ceilings import measure
@@ -17,6 +16,7 @@ from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.emulation.triton_interpreter import assert_passes, has_interpreter
 
 SUITE = """
 schema: sparsebench/suite@1

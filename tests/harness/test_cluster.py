@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness._cli_cluster import go_on, is_shared
@@ -29,6 +28,7 @@ from sparsebench.harness.run.validate import validate
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
+from tests.tools.command_line import sparsebench
 
 SUITE = """
 schema: sparsebench/suite@1

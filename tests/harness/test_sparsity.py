@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import sparsebench
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
@@ -24,6 +23,7 @@ from sparsebench.harness.train_lm.model import Decoder, Sizes
 from sparsebench.harness.train_lm.text import Text, contexts, evenly, standard_library
 from sparsebench.harness.train_lm.train import FIRST, Settings, count, mlp_inputs, train
 from sparsebench.results.record import Contender, Problem, Status
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=2, width=32, hidden=96, heads=2, context=32)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.harness.bench import energy
 from sparsebench.harness.whole import command, step
@@ -17,6 +16,7 @@ from sparsebench.harness.whole.command import measure, table
 from sparsebench.harness.whole.model import Pass, Shape, Weights, calibrate, counted, drawn, forward
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results import whole
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=64, hidden=128, heads=2, vocab=50, sequences=2, context=64, active=6)

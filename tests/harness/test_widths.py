@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.train_lm import blocks, widths
@@ -14,6 +13,7 @@ from sparsebench.harness.train_lm.blocks import Blocks, decoder, fan_in, links, 
 from sparsebench.harness.train_lm.model import Sizes
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 from sparsebench.results.widths import Width, Widths, read
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=1, width=128, hidden=256, heads=8, context=16)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from command import sparsebench
-from places import PUBLISHED
 
 from sparsebench.errors import ResultError
 from sparsebench.harness import _cli
@@ -21,6 +19,8 @@ from sparsebench.reports.figures.pareto import front
 from sparsebench.results import pruning, store
 from sparsebench.results.pruning import SCHEMA, Pruning
 from sparsebench.results.store import Run
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -7,9 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import outsider
 import pytest
-from simulated_here import in_this_process
 
 from sparsebench.harness.campaign.pieces import pack
 from sparsebench.harness.plan.suite import read
@@ -24,6 +22,8 @@ from sparsebench.reports.published._summary import Question, headline
 from sparsebench.results import bundle
 from sparsebench.results.analysis import analyse
 from sparsebench.results.noise import Noise, Reliability
+from tests import outsider
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from made_up_claims import CLAIM
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.catalog import load
@@ -18,6 +17,7 @@ from sparsebench.results.claims.verdict import Word
 from sparsebench.results.store import write_json
 from sparsebench.results.whole import Way, Whole
 from sparsebench.results.widths import Width, Widths
+from tests.results.claim_examples import CLAIM
 
 TEST = {
     **{"name": "at equal cost", "trained": "parameters", "metric": "loss_saved", "at_least": 1},

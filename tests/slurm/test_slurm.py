@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -12,10 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-
-from box import Box, box, missing
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.cluster import folder as folders
@@ -27,6 +22,7 @@ from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.validate import validate
 from sparsebench.results import store
 from sparsebench.results.record import Row
+from tests.slurm.box import Box, box, missing
 
 pytest.importorskip("submitit")
 pytestmark = [

@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
-from on_hopper import assert_compiles_cleanly, hopper
-from places import cuda_source
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -28,6 +24,10 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.emulation.cuda_on_cpu import built
+from tests.tools.marks import sampled
+from tests.tools.paths import cuda_source
 
 STAND_INS = """
   #include "mma_on_cpu.h"

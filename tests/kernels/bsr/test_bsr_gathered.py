@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_triton import SHARED_BYTES, complaint_about
-from sample import sampled
 from triton.compiler import ASTSource
 
 from sparsebench.errors import Unsupported
@@ -20,6 +18,8 @@ from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import bsr_gathered
 from sparsebench.kernels.bsr.bsr_gathered import Config
 from sparsebench.results.record import Problem
+from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
+from tests.tools.marks import sampled
 
 BLOCKS = ((8, 8), (10, 10), (16, 16), (32, 32), (16, 8))
 ITEMSIZE = {"bf16": 2, "fp32": 4, "tf32": 4}

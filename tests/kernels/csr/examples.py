@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from places import cuda_source
 from torch import Tensor
 
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.cuda import AMPERE
+from tests.tools.paths import cuda_source
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
