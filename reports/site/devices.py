@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsebench.reports import comparison
-from sparsebench.reports.publish._card import PLACE, Card
-from sparsebench.reports.publish._pages import safe
+from sparsebench.reports.site.cards import PLACE, Card
+from sparsebench.reports.site.pages import safe
 from sparsebench.results import store
 from sparsebench.results.answer import Badge
 from sparsebench.results.words import listed

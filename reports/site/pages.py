@@ -19,8 +19,8 @@ import pandas as pd
 import yaml
 
 from sparsebench.reports.build import Surrounding
-from sparsebench.reports.publish import _tables
-from sparsebench.reports.publish._card import Card, lines, pays
+from sparsebench.reports.site import grids
+from sparsebench.reports.site.cards import Card, lines, pays
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.families import family
 from sparsebench.results.redaction import Removed
@@ -139,7 +139,7 @@ def _templates() -> jinja2.Environment:
         autoescape=True, undefined=jinja2.StrictUndefined, loader=loader, trim_blocks=True
     )
     environment.filters["amount"] = amount
-    environment.globals |= {"page_of": page_of, "named": _tables.named}
+    environment.globals |= {"page_of": page_of, "named": grids.named}
     return environment
 
 
@@ -158,29 +158,29 @@ def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:
                 "name": gpu,
                 "simulated": modelled,
                 "cards": own,
-                "gains": _tables.gains(every[every.gpu == gpu]),
-                "pays": _tables.pays(of_pays[of_pays.gpu == gpu]),
+                "gains": grids.gains(every[every.gpu == gpu]),
+                "pays": grids.pays(of_pays[of_pays.gpu == gpu]),
             }
         )
     return sorted(found, key=lambda gpu: (gpu["simulated"], -len(gpu["cards"])))
 
 
 def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[str, Any]) -> str:
-    grids = [
-        (gpu, grid) for gpu, of in own.groupby("gpu", sort=False) if (grid := _tables.gains(of))
+    tables = [
+        (gpu, grid) for gpu, of in own.groupby("gpu", sort=False) if (grid := grids.gains(of))
     ]
     return render(
         "site_name.html",
         **shared,
         what=what,
         name=name,
-        title=_tables.named(name) if what == "format" else name,
+        title=grids.named(name) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
-        best=_tables.best_places(own),
-        grids=grids,
+        best=grids.best_places(own),
+        grids=tables,
         others=sorted(own.kernel.unique() if what == "format" else own.kind.unique()),
-        cases=_tables.cases(own),
+        cases=grids.cases(own),
     )
 
 

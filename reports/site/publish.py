@@ -1,13 +1,13 @@
 """A static site of runs: what is there stays, a new run is added, and only what changed is redone.
 
-    DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (_pages.py)
+    DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (pages.py)
     DIR/runs/SLUG/     a bundle that `sparsebench validate` reads: rows.jsonl.gz, suite.yaml, ...
                        removed.json     what is not in it (results/redaction.py)
                        name.txt         the name of the folder that it came from
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
     DIR/claims/        a page a claim, judged by all runs of the site (reports/claims)
-    DIR/compare/       a page a suite that several devices ran (_compared.py)
+    DIR/compare/       a page a suite that several devices ran (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
 A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when
@@ -30,9 +30,9 @@ from pathlib import Path
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.publish import _compared
-from sparsebench.reports.publish._card import SCHEMA, Card, card, cells
-from sparsebench.reports.publish._pages import Site, around, pages
+from sparsebench.reports.site import devices
+from sparsebench.reports.site.cards import SCHEMA, Card, card, cells
+from sparsebench.reports.site.pages import Site, around, pages
 from sparsebench.results import bundle, redaction, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.environment import device_name
@@ -78,9 +78,9 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     cards = [_card(to / "runs" / slug) for slug in _slugs(to)]
     judged = claims.entries(site.claims, cells(cards))
     own = dict(claims.pages(judged, site)) if judged else {}
-    devices = _compared.compared(cards)
-    own |= _compared.pages(to, devices, redone)
-    held = {each.title: f"{each.name}.html" for each in devices}
+    suites = devices.compared(cards)
+    own |= devices.pages(to, suites, redone)
+    held = {each.title: f"{each.name}.html" for each in suites}
     _write_pages(to, {**own, **dict(pages(cards, site, claims.lines(judged), held))})
     (to / STATE).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
     return Published([each.slug for each in cards], redone, _notes(to, written, site))
@@ -246,7 +246,7 @@ def _code() -> str:
 def _sources(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
     found = []
     for entry in folder.iterdir():
-        if entry.is_dir() and entry.name in ("claims", "figures", "publish", "templates"):
+        if entry.is_dir() and entry.name in ("claims", "figures", "site", "templates"):
             found += _sources(entry, f"{prefix}{entry.name}/")
         elif entry.is_file() and (prefix == "templates/" or entry.name.endswith(".py")):
             found.append((prefix + entry.name, entry.read_bytes()))
