@@ -39,8 +39,8 @@ FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _
     "csr": set(),
     "spense": {"dense"},
     "peers": {"dense"},
-    "sparse_activations": {"dense", "spense"},
-    "nn": {"bsr", "spense", "sparse_activations"},
+    "twell": {"dense", "spense"},
+    "nn": {"bsr", "spense", "twell"},
 }
 
 

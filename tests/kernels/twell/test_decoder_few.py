@@ -21,7 +21,7 @@ from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _decoder, cublas
-from sparsebench.kernels.sparse_activations import decoder_few, ffn_few
+from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

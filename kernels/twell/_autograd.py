@@ -20,8 +20,8 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.transforms import one_by_one, transformed
 from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
-from sparsebench.kernels.sparse_activations import _gather, _index, _overflow
-from sparsebench.kernels.sparse_activations._index import Active, require_room
+from sparsebench.kernels.twell import _gather, _index, _overflow
+from sparsebench.kernels.twell._index import Active, require_room
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU

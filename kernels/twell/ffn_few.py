@@ -34,8 +34,8 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.sparse_activations import _layer
-from sparsebench.kernels.sparse_activations._layer import MOST_K, Layer, layer_of
+from sparsebench.kernels.twell import _layer
+from sparsebench.kernels.twell._layer import MOST_K, Layer, layer_of
 from sparsebench.results.record import Problem
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # of a launch; m are padded to a power of two

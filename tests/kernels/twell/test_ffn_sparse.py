@@ -31,7 +31,7 @@ from sparsebench.kernels._common.search import Search
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Portfolio
 from sparsebench.kernels.dense import ffn_dense_triton, torch_compile
-from sparsebench.kernels.sparse_activations import (
+from sparsebench.kernels.twell import (
     _grouped,
     _remainder,
     ffn_few,
@@ -40,7 +40,7 @@ from sparsebench.kernels.sparse_activations import (
     mlp_few,
     mlp_sparse,
 )
-from sparsebench.kernels.sparse_activations._twell_gate import Tiles
+from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
 
 CPU = torch.device("cpu")

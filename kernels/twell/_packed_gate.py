@@ -24,9 +24,9 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.cuda import ahead
-from sparsebench.kernels.sparse_activations._gate import Gate, fastest
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
+from sparsebench.kernels.twell._gate import Gate, fastest
 
 EIGHT = 8  # tokens to a byte
 

@@ -8,8 +8,8 @@ kernels are cublas and torch_compile.
 
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas, torch_compile
-from sparsebench.kernels.sparse_activations._layer import unsupported
-from sparsebench.kernels.sparse_activations.ffn_sparse import Way, fastest_of
+from sparsebench.kernels.twell._layer import unsupported
+from sparsebench.kernels.twell.ffn_sparse import Way, fastest_of
 
 DENSE = {"cublas": cublas, "torch_compile": torch_compile}
 

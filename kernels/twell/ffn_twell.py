@@ -10,9 +10,9 @@ group of tokens with many units on is left to a dense product, as ffn_sparse.py 
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.sparse_activations import _grouped
-from sparsebench.kernels.sparse_activations._layer import layer_of, unsupported
-from sparsebench.kernels.sparse_activations._twell_gate import Tiles
+from sparsebench.kernels.twell import _grouped
+from sparsebench.kernels.twell._layer import layer_of, unsupported
+from sparsebench.kernels.twell._twell_gate import Tiles
 
 
 def prepare(operands: Operands, *, tile: int = 256, capacity: int = 31) -> Launch:

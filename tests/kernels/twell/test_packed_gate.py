@@ -18,10 +18,10 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.sparse_activations import _packed_gate
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config
+from sparsebench.kernels.twell import _packed_gate
 
 READ = """
 static uint4 ld_shared_v4(u32 at) {  // some warps are much later than others, in either order

@@ -32,7 +32,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
 )
 from sparsebench.kernels._common.tuned_table import multiprocessors
-from sparsebench.kernels.sparse_activations._gate import Gate, fastest
+from sparsebench.kernels.twell._gate import Gate, fastest
 
 TOKENS, UNITS = 128, 256  # of a CTA tile
 BOX_TOKENS, BOX = 64, 64  # of X; columns of k

@@ -14,8 +14,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench.check import Expected, check
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.sparse_activations import _grouped, _remainder, ffn_few
-from sparsebench.kernels.sparse_activations._layer import Layer
+from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
+from sparsebench.kernels.twell._layer import Layer
 from sparsebench.results.record import Problem
 
 TOKENS = 33, 64, 65, 100, 129, 255, 500

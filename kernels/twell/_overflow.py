@@ -30,8 +30,8 @@ from torch import Tensor
 
 from sparsebench.kernels._common.triton import BoundKernel, box, options
 from sparsebench.kernels._common.tuned_table import multiprocessors
-from sparsebench.kernels.sparse_activations._gather import act, sign
-from sparsebench.kernels.sparse_activations._index import Active
+from sparsebench.kernels.twell._gather import act, sign
+from sparsebench.kernels.twell._index import Active
 
 BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2
 DEPTH_BYTES, STAGES = 128, 3

@@ -43,11 +43,11 @@ from sparsebench.kernels._common.cuda import (
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
-from sparsebench.kernels.sparse_activations import _packed_gate, _remainder, _twell_gate
-from sparsebench.kernels.sparse_activations._gate import Gate
-from sparsebench.kernels.sparse_activations._layer import Layer
-from sparsebench.kernels.sparse_activations._remainder import GROUP
-from sparsebench.kernels.sparse_activations._twell_gate import Tiles
+from sparsebench.kernels.twell import _packed_gate, _remainder, _twell_gate
+from sparsebench.kernels.twell._gate import Gate
+from sparsebench.kernels.twell._layer import Layer
+from sparsebench.kernels.twell._remainder import GROUP
+from sparsebench.kernels.twell._twell_gate import Tiles
 
 MOST_SPLIT = 8
 MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it

@@ -17,8 +17,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.sparse_activations import _twell_gate, ffn_twell
-from sparsebench.kernels.sparse_activations._twell_gate import Config, Tiles
+from sparsebench.kernels.twell import _twell_gate, ffn_twell
+from sparsebench.kernels.twell._twell_gate import Config, Tiles
 
 TILES = [Tiles(256, 31), Tiles(256, 127), Tiles(64, 7), Tiles(128, 3), Tiles(256, 3)]
 

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.triton import BoundKernel, whole_tile
-from sparsebench.kernels.sparse_activations._index import Active
+from sparsebench.kernels.twell._index import Active
 
 SDD_ROWS, SDD_ENTRIES, SDD_PARTS = 8, 64, 4  # entries a step, programs for a group of rows
 SDD_DEPTH, SDD_STAGES = 64, 4  # columns a stage

@@ -18,7 +18,7 @@ from sparsebench.kernels._common.cuda import unsupported_on_hopper
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import Part, dense_part
-from sparsebench.kernels.sparse_activations import _layer, ffn_few
+from sparsebench.kernels.twell import _layer, ffn_few
 from sparsebench.results.record import Problem
 
 

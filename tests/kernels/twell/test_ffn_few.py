@@ -18,7 +18,7 @@ from torch import Tensor
 from sparsebench.harness.bench.check import Expected, check
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.sparse_activations import ffn_few
+from sparsebench.kernels.twell import ffn_few
 
 GPU = torch.device("cuda", 0)
 Operands = tuple[Tensor, Tensor, Tensor | None, Tensor]

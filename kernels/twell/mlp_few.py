@@ -6,6 +6,6 @@ All as in ffn_few.py, with U in the place of the gate: Wu is read whole, and row
 """
 
 from sparsebench.kernels._kernel import Kernel
-from sparsebench.kernels.sparse_activations.ffn_few import prepare, unsupported
+from sparsebench.kernels.twell.ffn_few import prepare, unsupported
 
 KERNEL = Kernel("mlp", "dense", "cuda", prepare, unsupported)

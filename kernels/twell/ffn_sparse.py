@@ -23,8 +23,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.search import part_of, search, told_of
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas_ffn, ffn_dense_triton
-from sparsebench.kernels.sparse_activations import _grouped, ffn_few
-from sparsebench.kernels.sparse_activations._layer import Layer, layer_of, unsupported
+from sparsebench.kernels.twell import _grouped, ffn_few
+from sparsebench.kernels.twell._layer import Layer, layer_of, unsupported
 
 Way = Literal["best", "sparse", "library", "packed", "alone", "few"]
 Name = Literal["few", "library", "packed", "alone", "dense"]
