@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, relu, rms_norm
 
-from sparsebench.harness.train_lm.model import EPSILON, attention
+from sparsebench.harness.models.train_lm.model import EPSILON, attention
 
 DEVIATION = 0.02
 SAMPLE = 16384  # tokens that a gain is found with, at most: they are taken evenly from all

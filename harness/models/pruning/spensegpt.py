@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.pruning.pattern import TWO_FOUR, Pattern
+from sparsebench.harness.models.pruning.pattern import TWO_FOUR, Pattern
 
 BLOCK = 128
 DAMPING = 0.01

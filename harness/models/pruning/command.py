@@ -25,15 +25,15 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
-from sparsebench.harness.pruning import model as whole
-from sparsebench.harness.pruning.layer import (
+from sparsebench.harness.models.pruning import model as whole
+from sparsebench.harness.models.pruning.layer import (
     Recipe,
     linear_errors,
     mlp_errors,
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.pruning.mlp import GatedMLP
+from sparsebench.harness.models.pruning.mlp import GatedMLP
 from sparsebench.results.pruning import SCHEMA, Pruned, Pruning
 
 HELD_OUT = 0.25

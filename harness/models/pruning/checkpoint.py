@@ -24,7 +24,7 @@ from torch import nn
 
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import require
-from sparsebench.harness.pruning.gated import DenseGatedMLP, Gated, named
+from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated, named
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,

@@ -6,7 +6,7 @@ Source: Sun et al., arXiv 2306.11695, section 3.
 
 from torch import Tensor
 
-from sparsebench.harness.pruning.pattern import TWO_FOUR, Pattern, keep
+from sparsebench.harness.models.pruning.pattern import TWO_FOUR, Pattern, keep
 
 
 def prune(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import require
 from sparsebench.formats.spense import sparse_shape_of
-from sparsebench.harness.pruning import checkpoint
-from sparsebench.harness.pruning.gated import (
+from sparsebench.harness.models.pruning import checkpoint
+from sparsebench.harness.models.pruning.gated import (
     Gated,
     named,
     require_gated,
     require_plain,
     require_steps,
 )
-from sparsebench.harness.pruning.pattern import Pattern, keep
-from sparsebench.harness.pruning.region import dense_count
+from sparsebench.harness.models.pruning.pattern import Pattern, keep
+from sparsebench.harness.models.pruning.region import dense_count
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.train_lm.model import Decoder
-from sparsebench.harness.train_lm.text import evenly, standard_library
-from sparsebench.harness.train_lm.train import Settings, mlp_inputs, train
+from sparsebench.harness.models.train_lm.model import Decoder
+from sparsebench.harness.models.train_lm.text import evenly, standard_library
+from sparsebench.harness.models.train_lm.train import Settings, mlp_inputs, train
 from sparsebench.results.train_lm import SCHEMA, Trained, Training
 
 SAMPLE = 4096  # tokens of x in the file, at most

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.models.train_lm.model import DEVIATION, Decoder, Sizes
 from sparsebench.harness.patterns.small_world import ring, ring_cells
-from sparsebench.harness.train_lm.model import DEVIATION, Decoder, Sizes
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 
 WEIGHTS = "qkv", "out", "wg", "wu", "wd"

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, relu
 
 from sparsebench.errors import FormatError, SparsebenchError
 from sparsebench.formats._format import require
-from sparsebench.harness.pruning import mlp
+from sparsebench.harness.models.pruning import mlp
 
 PARTS = "gate_proj", "up_proj", "down_proj"
 ACTIVATIONS = mlp.ACTIVATIONS | {"relu2": lambda x: relu(x).square()}

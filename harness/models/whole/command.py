@@ -34,7 +34,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.energy import pieces, require_meter_on
 from sparsebench.harness.bench.entry import bound, one_line, synchronize
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.whole.model import (
+from sparsebench.harness.models.whole.model import (
     Pass,
     Shape,
     Weights,
@@ -44,7 +44,7 @@ from sparsebench.harness.whole.model import (
     forward,
     mlp,
 )
-from sparsebench.harness.whole.step import MLPS, Mlp, step
+from sparsebench.harness.models.whole.step import MLPS, Mlp, step
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem
 from sparsebench.results.store import write_json

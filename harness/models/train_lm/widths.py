@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.train_lm.blocks import (
+from sparsebench.harness.models.train_lm.blocks import (
     PATTERNS,
     USUAL,
     Blocks,
@@ -33,9 +33,9 @@ from sparsebench.harness.train_lm.blocks import (
     fan_ins,
     sparsity_of,
 )
-from sparsebench.harness.train_lm.model import BYTES, Decoder, Sizes
-from sparsebench.harness.train_lm.text import Text, contexts, evenly, standard_library
-from sparsebench.harness.train_lm.train import Settings, products, rate
+from sparsebench.harness.models.train_lm.model import BYTES, Decoder, Sizes
+from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
+from sparsebench.harness.models.train_lm.train import Settings, products, rate
 from sparsebench.kernels.nn.captured_step import CapturedStep
 from sparsebench.results.store import write_json
 from sparsebench.results.widths import DENSE, SCHEMA, Width, Widths

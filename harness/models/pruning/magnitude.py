@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from sparsebench.harness.pruning.pattern import TWO_FOUR, Pattern, keep
+from sparsebench.harness.models.pruning.pattern import TWO_FOUR, Pattern, keep
 
 
 def prune(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:

@@ -30,10 +30,10 @@ from torch.nn.functional import cross_entropy
 
 from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.inputs.sources import require_regular, sha256
-from sparsebench.harness.pruning.gated import Gated, named, require_gated
-from sparsebench.harness.pruning.layer import Recipe, mlp_errors, prune_mlp
-from sparsebench.harness.pruning.mlp import ACTIVATIONS, GatedMLP
-from sparsebench.harness.pruning.sparsify import TwoFour, sparsify_
+from sparsebench.harness.models.pruning.gated import Gated, named, require_gated
+from sparsebench.harness.models.pruning.layer import Recipe, mlp_errors, prune_mlp
+from sparsebench.harness.models.pruning.mlp import ACTIVATIONS, GatedMLP
+from sparsebench.harness.models.pruning.sparsify import TwoFour, sparsify_
 
 CONTEXT = 1024
 

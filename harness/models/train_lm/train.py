@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.train_lm.model import Decoder, Sizes
-from sparsebench.harness.train_lm.text import Text, contexts, evenly
+from sparsebench.harness.models.train_lm.model import Decoder, Sizes
+from sparsebench.harness.models.train_lm.text import Text, contexts, evenly
 from sparsebench.results.train_lm import LayerCount, Trained
 
 FIRST = 8  # places of a context that are counted one by one

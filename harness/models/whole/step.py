@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 
-from sparsebench.harness.train_lm.model import attention
-from sparsebench.harness.train_lm.train import products
-from sparsebench.harness.whole.model import Shape, Weights, mlp, norm
+from sparsebench.harness.models.train_lm.model import attention
+from sparsebench.harness.models.train_lm.train import products
+from sparsebench.harness.models.whole.model import Shape, Weights, mlp, norm
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 
 RATE, L1 = 1e-9, 2e-5

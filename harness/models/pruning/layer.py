@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.pruning import magnitude, region, spensegpt, wanda
-from sparsebench.harness.pruning.mlp import (
+from sparsebench.harness.models.pruning import magnitude, region, spensegpt, wanda
+from sparsebench.harness.models.pruning.mlp import (
     GatedMLP,
     PrunedLinear,
     PrunedMLP,
@@ -26,7 +26,7 @@ from sparsebench.harness.pruning.mlp import (
     require_one_of,
     require_weight,
 )
-from sparsebench.harness.pruning.pattern import Pattern
+from sparsebench.harness.models.pruning.pattern import Pattern
 
 Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
 METHODS: dict[str, Prune] = {
