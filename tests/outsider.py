@@ -29,7 +29,7 @@ import pandas as pd
 
 ROOT = Path(sys.argv[1] if __name__ == "__main__" and sys.argv[1:] else Path(__file__).parents[1])
 HOME = ROOT / "results/published"
-FAMILIES = "bitmap", "bsr", "csr", "sparse_activations", "spense"
+FAMILIES = "bitmap", "bsr", "csr", "twell", "spense"
 OURS = {file.stem for name in FAMILIES for file in (ROOT / "kernels" / name).glob("*.py")}
 OPS = {"forward": "linear", "dX": "linear_dgrad", "dW": "linear_wgrad"}
 EAGER = ["cublas", "torch_compile", "torch_dense"]

@@ -90,7 +90,7 @@ def test_kernels_are_ours_by_their_folder() -> None:
         files = (KERNELS / folder).glob("*.py")
         return {file.stem for file in files if not file.stem.startswith("_")}
 
-    folders = ("bitmap", "bsr", "csr", "spense", "sparse_activations")
+    folders = ("bitmap", "bsr", "csr", "spense", "twell")
     assert set(ours()) == set.union(*map(names, folders))
     assert not set(ours()) & (names("dense") | names("peers"))
 
