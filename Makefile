@@ -29,7 +29,7 @@ compiled: .venv/installed
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal -m compiles --record
 
 # The site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
-SITE := reports/site
+SITE := site
 site: .venv/installed
 	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --to $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
     from sparsebench.harness.run.runner import Pinned
     from sparsebench.harness.run.state import Flags
-    from sparsebench.harness.run.watch import Told
+    from sparsebench.harness.run.watch import OnMessage
     from sparsebench.results.store import Run
 
 Devices = Annotated[str, typer.Option(help="GPUs of this host that share the plan: cuda:0,cuda:1.")]
@@ -85,7 +85,7 @@ class Ways:
         progress: Show,
         pinned: "Sequence[Pinned]" = (),
         origin: Mapping[str, Any] | None = None,
-        told: "Told" = lambda finding: None,
+        on_message: "OnMessage" = lambda finding: None,
     ) -> Path:
         """Measure as harness/run/measure.py does, shared out; a stopped one at `to` goes on."""
         from sparsebench.harness.cluster.devices import share
@@ -97,7 +97,7 @@ class Ways:
         count = len(self.named) if self.devices else self.shards
         to = to or _new_path(suite.name, count, "devices" if self.devices else "jobs")
         if self.devices:
-            return share(suite, flags, self.named, to, progress, pinned, origin, told)
+            return share(suite, flags, self.named, to, progress, pinned, origin, on_message)
         by, options = ("slurm", read_options(self.slurm)) if self.slurm else ("local", {})
         devices = (flags.device,) * count
         if by == "local" and flags.device.startswith("cuda") and count > 1:
@@ -121,7 +121,7 @@ def not_merged(run: "Run") -> "Run":
     return run
 
 
-def go_on(run: Path, progress: Show, told: "Told") -> Path:
+def go_on(run: Path, progress: Show, on_message: "OnMessage") -> Path:
     """Go on with a run that is shared out, and return the merged one."""
     from sparsebench.harness.cluster import devices, jobs
     from sparsebench.harness.cluster import folder as folders
@@ -130,7 +130,7 @@ def go_on(run: Path, progress: Show, told: "Told") -> Path:
     plan = folders.read(folder)
     suite = folders.suite(folder, plan)
     if plan.by == "devices":
-        return devices.go_on(folder, suite, plan, progress, told)
+        return devices.go_on(folder, suite, plan, progress, on_message)
     return jobs.go_on(folder, suite, plan, progress)
 
 

@@ -173,7 +173,7 @@ def run(
     if not progress:
         return load(measure(asked, flags, to, None))
     with progress_bar() as show:
-        return load(measure(asked, flags, to, None, show, told=telling()))
+        return load(measure(asked, flags, to, None, show, on_message=telling()))
 
 
 def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":

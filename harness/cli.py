@@ -254,7 +254,7 @@ def _measured(
     engine = ways.measure if ways else measure
     ahead.meanwhile(*REPORTING)
     with measuring() as show:
-        return engine(asked, flags, to, resume, show, told=telling(debug))
+        return engine(asked, flags, to, resume, show, on_message=telling(debug))
 
 
 def _told(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:

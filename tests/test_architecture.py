@@ -39,8 +39,8 @@ FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _
     "csr": set(),
     "spense": {"dense"},
     "peers": {"dense"},
-    "sparse_activations": {"dense", "spense"},
-    "nn": {"bsr", "spense", "sparse_activations"},
+    "twell": {"dense", "spense"},
+    "nn": {"bsr", "spense", "twell"},
 }
 
 
@@ -68,9 +68,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
     "campaign": {"machine", "plan", "run", "claims", "cluster"},
     "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
-    "pruning": {"inputs"},
-    "train_lm": {"patterns"},
-    "whole": {"catalog", "machine", "bench", "train_lm"},
+    "models": {"inputs", "machine", "patterns", "catalog", "bench"},
 }
 WAYS_IN = {
     "cli",

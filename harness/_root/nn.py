@@ -10,8 +10,8 @@ Where transformers is installed, importing this module also lets `from_pretraine
 
 from importlib.util import find_spec
 
-from sparsebench.harness.pruning.checkpoint import register
-from sparsebench.harness.pruning.sparsify import (
+from sparsebench.harness.models.pruning.checkpoint import register
+from sparsebench.harness.models.pruning.sparsify import (
     BlockSparse,
     SparseActivations,
     TwoFour,

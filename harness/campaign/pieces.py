@@ -28,7 +28,7 @@ from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import Told
+from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import bundle, files, store
 from sparsebench.results.environment import identity_at
 from sparsebench.results.record import Row
@@ -72,7 +72,7 @@ class Pieces:
     card: str
     until: float
     begun: Callable[[Part], None] = lambda part: None
-    told: Told = lambda finding: None
+    on_message: OnMessage = lambda finding: None
 
     def measure(
         self,
@@ -104,7 +104,7 @@ class Pieces:
             try:
                 measure(
                     suite, flags, target, own[-1] if own else None,
-                    progress=progress, pinned=pinned, origin=origin, told=self.told,
+                    progress=progress, pinned=pinned, origin=origin, on_message=self.on_message,
                     until=self.until, part=rest,
                 )  # fmt: skip
             finally:

@@ -40,7 +40,7 @@ from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.reproduce import reproduce
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import Told
+from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import bundle, files, store
 from sparsebench.results.environment import KIND, alike, require_alike
 
@@ -116,7 +116,7 @@ class Sitting:
     data: Path | None = None
     until: float = inf
     timeout_s: float = 120.0
-    told: Told = lambda finding: None
+    on_message: OnMessage = lambda finding: None
     said: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
@@ -242,7 +242,7 @@ class Sitting:
 
     def _measured(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
         """Measure an entry, whole, or raise Unfinished."""
-        engine = Pieces(card, self.until, self._parts.append, self.told).measure
+        engine = Pieces(card, self.until, self._parts.append, self.on_message).measure
         out, data = self.to / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         match entry.kind:

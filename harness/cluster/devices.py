@@ -26,7 +26,7 @@ from sparsebench.harness.run.measure import Progress, Rank, Stopped
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import Told
+from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import store
 from sparsebench.results.files import utf8
 
@@ -41,7 +41,7 @@ def share(
     progress: Progress = lambda done, total, problem: None,
     pinned: Sequence[Pinned] = (),
     origin: Mapping[str, Any] | None = None,
-    told: Told = lambda finding: None,
+    on_message: OnMessage = lambda finding: None,
     until: float = inf,
     rank: Rank = large_first,
 ) -> Path:
@@ -51,7 +51,7 @@ def share(
     """
     plan = Plan(suite.name, flags, tuple(devices), origin=dict(origin or {}))
     folder = prepared(out, suite, plan, pinned)
-    return go_on(folder, suite, plan, progress, told, until, rank)
+    return go_on(folder, suite, plan, progress, on_message, until, rank)
 
 
 def prepared(out: Path, suite: Suite, plan: Plan, pinned: Sequence[Pinned]) -> Path:
@@ -80,7 +80,7 @@ def go_on(
     suite: Suite,
     plan: Plan,
     progress: Progress = lambda done, total, problem: None,
-    told: Told = lambda finding: None,
+    on_message: OnMessage = lambda finding: None,
     until: float = inf,
     rank: Rank = large_first,
 ) -> Path:
@@ -94,7 +94,7 @@ def go_on(
         own = shown.of(number)
         work(
             folder, plan, suite, number,
-            progress=own, told=told, until=until, rank=rank, begun=parts.append,
+            progress=own, on_message=on_message, until=until, rank=rank, begun=parts.append,
         )  # fmt: skip
 
     with ThreadPoolExecutor(len(plan.devices)) as threads:

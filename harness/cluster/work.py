@@ -24,7 +24,7 @@ from sparsebench.harness.run.child import Log, Worker
 from sparsebench.harness.run.measure import Progress, Rank, finished, measure
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.state import Counts, Flags
-from sparsebench.harness.run.watch import Told
+from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import bundle, store
 from sparsebench.results.environment import identity_at
 from sparsebench.results.record import Row
@@ -45,7 +45,7 @@ def work(
     number: int,
     *,
     progress: Progress = lambda done, total, problem: None,
-    told: Told = lambda finding: None,
+    on_message: OnMessage = lambda finding: None,
     until: float = inf,
     begun: Begun = lambda part: None,
     rank: Rank = large_first,
@@ -67,7 +67,7 @@ def work(
         begun(part)
         go = partial(
             measure, suite, flags,
-            progress=progress, told=told, until=until, rank=rank, part=part,
+            progress=progress, on_message=on_message, until=until, rank=rank, part=part,
         )  # fmt: skip
         pinned = folders.pinned(folder)
         if same:

@@ -34,7 +34,7 @@ from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.plugins import code_of
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.run.state import Counts, Flags, Record, now
-from sparsebench.harness.run.watch import Told, Watch
+from sparsebench.harness.run.watch import OnMessage, Watch
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, choices, store
 from sparsebench.results.choices import Choices
@@ -70,7 +70,7 @@ def measure(
     progress: Progress = lambda done, total, problem: None,
     pinned: Sequence[Pinned] = (),
     origin: Mapping[str, Any] | None = None,
-    told: Told = lambda finding: None,
+    on_message: OnMessage = lambda finding: None,
     until: float = inf,
     rank: Rank = lambda contest: 0,
     part: Part | None = None,
@@ -82,8 +82,9 @@ def measure(
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
     it if it took as long as the longest so far. What is left then is left to --resume. Contests of
-    a lower `rank` come first in every process; equal ones are in an order drawn anew. `told` hears
-    of the machine, and why cases fail. With `part` the run is one of those that share the plan.
+    a lower `rank` come first in every process; equal ones are in an order drawn anew. `on_message`
+    receives machine findings and failure reasons. With `part` the run is one of those that share
+    the plan.
     """
     since = now()
     _require_flags(flags)
@@ -109,7 +110,7 @@ def measure(
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
-        watch = Watch(flags.device, runner, told)  # before anything runs: a GPU tells the last 1 s
+        watch = Watch(flags.device, runner, on_message)  # before: a GPU tells the last 1 s
         before = {**(origin or {}), "choices": chosen_by, **_part(flags, part)}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
         whole = planned(suite, flags.device, flags.only)
@@ -131,7 +132,7 @@ def measure(
             held.enter_context(store.locked(path))
         ahead.settled()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
-        runner.log.explained = lambda reason, text: told(failure(reason, text))
+        runner.log.explained = lambda reason, text: on_message(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
         try:

@@ -9,7 +9,7 @@ from sparsebench.harness.doctor.findings import Finding
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.runner import Runner
 
-Told = Callable[[Finding], None]
+OnMessage = Callable[[Finding], None]
 """Called with each finding on the machine (doctor/fitness.py), before the run and after it; and
 with why a case failed (findings.failure), when it does."""
 
@@ -20,10 +20,10 @@ class Watch:
     The time of a worker counts as ours once it has ended.
     """
 
-    def __init__(self, device: str, runner: Runner, told: Told) -> None:
+    def __init__(self, device: str, runner: Runner, on_message: OnMessage) -> None:
         """Look at the machine while the worker waits."""
         self._kind = "" if simulated(device) else device.partition(":")[0]
-        self._began, self._told = fitness.read_spent(), told
+        self._began, self._on_message = fitness.read_spent(), on_message
         self.found: dict[str, list[Finding]] = {}
         if self._kind:
             self._tell("before", fitness.before(self._kind, runner.about["identity"], runner.pid))
@@ -43,4 +43,4 @@ class Watch:
     def _tell(self, when: str, several: list[Finding]) -> None:
         self.found[when] = several
         for finding in several:
-            self._told(finding)
+            self._on_message(finding)

@@ -91,7 +91,7 @@ def test_kernels_are_ours_by_their_folder() -> None:
         second = {f"{file.stem}_dgrad" for file in files if "\nDGRAD = " in file.read_text()}
         return {file.stem for file in files} | second
 
-    folders = ("bitmap", "bsr", "csr", "spense", "sparse_activations")
+    folders = ("bitmap", "bsr", "csr", "spense", "twell")
     assert set(ours()) == set.union(*map(names, folders))
     assert not set(ours()) & (names("dense") | names("peers"))
 
