@@ -1,6 +1,7 @@
 """Names to modules and files. A name in a suite is a file name, and there is no registry.
 
     kernels/bsr/bsr_wgmma.py                  bsr_wgmma    a folder is searched one level deep
+      DGRAD = Kernel(...) in that file        bsr_wgmma_dgrad
     kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore is plumbing
     kernels/nn/linear.py                      (none)       it names no KERNEL
     suites/decode.yaml                        decode       data: its text is what the name means
@@ -41,6 +42,9 @@ CONSTANTS = {
     "reports.figures": "TITLE",
 }
 """What a file of each folder must name to be found."""
+
+SECOND = {"kernels": {"DGRAD": "_dgrad"}}
+"""Further objects that a file may name: each is listed as the file's name with a suffix."""
 
 DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}
 """What a file of data ends in, by folder: a new kind of entry points is a line here or above."""
@@ -159,7 +163,11 @@ def _own(folder: str) -> dict[str, str]:
     for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
         place = file.relative_to(root).with_suffix("").parts
         if not any(part.startswith("_") for part in place) and names.search(file.read_text()):
-            _add(found, place[-1], ".".join([package, *place]))
+            module, text = ".".join([package, *place]), file.read_text()
+            _add(found, place[-1], module)
+            for constant, suffix in SECOND.get(folder, {}).items():
+                if re.search(rf"^{constant} = ", text, re.MULTILINE):
+                    _add(found, place[-1] + suffix, f"{module}:{constant}")
     return found
 
 
