@@ -162,7 +162,7 @@ def run(
     measured is kept: the KeyboardInterrupt has its `path`, and `sparsebench run --resume PATH` goes
     on. Raises SuiteError, ResultError, WorkerError.
     """
-    from sparsebench.harness._cli import progress_bar, telling
+    from sparsebench.harness.commands._console import message_printer, progress_bar
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import measure
     from sparsebench.harness.run.state import Flags
@@ -173,7 +173,7 @@ def run(
     if not progress:
         return load(measure(asked, flags, to, None))
     with progress_bar() as show:
-        return load(measure(asked, flags, to, None, show, on_message=telling()))
+        return load(measure(asked, flags, to, None, show, on_message=message_printer()))
 
 
 def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":
