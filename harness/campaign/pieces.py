@@ -30,9 +30,9 @@ from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import bundle, files, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.formatting import amount
+from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row
-from sparsebench.results.words import amount
 
 
 class Unfinished(Exception):

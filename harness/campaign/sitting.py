@@ -42,7 +42,7 @@ from sparsebench.harness.run.reproduce import reproduce
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import bundle, files, store
-from sparsebench.results.environment import KIND, alike, require_alike
+from sparsebench.results.provenance import KIND, alike, require_alike
 
 LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"

@@ -26,7 +26,7 @@ from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.state import Counts, Flags
 from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import bundle, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row
 
 Begun = Callable[[Part], None]

@@ -5,7 +5,7 @@
 
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
 screening only chooses: none of its numbers is in the headline. On a device of the same kind its
-configurations are taken without a search, so a headline is about them (results/choices.py).
+configurations are taken without a search, so a headline is about them (results/provenance.py).
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,14 @@ from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.reproduce import Engine, again, whole
 from sparsebench.results import bundle
-from sparsebench.results.analysis import analyse
-from sparsebench.results.compare import KEYS
-from sparsebench.results.environment import device_name
+from sparsebench.results.analysis import analyse, compared
+from sparsebench.results.comparison import KEYS
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
+from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.verdict import compared
 
 
 @dataclass(frozen=True)

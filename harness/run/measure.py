@@ -36,14 +36,13 @@ from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.run.state import Counts, Flags, Record, now
 from sparsebench.harness.run.watch import OnMessage, Watch
 from sparsebench.harness.sim.clock import faults
-from sparsebench.results import bundle, choices, store
-from sparsebench.results.choices import Choices
-from sparsebench.results.environment import flat
+from sparsebench.results import bundle, provenance, store
 from sparsebench.results.files import utf8
-from sparsebench.results.pairing import logs_over
+from sparsebench.results.formatting import rounded
+from sparsebench.results.frame import logs_over
+from sparsebench.results.provenance import Choices, flat
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -78,7 +77,7 @@ def measure(
     """Run the suite and return the run directory, sealed (results/bundle.py).
 
     `pinned` is what kernels chose in each process of another run, to be taken again without a
-    search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
+    search (results/provenance.py); `origin` goes into run.json: the bundle that this run reproduces
     or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
     with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
     it if it took as long as the longest so far. What is left then is left to --resume. Contests of
@@ -99,7 +98,7 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = finished(resume, suite, flags, contests) if resume else []
-        chosen_by = choices.planned(flags.replicates, bool(pinned))
+        chosen_by = provenance.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
         given = flags.device, flags.data, flags.timeout_s
         runner = Runner(*given, pinned, share, flags.replicates)
@@ -358,8 +357,8 @@ def _same_place(path: Path, here: Mapping[str, Any]) -> None:
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
     """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
-    if choices.choices(before) is not chosen_by:
-        expected = f"expected choices by {choices.choices(before)}, found {chosen_by}"
+    if provenance.choices(before) is not chosen_by:
+        expected = f"expected choices by {provenance.choices(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out goes on with such a run"
-        of_bundle = choices.choices(before) is Choices.BUNDLE
+        of_bundle = provenance.choices(before) is Choices.BUNDLE
         raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")

@@ -3,8 +3,8 @@
     RUN ─> whole? ─> plan as it was? ─> choices pinned on the same kind ─> measured ─> a new run
 
 On a device of the same kind process p takes the configurations that process p of the bundle settled
-on. So a reproduction is about those configurations, and says so (results/choices.py).
-results/agreement.py then says of each cell whether the two agree.
+on. So a reproduction is about those configurations, and says so (results/provenance.py).
+results/comparison.py then says of each cell whether the two agree.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
-from sparsebench.results.environment import device_name
-from sparsebench.results.inspection import inspect
+from sparsebench.results.consistency import inspect
+from sparsebench.results.provenance import device_name
 from sparsebench.results.store import Run
 
 Engine = Callable[..., Path]
