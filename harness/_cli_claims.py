@@ -230,7 +230,7 @@ def _show(found: "Evidence", pruning: "Pruning | None", to: Path | None) -> None
 def _pruning(given: Path | None, found: "Evidence", device: str) -> "Pruning | None":
     """Read losses; those of a model come of pruning it now, to the fractions of the claims."""
     from sparsebench.harness.machine.device import pick, simulated
-    from sparsebench.harness.pruning.command import parse_recipes, prune_file
+    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
     from sparsebench.results.model_files import read_pruning
 
     if given is None or given.suffix != ".gguf":

@@ -14,7 +14,7 @@ from sparsebench.harness._cli import Device, Json, Peers, print_json, progress_b
 if TYPE_CHECKING:
     import torch
 
-    from sparsebench.harness.train_lm.train import Settings
+    from sparsebench.harness.models.train_lm.train import Settings
 
 L1 = "0,1e-4,1e-3,1e-2,3e-2"  # of train-lm: from none to where most units are off
 
@@ -47,7 +47,7 @@ def prune(
 ) -> None:
     """Prune weights to 2:4, or anywhere, beside a dense region. "a,b" in an option tries both."""
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.pruning.command import parse_recipes, prune_file, table
+    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file, table
 
     found = prune_file(
         weights,
@@ -97,9 +97,9 @@ def train_lm(
     With --pattern block-sparse models beside dense ones of equal width, and of equal parameters.
     """
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.train_lm.command import parse_coefficients, table, train_all
-    from sparsebench.harness.train_lm.model import Sizes
-    from sparsebench.harness.train_lm.train import Settings
+    from sparsebench.harness.models.train_lm.command import parse_coefficients, table, train_all
+    from sparsebench.harness.models.train_lm.model import Sizes
+    from sparsebench.harness.models.train_lm.train import Settings
 
     sizes = Sizes(layers, width, hidden, heads, context)
     settings = Settings(sizes, steps, batch, seed)
@@ -123,7 +123,7 @@ def _train_widths(
     to: Path | None,
     as_json: bool,
 ) -> None:
-    from sparsebench.harness.train_lm.widths import parse, table, train_widths
+    from sparsebench.harness.models.train_lm.widths import parse, table, train_widths
 
     with progress_bar() as show:
         found = train_widths(parse(*asked), settings, seeds, device, to=to, show=show)
@@ -164,8 +164,8 @@ def whole(
     As it comes, the model of 2 billion parameters of TwELL's authors, at the units on they report.
     """
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.whole.command import measure, table
-    from sparsebench.harness.whole.model import Shape
+    from sparsebench.harness.models.whole.command import measure, table
+    from sparsebench.harness.models.whole.model import Shape
 
     shape = Shape(layers, width, hidden, heads, vocab, sequences, context, active)
     with progress_bar() as show:

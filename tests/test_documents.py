@@ -23,7 +23,7 @@ SKIPPED = {
     "shared",
     "node_modules",
 }  # folders that hold no document of ours
-FOLDERS = ["formats", "harness", "harness/pruning", "kernels", "kernels/nn"]
+FOLDERS = ["formats", "harness", "harness/models/pruning", "kernels", "kernels/nn"]
 FOLDERS += ["reports", "results", "suites", "tests"]
 PLAIN = [
     "README.md",

@@ -20,8 +20,8 @@ from sparsebench.harness.claims import catalog, plan
 from sparsebench.harness.claims import check as checking
 from sparsebench.harness.claims.check import Evidence, check, evidence
 from sparsebench.harness.claims.costs import left_out
-from sparsebench.harness.pruning import command
-from sparsebench.harness.pruning.layer import Recipe
+from sparsebench.harness.models.pruning import command
+from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags

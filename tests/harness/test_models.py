@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from whole_models import generated, tiny, tokenizer, transformers, write_gguf
 
 from sparsebench.errors import FormatError, SuiteError
-from sparsebench.harness.pruning import model as whole
-from sparsebench.harness.pruning.gated import DenseGatedMLP, Gated
-from sparsebench.harness.pruning.layer import METHODS, Recipe
+from sparsebench.harness.models.pruning import model as whole
+from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated
+from sparsebench.harness.models.pruning.layer import METHODS, Recipe
 from sparsebench.nn import (
     BitmapLinear,
     BlockSparse,
@@ -132,7 +132,7 @@ assert not model[2].training
 
 
 def test_the_example_of_the_page_runs():
-    page = (ROOT / "harness/pruning/README.md").read_text()
+    page = (ROOT / "harness/models/pruning/README.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found: dict[str, Any] = {}
     exec(example, found)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness import _cli
-from sparsebench.harness.pruning import pattern, region, spensegpt
-from sparsebench.harness.pruning.command import prune_file
-from sparsebench.harness.pruning.layer import (
+from sparsebench.harness.models.pruning import pattern, region, spensegpt
+from sparsebench.harness.models.pruning.command import prune_file
+from sparsebench.harness.models.pruning.layer import (
     METHODS,
     Recipe,
     linear_errors,
@@ -24,8 +24,8 @@ from sparsebench.harness.pruning.layer import (
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.pruning.mlp import GatedMLP, PrunedMLP
-from sparsebench.harness.pruning.model import python_reference
+from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedMLP
+from sparsebench.harness.models.pruning.model import python_reference
 from sparsebench.results.model_files import read_pruning
 
 K, H, TOKENS = 64, 256, 1024

@@ -18,11 +18,11 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import _play, operands, redraw, unseen
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.models.train_lm.model import Decoder, Sizes
+from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
+from sparsebench.harness.models.train_lm.train import FIRST, Settings, count, mlp_inputs, train
 from sparsebench.harness.ops._active import share_of_any
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.train_lm.model import Decoder, Sizes
-from sparsebench.harness.train_lm.text import Text, contexts, evenly, standard_library
-from sparsebench.harness.train_lm.train import FIRST, Settings, count, mlp_inputs, train
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU = torch.device("cpu")

@@ -12,9 +12,17 @@ import torch
 from command import sparsebench
 
 from sparsebench.harness.bench import energy
-from sparsebench.harness.whole import command, step
-from sparsebench.harness.whole.command import measure, table
-from sparsebench.harness.whole.model import Pass, Shape, Weights, calibrate, counted, drawn, forward
+from sparsebench.harness.models.whole import command, step
+from sparsebench.harness.models.whole.command import measure, table
+from sparsebench.harness.models.whole.model import (
+    Pass,
+    Shape,
+    Weights,
+    calibrate,
+    counted,
+    drawn,
+    forward,
+)
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.model_files import read_whole
 

@@ -9,9 +9,16 @@ import torch
 from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.train_lm import blocks, widths
-from sparsebench.harness.train_lm.blocks import Blocks, decoder, fan_in, links, pattern, stored
-from sparsebench.harness.train_lm.model import Sizes
+from sparsebench.harness.models.train_lm import blocks, widths
+from sparsebench.harness.models.train_lm.blocks import (
+    Blocks,
+    decoder,
+    fan_in,
+    links,
+    pattern,
+    stored,
+)
+from sparsebench.harness.models.train_lm.model import Sizes
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 from sparsebench.results.model_files import PatternTraining, PatternTrainings, read_widths
 

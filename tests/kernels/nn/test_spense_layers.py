@@ -23,8 +23,8 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.check import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.models.pruning.mlp import GatedMLP
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.pruning.mlp import GatedMLP
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear

@@ -1,0 +1,1 @@
+"""Networks made and measured around the kernels: pruned, trained on text, and whole."""

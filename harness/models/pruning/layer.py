@@ -1,0 +1,163 @@
+"""A gated MLP or a linear layer, pruned by a method with a region left dense; and what it cost.
+
+    region     which features stay dense, and the order that gathers them at the end
+    gate, up   pruned from X, the rows of the sparse region alone: one matrix, as X is one
+    down       pruned from the activations of the pruned gate and up, so that it can compensate
+               their errors
+
+Weights are pruned in fp32 and returned in the dtype they had, on their device. -0.0 is read as
++0.0, and no weight that comes back is -0.0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.models.pruning import magnitude, region, spensegpt, wanda
+from sparsebench.harness.models.pruning.mlp import (
+    GatedMLP,
+    PrunedLinear,
+    PrunedMLP,
+    require_inputs,
+    require_one_of,
+    require_weight,
+)
+from sparsebench.harness.models.pruning.pattern import Pattern
+
+Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
+METHODS: dict[str, Prune] = {
+    "magnitude": magnitude.prune,
+    "wanda": wanda.prune,
+    "spensegpt": spensegpt.prune,
+}
+SPLITS = "rows", "columns"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to prune.
+
+    method   one of METHODS
+    dense    fraction of the features that stays dense; 0 is the pattern alone
+    region   one of region.REGIONS: which features these are
+    pattern  of the others: 2:4, or a fraction that is pruned anywhere, as 0.5
+    """
+
+    method: str = "spensegpt"
+    dense: float = 0.5
+    region: str = "scored"
+    pattern: str = "2:4"
+
+    def __post_init__(self) -> None:
+        """Refuse what there is not."""
+        require_one_of("method", self.method, list(METHODS))
+        require_one_of("region", self.region, list(region.REGIONS))
+        if not 0 <= self.dense <= 1:
+            raise SuiteError(f"dense: expected a fraction of 0 to 1, found {self.dense:g}")
+        Pattern.of(self.pattern)
+
+    @property
+    def where(self) -> Pattern:
+        """Return the pattern, read."""
+        return Pattern.of(self.pattern)
+
+    def prune(self, weight: Tensor, x: Tensor, columns: int) -> Tensor:
+        """Prune by the method the first columns of a weight [n, k], from inputs x [tokens, k]."""
+        return METHODS[self.method](weight, x, columns, self.where)
+
+
+@torch.no_grad()
+def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> PrunedMLP:
+    """Prune from calibration inputs x [tokens, k]; SuiteError where sizes or values do not fit."""
+    h, k = mlp.gate.shape
+    require_inputs(x, k)
+    _require_groups("gate and up", k)
+    dense = region.dense_count(h, recipe.dense)
+    sparse = h - dense
+    x, full = x.float(), mlp.to(torch.float32)
+    order = region.permutation(recipe.region, _scores(full, x), dense)
+    full = full.permuted(order)
+    both = recipe.prune(torch.cat((full.gate[:sparse], full.up[:sparse])), x, k)
+    gate, up = (
+        _stored(torch.cat((pruned, whole[sparse:])), mlp.gate.dtype)
+        for pruned, whole in zip(both.tensor_split(2), (full.gate, full.up), strict=True)
+    )
+    seen = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
+    down = _stored(recipe.prune(full.down, seen, sparse), mlp.down.dtype)
+    return PrunedMLP(GatedMLP(gate, up, down, mlp.activation), order, dense)
+
+
+@torch.no_grad()
+def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> PrunedLinear:
+    """Prune a weight [n, k], split by `rows` or `columns`, from inputs x [tokens, k]."""
+    require_weight("weight", weight)
+    n, k = weight.shape
+    require_inputs(x, k)
+    _require_groups("weight", k)
+    require_one_of("split", split, list(SPLITS))
+    x, full = x.float(), weight.float()
+    by_row = split == "rows"
+    dense = region.dense_count(n if by_row else k, recipe.dense)
+    score = region.scores_by_row if by_row else region.scores_by_column
+    order = region.permutation(recipe.region, score(full, x.norm(dim=0)), dense)
+    if by_row:
+        top, rest = full[order].split((n - dense, dense))
+        pruned = torch.cat((recipe.prune(top, x, k), rest))
+    else:
+        pruned = recipe.prune(full[:, order], x[:, order], k - dense)
+    return PrunedLinear(_stored(pruned, weight.dtype), order, dense, split)
+
+
+@torch.no_grad()
+def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
+    """Return ||XW^T - XW'^T|| / ||XW^T|| of gate, up and down, and that of the whole output.
+
+    x [tokens, k] should be tokens that pruning did not see. The inputs of down are those that the
+    pruned gate and up give, in both products.
+    """
+    require_inputs(x, mlp.gate.shape[1])
+    x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
+    after = pruned.mlp.to(torch.float32)
+    seen = after.hidden(x)
+    return {
+        "gate": _error(linear(x, after.gate), linear(x, before.gate)),
+        "up": _error(linear(x, after.up), linear(x, before.up)),
+        "down": _error(linear(seen, after.down), linear(seen, before.down)),
+        "output": _error(linear(seen, after.down), before(x)),
+    }
+
+
+@torch.no_grad()
+def linear_errors(weight: Tensor, pruned: PrunedLinear, x: Tensor) -> dict[str, float]:
+    """Return ||XW^T - XW'^T|| / ||XW^T|| of a layer's output, from inputs x [tokens, k]."""
+    require_inputs(x, weight.shape[1])
+    x, before, after = x.float(), weight.float(), pruned.weight.float()
+    order = pruned.permutation
+    if pruned.split == "rows":
+        return {"output": _error(linear(x, after), linear(x, before[order]))}
+    return {"output": _error(linear(x[:, order], after), linear(x, before))}
+
+
+def _scores(mlp: GatedMLP, x: Tensor) -> Tensor:
+    """Return the scores [h] of the intermediate features, in SpenseGPT+'s sum of three."""
+    norms = x.norm(dim=0)
+    by_row = region.scores_by_row(mlp.gate, norms) + region.scores_by_row(mlp.up, norms)
+    return by_row + region.scores_by_column(mlp.down, mlp.hidden(x).norm(dim=0))
+
+
+def _stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the dtype of storage; adding 0 makes +0.0 of -0.0, which rounding may give."""
+    return weight.to(dtype) + 0.0
+
+
+def _require_groups(name: str, k: int) -> None:
+    if k % 4:
+        raise SuiteError(f"{name}: expected rows of a multiple of 4 elements, found {k}")
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())

@@ -1,0 +1,115 @@
+"""A training step of the whole model: dense MLPs, plain or compiled, or SparseGatedMLP.
+
+    loss = mean over tokens of -ln p(next)   [+ l1 * mean over layers of L1: sparse alone needs it]
+    fp32 weights, products in bf16 on a GPU; AdamW, fused; no recomputation; called from Python
+
+The rate of learning is RATE: weights stay what they are, and as many units on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding, linear
+
+from sparsebench.harness.models.train_lm.model import attention
+from sparsebench.harness.models.train_lm.train import products
+from sparsebench.harness.models.whole.model import Shape, Weights, mlp, norm
+from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
+
+RATE, L1 = 1e-9, 2e-5
+Mlp = Literal["plain", "compiled", "SparseGatedMLP"]
+MLPS: tuple[Mlp, ...] = "plain", "SparseGatedMLP", "compiled"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step: a call returns the loss, and leaves gradients in some parameters.
+
+    seen  weights of the first layer: their gradients have come through all layers
+    """
+
+    run: Callable[..., Tensor]
+    seen: Sequence[nn.Parameter]
+
+    def shown(self) -> list[Tensor]:
+        """Take a step without the L1 term; return the loss and the gradients seen."""
+        loss = self.run(0.0)
+        return [loss.float(), *(w.grad.float().clone() for w in self.seen if w.grad is not None)]
+
+
+class _Dense(nn.Module):
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.wg, self.wu, self.wd = (
+            nn.Parameter(w.float().clone()) for w in (weights.wg, weights.wu, weights.wd)
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return mlp(z, self.wg, self.wu, self.wd)
+
+
+class Model(nn.Module):
+    """The model with weights of its own in each layer."""
+
+    def __init__(self, shape: Shape, weights: Weights, kind: Mlp, compiled: bool) -> None:
+        """Copy the weights for every layer, in fp32."""
+        super().__init__()
+        self.shape, self.sparse = shape, kind == "SparseGatedMLP"
+
+        def own(weight: Tensor) -> nn.Parameter:
+            return nn.Parameter(weight.float().clone())
+
+        def layer() -> nn.Module:
+            if self.sparse:
+                return SparseGatedMLP.from_dense(
+                    *(w.float() for w in (weights.wg, weights.wu, weights.wd))
+                )
+            return _Dense(weights)
+
+        self.embedding, self.gains = own(weights.embedding), own(weights.gains)
+        self.ones = nn.Parameter(torch.ones_like(self.gains))
+        self.qkv = nn.ParameterList(own(weights.qkv) for _ in range(shape.layers))
+        self.out = nn.ParameterList(own(weights.out) for _ in range(shape.layers))
+        self.mlps = nn.ModuleList(layer() for _ in range(shape.layers))
+        self._attention = torch.compile(attention, dynamic=False) if compiled else attention
+        self._norm = torch.compile(norm, dynamic=False) if compiled else norm
+        fused = torch.compile(mlp, dynamic=False) if kind == "compiled" else mlp
+        self._mlp: Callable[..., Tensor] = fused
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits, and the L1 term of sparse MLPs."""
+        x, term = embedding(tokens, self.embedding), tokens.new_zeros((), dtype=torch.float32)
+        for number, layer in enumerate(self.mlps):
+            weights = self.ones[number], self.qkv[number], self.out[number]
+            x = self._attention(x, *weights, self.shape.heads)
+            z = self._norm(x, self.gains[number])
+            if self.sparse:
+                y, own = layer(z, l1=True)
+                term = term + own / self.shape.layers
+            else:
+                y = self._mlp(z, layer.wg, layer.wu, layer.wd)
+            x = x + y
+        return linear(self._norm(x, self.ones[0]), self.embedding), term
+
+
+def step(shape: Shape, weights: Weights, tokens: Tensor, kind: Mlp, compiled: bool) -> Step:
+    """Return a training step on tokens [sequences, context + 1]."""
+    model = Model(replace(shape), weights, kind, compiled)
+    on_gpu = tokens.is_cuda
+    given: dict[str, Any] = {"lr": RATE, "weight_decay": 0.0, "fused": on_gpu}
+    optimizer = torch.optim.AdamW(model.parameters(), **given)
+
+    def run(l1: float = L1) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with products(tokens.device):
+            logits, term = model(tokens[:, :-1])
+        loss = cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        (loss + l1 * term if model.sparse else loss).backward()
+        optimizer.step()
+        return loss.detach()
+
+    first: Any = model.mlps[0]
+    return Step(run, [model.qkv[0], first.gate.weight if model.sparse else first.wg])

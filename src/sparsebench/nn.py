@@ -1,0 +1,43 @@
+"""Sparse layers, and whole models made sparse: the public names.
+
+    from sparsebench.nn import BlockSparse, sparsify_
+
+    sparsify_(model, BlockSparse(block=64, sparsity=0.9))
+
+Where transformers is installed, importing this module also lets `from_pretrained` restore what
+`save_pretrained` wrote of a sparse model.
+"""
+
+from importlib.util import find_spec
+
+from sparsebench.harness.models.pruning.checkpoint import register
+from sparsebench.harness.models.pruning.sparsify import (
+    BlockSparse,
+    SparseActivations,
+    TwoFour,
+    Unstructured,
+    sparsify_,
+)
+from sparsebench.kernels.nn import (
+    BitmapLinear,
+    BlockSparseLinear,
+    SparseGatedMLP,
+    SpenseGatedMLP,
+    SpenseLinear,
+)
+
+__all__ = [
+    "BitmapLinear",
+    "BlockSparse",
+    "BlockSparseLinear",
+    "SparseActivations",
+    "SparseGatedMLP",
+    "SpenseGatedMLP",
+    "SpenseLinear",
+    "TwoFour",
+    "Unstructured",
+    "sparsify_",
+]
+
+if find_spec("transformers"):
+    register()
