@@ -29,7 +29,7 @@ compiled: .venv/installed
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal -m compiles --record
 
 # The site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
-SITE := reports/site
+SITE := site
 site: .venv/installed
 	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --to $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
@@ -46,11 +46,8 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow an editable install: it reads the files that a wheel would install.
 types: .venv/installed
-	rm -rf build
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
-	MYPYPATH=build/types $(BIN)/mypy -p sparsebench
+	$(BIN)/mypy -p sparsebench
 
 .venv/installed: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv

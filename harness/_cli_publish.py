@@ -33,8 +33,8 @@ def publish(
     from sparsebench.harness.claims.catalog import chosen
     from sparsebench.harness.claims.check import evidence
     from sparsebench.harness.run.validate import validate
-    from sparsebench.reports.publish._pages import Site
-    from sparsebench.reports.publish.site import publish as published
+    from sparsebench.reports.site.pages import Site
+    from sparsebench.reports.site.publish import publish as published
     from sparsebench.results.words import amount
 
     def check(run: Path) -> None:

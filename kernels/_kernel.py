@@ -1,6 +1,7 @@
 """The contract that every file in kernels/ keeps.
 
-A kernel file names one KERNEL. `unsupported` answers before anything is built; `prepare` uploads,
+A kernel file NAME.py names one KERNEL, and may name a DGRAD: the kernel NAME_dgrad of the input's
+gradient, by the same code. `unsupported` answers before anything is built; `prepare` uploads,
 packs, compiles and tunes; the Launch that it returns is what is timed.
 
 What `prepare` may look at:

@@ -57,7 +57,7 @@ def raced(cases: pd.DataFrame) -> pd.DataFrame:
 
 def kinds(cases: pd.DataFrame) -> pd.Series:
     """Return the formats of cases; `activations` where weights are dense and activations sparse."""
-    active = (cases.kernel.map(family) == "sparse_activations") & (cases["format"] == "dense")
+    active = (cases.kernel.map(family) == "twell") & (cases["format"] == "dense")
     return cases["format"].astype(str).mask(active, "activations")
 
 

@@ -1,6 +1,6 @@
 """Whose a kernel is, by the folder of its file: kernels/FAMILY/NAME.py.
 
-ours     bitmap, bsr, csr, spense, sparse_activations
+ours     bitmap, bsr, csr, spense, twell
 dense    dense: cuBLAS, torch.compile and the like
 peers    peers, every other package's, and names that no file has any more
 """
@@ -9,7 +9,7 @@ from functools import cache
 
 from sparsebench._discovery import modules
 
-OURS = {"bitmap", "bsr", "csr", "spense", "sparse_activations"}
+OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sparsebench.kernels.nn import _spense_op as _spense_op
 from sparsebench.kernels.nn._bsr_autograd import linear as linear
-from sparsebench.kernels.sparse_activations._autograd import gated_mlp as gated_mlp
+from sparsebench.kernels.twell._autograd import gated_mlp as gated_mlp
 
 OPS = torch.ops.sparsebench  # the imports above define them
 Shape = tuple[int, ...]

@@ -23,7 +23,7 @@ call `adapt`, which chooses by the count of the last call. A dense call multipli
 stores what dense layers store. The layer never changes by itself: the moment at which the host
 learns a count is not reproducible, so neither the bits nor the memory of a step would be.
 
-    CUDA, compute capability 8.0 and newer     Triton (sparse_activations/_autograd.py); sizes of
+    CUDA, compute capability 8.0 and newer     Triton (twell/_autograd.py); sizes of
                                                multiples of 8
     CPU                                        torch, dense products: a reference, not a kernel
 
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels._common.transforms import batched, transformed
-from sparsebench.kernels.sparse_activations._autograd import (
+from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
     product,

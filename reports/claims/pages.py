@@ -21,7 +21,7 @@ from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
 from sparsebench.reports.figures._html import folded, table, without_dashes
 from sparsebench.reports.figures._svg import distinct
-from sparsebench.reports.publish._pages import Site, render, stylesheet
+from sparsebench.reports.site.pages import Site, render, stylesheet
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell, judging, most, said
 from sparsebench.results.claims.metrics import SIGNS

@@ -14,9 +14,9 @@ from sparsebench.harness.claims.catalog import chosen
 from sparsebench.harness.claims.check import evidence
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
-from sparsebench.reports.publish import site
-from sparsebench.reports.publish._pages import Site
-from sparsebench.reports.publish.site import publish
+from sparsebench.reports.site import publish as site
+from sparsebench.reports.site.pages import Site
+from sparsebench.reports.site.publish import publish
 from sparsebench.results import pruning
 from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell

@@ -16,11 +16,11 @@ from places import PUBLISHED
 
 from sparsebench.errors import ResultError
 from sparsebench.harness._cli_publish import address
-from sparsebench.reports.publish import _tables
-from sparsebench.reports.publish import site as sites
-from sparsebench.reports.publish._card import Card
-from sparsebench.reports.publish._pages import Site, page_of, pages
-from sparsebench.reports.publish.site import publish
+from sparsebench.reports.site import grids
+from sparsebench.reports.site import publish as sites
+from sparsebench.reports.site.cards import Card
+from sparsebench.reports.site.pages import Site, page_of, pages
+from sparsebench.reports.site.publish import publish
 from sparsebench.results import bundle, redaction, store
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
@@ -67,7 +67,7 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def only(grid: _tables.Grid | None) -> list[_tables.Cell]:
+def only(grid: grids.Grid | None) -> list[grids.Cell]:
     """Return the lines of a grid's only cell."""
     assert grid
     ((_, (cell,)),) = grid.rows
@@ -78,17 +78,17 @@ def test_a_cell_has_the_range_of_the_format_s_own_gains_where_dense_won_too() ->
     both = joined(
         [lines(("bsr", "64", 0.892), ("bsr", "64", 0.7)), lines(("bsr", "64", 1.5), place=1)]
     )
-    (cell,) = only(_tables.gains(both))
+    (cell,) = only(grids.gains(both))
     assert (cell.head, cell.text, cell.lost) == ("BSR 64", "0.89–1.5×", False)
-    (lost,) = only(_tables.gains(lines(("bsr", "64", 0.892))))
+    (lost,) = only(grids.gains(lines(("bsr", "64", 0.892))))
     assert (lost.text, lost.span, lost.lost) == ("0.89×", "[0.88, 0.90]", True)
 
 
 def test_formats_stand_beside_each_other_and_each_over_dense() -> None:
     both = joined([lines(("bsr", "64", 1.5)), lines(("spense", "", 1.4), place=1, shape="8 × 8")])
-    assert [cell.head for cell in only(_tables.gains(both))] == ["BSR 64", "2:4"]
+    assert [cell.head for cell in only(grids.gains(both))] == ["BSR 64", "2:4"]
     never = joined([both, lines(("csr", "", 0.1), place=2)])
-    grid = _tables.gains(never)
+    grid = grids.gains(never)
     assert len(only(grid)) == 2
     assert grid
     assert "Nowhere faster than dense: CSR." in grid.about
@@ -97,10 +97,10 @@ def test_formats_stand_beside_each_other_and_each_over_dense() -> None:
 def test_verdicts_stand_alone_and_a_look_is_marked() -> None:
     verdict = lines(("bsr", "64", 1.5))
     look = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21"}
-    (cell,) = only(_tables.gains(joined([verdict, lines(("bsr", "16", 3.0), **look)])))
+    (cell,) = only(grids.gains(joined([verdict, lines(("bsr", "16", 3.0), **look)])))
     assert (cell.head, cell.text, cell.look) == ("BSR 64", "1.50×", False)
     assert "8 processes, 2026-11-24" in cell.title
-    grid = _tables.gains(lines(("bsr", "16", 3.0), **look))
+    grid = grids.gains(lines(("bsr", "16", 3.0), **look))
     assert only(grid)[0].look
     assert grid
     assert "Looks: 1 process, 2026-11-21." in grid.about
@@ -123,7 +123,7 @@ def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], te
     place |= {"processes": 8, "day": "2026-11-24", "verdict": True}
     found = [{**place, "slower": slower, "faster": faster} for slower, faster in levels]
     table = pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"})
-    (cell,) = only(_tables.pays(table))
+    (cell,) = only(grids.pays(table))
     assert cell.head == text
 
 
@@ -131,7 +131,7 @@ def test_blocks_that_never_pay_on_a_pattern_without_blocks_say_so() -> None:
     place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
     place |= {"kind": "bsr", "settled": True, "processes": 8, "day": "2026-11-24", "verdict": True}
     found = [{**place, "block": block, "slower": 0.9, "faster": None} for block in ("1", "64")]
-    grid = _tables.pays(pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"}))
+    grid = grids.pays(pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"}))
     assert grid
     said = "Not faster at any sparsity measured: BSR on zeros anywhere and BSR 64."
     assert said in grid.about

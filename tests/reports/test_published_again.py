@@ -17,10 +17,10 @@ from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.reproduce import reproduce
 from sparsebench.harness.run.state import Flags
-from sparsebench.reports.publish._card import card
 from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline
+from sparsebench.reports.site.cards import card
 from sparsebench.results import bundle
 from sparsebench.results.analysis import analyse
 from sparsebench.results.noise import Noise, Reliability

@@ -20,8 +20,8 @@ from sparsebench.harness.bench.check import Expected, check
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
-from sparsebench.kernels.sparse_activations import _autograd, _gather, _index, _overflow
-from sparsebench.kernels.sparse_activations._index import Active
+from sparsebench.kernels.twell import _autograd, _gather, _index, _overflow
+from sparsebench.kernels.twell._index import Active
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

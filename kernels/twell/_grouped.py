@@ -1,0 +1,210 @@
+"""Feed-forward layer in groups of eight tokens: of each group, the units that are on for any token.
+
+    G = X @ Wg.T                         the fastest way of cublas.py; _packed_gate.py; or
+                                         _twell_gate.py
+    Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: units that are on, and no others
+    the same, dense                      _remainder.py: groups with too many units on
+
+Each call finds on the device which units are on. Nothing is packed, any number of units is right,
+and the bits are the same at every call. Where a group has more rows (units that are on for any of
+its tokens) than `limit`, ffn_sparse.cu leaves the group to the dense products. The host never
+waits, so that a CUDA graph can hold the whole layer. The limit is the higher of two estimates of
+how many rows take as long as dense products:
+
+    many tokens   rows x 4 k bytes at L2_RATE  =  8 tokens x 4 n k FLOPs at DENSE_RATE
+    few tokens    rows x groups                =  DENSE_READS n: two reads of the weights, launches
+
+Where there are too few groups for all SMs, a cluster of up to 8 CTAs shares the units of a group.
+
+`alone`, nothing stands by, which saves the two launches: no group is left. Each CTA of a cluster
+lists and takes a share of the units. Every group then reads its rows, however many. Where all units
+are on, the layer takes some 6 times as long as a dense one at MOST_ALONE tokens.
+
+Where X is not finite, a unit that is off counts as zero; dense products make it NaN.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.cuda import (
+    BoundKernel,
+    Constants,
+    Layout,
+    Loaded,
+    ahead,
+    clusters_at_once,
+    load,
+)
+from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.twell import _packed_gate, _remainder, _twell_gate
+from sparsebench.kernels.twell._gate import Gate
+from sparsebench.kernels.twell._layer import Layer
+from sparsebench.kernels.twell._remainder import GROUP
+from sparsebench.kernels.twell._twell_gate import Tiles
+
+MOST_SPLIT = 8
+MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
+MOST_ALONE = 512  # tokens; of two CTAs a group, an H200 runs 66 groups at one time
+SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; the kernel's own are 30, or 18
+L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
+
+GateProduct = Literal["library", "packed"] | Tiles
+"""Who writes G: a library, all of it; _packed_gate.py, a bitmap and the values that are on; or
+_twell_gate.py, words of such tiles."""
+
+# x, g, wu, wd transposed, y, left, heavy; m, n, limit; bits or words; gates of the lists
+ARGUMENTS = Layout(*"PPPPPPPiiiPP")
+LISTS = 3  # of a CTA, as ffn_sparse.cu has it
+
+
+def split_of(m: int, at_once: Callable[[int], int]) -> int:
+    """Return how many CTAs share a group: so many clusters of them run `at_once`."""
+    groups = -(-m // GROUP)
+    return next((s for s in range(MOST_SPLIT, 1, -1) if groups <= at_once(s)), 1)
+
+
+def limit_of(m: int, n: int) -> int:
+    """Return how many rows a group may have at most."""
+    by_arithmetic = GROUP * n * L2_RATE / DENSE_RATE
+    by_bytes = DENSE_READS * n / -(-m // GROUP)
+    return min(n, MOST_ROWS, int(max(by_arithmetic, by_bytes)))
+
+
+def threads_of(k: int, alone: bool = False) -> tuple[int, int]:
+    """Return how many threads of a CTA multiply, and how many there are."""
+    products = 256 if k > 1024 else 128
+    return products, products + (256 if k <= (2560 if alone else 2048) else 128)
+
+
+def shared_bytes(k: int, alone: bool = False) -> int:
+    """Return the dynamic shared memory of a CTA: X and the stages, eight rows each."""
+    products, threads = threads_of(k, alone)
+    halves = 1 if threads > products + 128 else 2
+    if not alone:
+        return 6 * GROUP * 16 * products
+    columns = 64 * max(2, -(-k // (2 * products * halves)))  # of a warp
+    stages = 5 if halves == 1 and columns <= 256 else 4
+    return (halves + stages) * GROUP * columns * products // 16
+
+
+def clusters(split: int, k: int, device: torch.device, alone: bool = False) -> int:
+    """Return how many clusters of `split` CTAs run at one time."""
+    bytes_ = ALONE_BYTES if alone else SHARED_BYTES
+    return clusters_at_once(split, threads_of(k, alone)[1], bytes_, device)
+
+
+def constants_of(
+    k: int,
+    split: int,
+    squared: bool,
+    gated: bool,
+    dtype: torch.dtype,
+    stored: bool | Tiles = False,
+    alone: bool = False,
+) -> Constants:
+    """Return what ffn_sparse.cu is compiled for; G is `stored` as a bitmap, in tiles, or whole."""
+    half, tiles = dtype == torch.float16, stored if isinstance(stored, Tiles) else None
+    flags = {
+        "SQUARED": squared,
+        "GATED": gated,
+        "GATES": 2 if tiles else int(stored is True),
+        "FP16": half,
+        "ALONE": alone,
+    }
+    sizes = {"TILE": tiles.tile, "CAPACITY": tiles.capacity} if tiles else {}
+    named = {"K": k, "SPLIT": split} | flags | sizes
+    return tuple((name, int(value)) for name, value in named.items())
+
+
+def launch(
+    x: Tensor,
+    g: Tensor,
+    wu: Tensor | None,
+    wd_t: Tensor,
+    y: Tensor,
+    rest: _remainder.Rest,
+    *,
+    split: int,
+    limit: int,
+    squared: bool,
+    bits: Tensor | None = None,
+    tiles: Tiles | None = None,
+    alone: bool = False,
+) -> BoundKernel:
+    """Return the kernel that writes Y of all groups that it does not leave to `rest`.
+
+    x and y [m, k], gates g [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without wu,
+    H is act(g). With the `bits` of _packed_gate.py, g is packed; with `tiles`, `bits` are the words
+    of _twell_gate.py, and g is their dense tiles. `alone`, it leaves no group, whatever the limit.
+    """
+    (m, k), n, device = x.shape, len(wd_t), x.device
+    stored = tiles or bits is not None
+    constants = constants_of(k, split, squared, wu is not None, x.dtype, stored, alone)
+    most = ALONE_BYTES if alone else SHARED_BYTES
+    kernel, code = load("ffn_sparse", "up_and_down", constants, most, device)
+    groups, (_, threads) = len(rest.heavy), threads_of(k, alone)
+    grid = groups * split if split > 1 else min(groups, multiprocessors(device))
+    shared = shared_bytes(k, alone)
+    loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
+    kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
+    gates = x.new_empty(grid * LISTS * MOST_ROWS * GROUP) if tiles else None
+    more = [t for t in (bits, gates) if t is not None]
+    places = [0 if t is None else t.data_ptr() for t in (bits, gates)]
+    args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, *places)
+    return BoundKernel(loaded, args, (*kept, *more), y)
+
+
+def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = False) -> Launch:
+    """Return the layer after this product of the gate. Raises Unsupported."""
+    m, n, k = layer.sizes
+    if alone and m > MOST_ALONE:
+        raise Unsupported(f"option way: alone takes at most {MOST_ALONE} tokens, found {m}")
+    device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
+    tiles = gate if isinstance(gate, Tiles) else None
+    split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
+    split, squared = max(split, 2) if alone else split, layer.squared
+    gated, stored = layer.up is not None, tiles or gate == "packed"
+    ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored, alone)])
+    gates: Launch | Gate
+    if gate == "library":
+        g, bits = layer.x.new_empty(m, n), None
+        product = cublas.Product(layer.x, layer.gate.t(), g)
+        gates = cublas.fastest_way(product, pinned)
+    elif tiles:
+        gates = _twell_gate.prepare(layer.x, layer.gate, tiles, pinned)
+        g, bits = gates.values, gates.on
+    elif layer.up is None:
+        raise Unsupported("option way: a packed product needs a layer with a gate")
+    else:
+        gates = _packed_gate.prepare(layer.x, layer.gate, pinned)
+        g, bits = gates.values, gates.on
+    rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
+    x, up, wd, y = layer.x, layer.up, layer.wd, layer.y
+    sparse = launch(
+        *(x, g, up, layer.wd_t, y, rest),
+        split=split,
+        limit=limit,
+        squared=squared,
+        bits=bits,
+        tiles=tiles,
+        alone=alone,
+    )
+    # Of groups that are left, the launch before has written G as a matrix where it was in tiles.
+    told = None if tiles else bits
+    products = partial(_remainder.products, x, g, up, wd, y, rest, squared=squared, bits=told)
+    steps: list[Callable[[], object]] = [gates, sparse, *([] if alone else products())]
+
+    def run() -> Tensor:
+        for step in steps:
+            step()
+        return y
+
+    choice = {"gate": gates.choice, "split": split} | ({} if alone else {"limit": limit})
+    return Launch(run, choice, sparse.code, gates.candidates)

@@ -1,0 +1,56 @@
+"""A decoding step of dense weights whose MLPs have few units on: ffn_few.cu in each layer.
+
+kernels/dense/_decoder.py draws the step and has the rest: norms, attention, projections and the
+head, dense by their fastest way. An MLP is one launch, which reads Wg whole, and of Wu and Wd the
+rows of units that are on for any sequence: it writes what the layer adds to the stream.
+
+    sequences   up to 64, one token each
+    weights     16 bits; each layer has its own Wg, Wu and Wd.T
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._common.cuda import unsupported_on_hopper
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import _decoder
+from sparsebench.kernels.dense._decoder import Part, dense_part
+from sparsebench.kernels.twell import _layer, ffn_few
+from sparsebench.results.record import Problem
+
+
+def prepare(operands: Operands) -> Launch:
+    """Choose the fastest way of each dense product. Raises Unsupported."""
+    return _decoder.prepare(operands, partial(_part, operands))
+
+
+def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
+    if name != "mlp":
+        return dense_part(operands, name, inputs)
+    wg, wu, wd = (operands.weights[each].to_dense() for each in ("wg", "wu", "wd"))
+    wd_t, y = wd.t().contiguous(), torch.empty_like(inputs[0])
+    squared = operands.problem["activation"] == "relu2"
+    calls = [
+        ffn_few.launch(x, wg.clone(), wu.clone(), wd_t.clone(), y, squared=squared) for x in inputs
+    ]
+    return Part(calls, [y] * len(inputs), {}, code=calls[0].code)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the step cannot run here, or None."""
+    if problem["activation"] not in ("relu", "relu2"):
+        return f"expected activation relu or relu2, found {problem['activation']}"
+    if problem["hidden"] > _layer.MOST_K:
+        return f"expected hidden up to {_layer.MOST_K}, found {problem['hidden']}"
+    return (
+        unsupported_on_hopper(problem, device)
+        or ffn_few.unsupported_sizes(problem["m"], problem["intermediate"], problem["hidden"])
+        or _decoder.unsupported(problem, device)
+        or _decoder.unsupported_size(problem, device)
+    )
+
+
+KERNEL = Kernel("decoder", "dense", "cuda", prepare, unsupported)

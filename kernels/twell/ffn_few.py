@@ -1,0 +1,185 @@
+"""Gated feed-forward layer for up to 64 tokens, few units on: one launch of ffn_few.cu.
+
+    G = X @ Wg.T        Y = (act(G) * (X @ Wu.T)) @ Wd.T        act is relu or relu2
+
+Wg is read whole. Of Wu and Wd the kernel reads the rows of units that are on for any token, each
+once. With few units on it reads little more than Wg; with all on, as much as a dense layer.
+
+    m, tokens    CTAs that share K, for k = 2048 (4096)     limit
+    1 to 16              1  (2)        three tiles of 16 rows of weights in shared memory
+    17 to 32             1  (2)        a CTA's part of X, 128 KB at most, in registers
+    33 to 64             2  (4)        the same
+
+An H200 runs 66 clusters of two at one time, but only 30 of four: each is in one GPC.
+
+X comes by loads or by bulk copies. From COPIES_FROM tokens on, `prepare` times both.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.cuda import (
+    BoundKernel,
+    Constants,
+    Layout,
+    Loaded,
+    ahead,
+    clusters_at_once,
+    load,
+)
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.twell import _layer
+from sparsebench.kernels.twell._layer import MOST_K, Layer, layer_of
+from sparsebench.results.record import Problem
+
+MOST_TOKENS, FEWEST_TOKENS = 64, 8  # of a launch; m are padded to a power of two
+TOKENS_TO_SPLIT = 16
+MOST_N = 28672  # shared memory for lists
+PART, X_SIZE = 2048, 64 * 1024  # columns of K, and values of X in registers, of a CTA
+WARPS, SHARED_BYTES = 11, 226 * 1024
+COPIES_FROM, MOST_COPIED_N = 33, 16384  # tokens; with more units, X has no room beside their lists
+
+XBy = Literal["loads", "copies"]
+"""How X comes into the registers: by loads of 16 bytes, or by bulk copies through shared memory."""
+
+# x, wg, wu, wd transposed, y, h, words, counters; m
+ARGUMENTS = Layout(*"PPPPPPPPi")
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Say why the kernel cannot run the problem here, or None."""
+    sizes = problem["m"], problem["n"], problem["k"]
+    return unsupported_sizes(*sizes) or _layer.unsupported(problem, device)
+
+
+def unsupported_sizes(m: int, n: int, k: int) -> str | None:
+    """Say why the kernel cannot run m tokens through weights [n, k], or None."""
+    if not 1 <= m <= MOST_TOKENS:
+        return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
+    if n % 8 or k % 8 or not n or not k:
+        return f"expected n and k to be multiples of 8, found n {n} and k {k}"
+    if k > MOST_K or n > MOST_N:
+        return f"expected k up to {MOST_K} and n up to {MOST_N}, found k {k} and n {n}"
+    return None
+
+
+def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, int]:
+    """Return the padded tokens, the CTAs that share K, and the clusters of these that run at once.
+
+    `at_once` maps the size of a cluster to how many of them run at one time.
+    """
+    tokens = FEWEST_TOKENS
+    while tokens < m:
+        tokens *= 2
+    ctas = 1
+    while ctas * PART < k or ctas * X_SIZE < tokens * k:
+        ctas *= 2
+    split = split_of(tokens, ctas)
+    return tokens, ctas, at_once(split) * split // ctas
+
+
+def split_of(tokens: int, ctas: int) -> int:
+    """Return the CTAs that share a slice of Y: from 16 tokens on at least two.
+
+    With two, a slice is 32 columns wide, 64 bytes of each row of Wd, and a CTA reads half of H.
+    """
+    return max(ctas, 2) if tokens >= TOKENS_TO_SPLIT else ctas
+
+
+def clusters_of(ctas: int, device: torch.device) -> int:
+    """Return how many clusters of the kernel's CTAs run at one time."""
+    return clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
+
+
+def constants_of(
+    n: int,
+    k: int,
+    shape: tuple[int, int, int],
+    squared: bool,
+    gated: bool,
+    dtype: torch.dtype,
+    x_by: XBy = "loads",
+) -> Constants:
+    """Return what the kernel is compiled for; `shape` is what `shape_of` returned."""
+    sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
+    flags = {
+        "SPLIT": split_of(*shape[:2]),
+        "SQUARED": squared,
+        "GATED": gated,
+        "FP16": dtype == torch.float16,
+        "COPIED_X": x_by == "copies",
+    }
+    return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
+
+
+def words_of(n: int, clusters: int) -> int:
+    """Return how many words of 64 bits say which units are on: one for 48 units of a cluster."""
+    eights = -(-(n // 8) // clusters)  # of a cluster's units, at most
+    return clusters * -(-eights // 6)
+
+
+def ways_of(m: int, n: int) -> list[XBy]:
+    """Return the ways that are timed for X of m tokens, the default first."""
+    return ["loads", "copies"] if m >= COPIES_FROM and n <= MOST_COPIED_N else ["loads"]
+
+
+def launch(
+    x: Tensor,
+    wg: Tensor,
+    wu: Tensor | None,
+    wd_t: Tensor,
+    y: Tensor,
+    *,
+    squared: bool,
+    x_by: XBy = "loads",
+) -> BoundKernel:
+    """Return the kernel that writes Y.
+
+    x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
+    Y = act(X @ Wg.T) @ Wd.T. H and the words belong to this launch: it must not run in two streams
+    at the same time. Raises Unsupported.
+    """
+    (m, k), n, device = x.shape, len(wg), x.device
+    if reason := unsupported_sizes(m, n, k):
+        raise Unsupported(reason)
+    shape = tokens, ctas, clusters = shape_of(m, k, partial(clusters_of, device=device))
+    constants = constants_of(n, k, shape, squared, wu is not None, x.dtype, x_by)
+    kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
+    loaded = Loaded(
+        kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
+    )
+    h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, clusters), dtype=torch.int64)
+    counts = x.new_zeros(2, dtype=torch.int32)  # the kernel leaves both so
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
+    return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)
+
+
+def prepare(operands: Operands) -> Launch:
+    """Copy Wd.T, compile for the sizes, and take the faster way for X. Raises Unsupported."""
+    return launch_of(layer_of(operands), operands.pinned)
+
+
+def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
+    """Return the launch of a layer with the pinned way for X, or the faster. Raises Unsupported."""
+    (m, n, k), device = layer.sizes, layer.x.device
+    if reason := unsupported_sizes(m, n, k):
+        raise Unsupported(reason)
+    ways = [pinned.get("x_by", "loads")] if pinned else ways_of(m, n)
+    operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
+    shape = shape_of(m, k, partial(clusters_of, device=device))
+    about = n, k, shape, layer.squared, layer.up is not None, layer.x.dtype
+    ahead("ffn_few", [constants_of(*about, way) for way in ways])
+    kernels = [launch(*operands, squared=layer.squared, x_by=way) for way in ways]
+    found = search(kernels, device)
+    choices = [{"x_by": way} for way in ways]
+    best = kernels[found.best]
+    return Launch(best, choices[found.best], best.code, found.told(choices))
+
+
+KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)

@@ -1,0 +1,97 @@
+"""Gated feed-forward layer with few units on, relu or relu2, on Hopper: a portfolio.
+
+`prepare` times whole layers on the activations that it is given and keeps the fastest. The option
+`way` says which layers take part:
+
+    way       layers
+    few       ffn_few.py        one launch, up to 64 tokens
+    library   _grouped.py       groups of eight tokens, after a gate by a library
+    packed    _grouped.py       groups of eight tokens, after a gate that writes who is on
+    alone     _grouped.py       as library, but nothing stands by: up to 512 tokens
+    sparse    few where it can run; else library and packed; alone as well, from 33 tokens to 512
+    best      those of `sparse`, and the dense cublas_ffn and ffn_dense_triton
+
+`Launch.choice` names what was kept, as `chosen` and `way`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Literal, get_args
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import part_of, search, told_of
+from sparsebench.kernels._kernel import Launch, Operands, Portfolio
+from sparsebench.kernels.dense import cublas_ffn, ffn_dense_triton
+from sparsebench.kernels.twell import _grouped, ffn_few
+from sparsebench.kernels.twell._layer import Layer, layer_of, unsupported
+
+Way = Literal["best", "sparse", "library", "packed", "alone", "few"]
+Name = Literal["few", "library", "packed", "alone", "dense"]
+
+ALONE_FROM = 33  # tokens; up to 32, ffn_few.py reads less: there is no G
+
+DENSE = {"cublas_ffn": cublas_ffn, "ffn_dense_triton": ffn_dense_triton}
+
+
+def prepare(operands: Operands, *, way: Way = "best") -> Launch:
+    """Prepare every layer that is asked for, and keep the fastest. Raises Unsupported."""
+    return fastest_of(operands, way, DENSE)
+
+
+def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) -> Launch:
+    """Return the fastest of a way's layers, or the pinned one. Raises Unsupported.
+
+    `dense` are the dense kernels of the op, by name.
+    """
+    if way not in get_args(Way):
+        raise Unsupported(f"option way: expected one of {', '.join(get_args(Way))}, found {way!r}")
+    layer = layer_of(operands)
+    names = [operands.pinned["way"]] if operands.pinned else _names(way, layer)
+    launches = [launch for name in names for launch in _launches(name, operands, layer, dense)]
+    found = search(launches, operands.device)
+    best = launches[found.best]
+    layers = [{"chosen": launch.choice["chosen"]} for launch in launches]
+    own = [line for launch in launches for line in told_of(launch.choice["chosen"], launch)]
+    return replace(best, candidates=[*found.told(layers, of="layers"), *own])
+
+
+def _names(way: Way, layer: Layer) -> list[Name]:
+    """Return what a way stands for: single layers, and the dense ones."""
+    if way != "best" and way != "sparse":  # as mypy narrows it
+        return [way]
+    sparse: list[Name] = ["few"]
+    if ffn_few.unsupported_sizes(*layer.sizes):
+        sparse = ["library", "packed"] if layer.up is not None else ["library"]
+    if ALONE_FROM <= len(layer.x) <= _grouped.MOST_ALONE:
+        sparse.append("alone")
+    return [*sparse, "dense"] if way == "best" else sparse
+
+
+def _launches(
+    name: Name, operands: Operands, layer: Layer, dense: Mapping[str, ModuleType]
+) -> Iterator[Launch]:
+    """Yield the layers of a name; the choice of each says what it is."""
+    op, pinned = operands.problem.op, operands.pinned or {}
+    if name == "few":
+        launch = ffn_few.launch_of(layer, operands.pinned)
+        yield _named(launch, f"sparse activations, {op}_few", way=name)
+    elif name == "dense":
+        for kernel, module in dense.items():
+            if pinned.get("by", kernel) == kernel:
+                timed = part_of(f"dense, {kernel}", operands.timed)
+                known = replace(operands, pinned=pinned.get("dense"), timed=timed)
+                launch = module.prepare(known)
+                choice = {"by": kernel, "dense": launch.choice}
+                yield _named(replace(launch, choice=choice), f"dense, {kernel}", way=name)
+    else:
+        gate: _grouped.GateProduct = "packed" if name == "packed" else "library"
+        launch = _grouped.prepare(operands, layer, gate, alone=name == "alone")
+        yield _named(launch, f"sparse activations, {op}_sparse way={name}", way=name)
+
+
+def _named(launch: Launch, chosen: str, way: str) -> Launch:
+    return replace(launch, choice={"chosen": chosen, "way": way, **launch.choice})
+
+
+KERNEL = Portfolio("ffn", "dense", "cuda", prepare, unsupported)

@@ -1,0 +1,225 @@
+"""The pages of a site, from the cards of its runs: no row is read for them.
+
+index.html            the first screen: which format beats dense where, from which sparsity on
+formats/NAME.html     a format: where it is best, its kernels, its cases over all runs
+kernels/NAME.html     a kernel, likewise
+feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+import pandas as pd
+import yaml
+
+from sparsebench.reports.build import Surrounding
+from sparsebench.reports.site import grids
+from sparsebench.reports.site.cards import Card, lines, pays
+from sparsebench.results.claims.asked import Asked
+from sparsebench.results.families import family
+from sparsebench.results.redaction import Removed
+from sparsebench.results.words import amount
+
+NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
+WIDTH = 6.6  # px a character of a badge
+
+
+@dataclass(frozen=True)
+class Site:
+    """What pages need to know beside cards.
+
+    base      address of the site with a last slash, or ""; feeds and cards for sharing need it
+    formats   first line of each format's documentation, by name; kernels likewise
+    version   of sparsebench
+    claims    that runs are to be judged by
+    feed      whether the site has a feed and a page to cite
+    """
+
+    base: str = ""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    claims: Sequence[Asked] = ()
+    feed: bool = True
+
+
+def pages(
+    cards: Sequence[Card],
+    site: Site,
+    verdicts: Sequence[Mapping[str, Any]] = (),
+    compared: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yield path and text of every page but the runs' own, the claims' and comparisons.
+
+    `verdicts` are the lines of the table of claims; `compared` are pages by what they compare.
+    The newest run is first; runs that were made of another one are last.
+    """
+    cards = sorted(cards, key=lambda card: (not card.role, card.started, card.slug), reverse=True)
+    every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
+    kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
+    shared = {"site": site, "cards": cards, "kinds": kinds, "kernels": kernels}
+    yield "style.css", stylesheet()
+    yield (
+        "index.html",
+        render(
+            "site_index.html",
+            **shared,
+            gpus=_gpus(cards, every),
+            claims=verdicts,
+            compared=compared or {},
+        ),
+    )
+    for what, names, docs in (
+        ("format", kinds, {**NO_FORMAT, **site.formats}),
+        ("kernel", kernels, site.kernels),
+    ):
+        column = "kind" if what == "format" else "kernel"
+        for name in names:
+            own = every[every[column] == name]
+            yield page_of(what, name), _name_page(what, name, docs.get(name, ""), own, shared)
+    for card in cards:
+        yield f"badges/{card.slug}.svg", _badge(card)
+        yield f"badges/{card.slug}.json", _shields(card)
+    yield "feed.xml", render("site_feed.xml", **shared)
+    if site.base:
+        paths = ["", *(f"claims/{asked.name}.html" for asked in site.claims)]
+        paths += [*(compared or {}).values(), *(f"runs/{card.slug}/" for card in cards)]
+        paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
+        yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
+        yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
+    yield "CITATION.cff", _citation(cards, site)
+
+
+def around(card: Card, site: Site, removed: Removed, downloads: Sequence[str]) -> Surrounding:
+    """Return what a run's page has beside its report."""
+    given = {"card": card, "site": site, "removed": removed, "downloads": downloads}
+    parts = ["head", "top", "foot"]
+    head, top, foot = (render(f"site_{part}.html", **given, cite=cited(card)) for part in parts)
+    return Surrounding(head, top, foot)
+
+
+def cited(card: Card) -> str:
+    """Return how to cite a run."""
+    return (
+        f"sparsebench run {card.slug}: {card.suite} on {card.gpu}, {card.started[:10]}, "
+        f"commit {card.commit[:12] or 'unknown'}, manifest SHA-256 {card.identity}."
+    )
+
+
+def page_of(what: str, name: str) -> str:
+    """Return the path of a format's or a kernel's page; a name may hold any character."""
+    return f"{what}s/{safe(name)}.html"
+
+
+def safe(name: str) -> str:
+    """Return a name as a file's."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "unnamed"
+
+
+def stylesheet() -> str:
+    """Return the style of every page of a site."""
+    return _read("report.css") + _read("site.css")
+
+
+def render(template: str, **given: Any) -> str:
+    """Fill a template of reports/templates; every value is escaped."""
+    return _templates().get_template(template).render(**given)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    loader = jinja2.FunctionLoader(_read)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, loader=loader, trim_blocks=True
+    )
+    environment.filters["amount"] = amount
+    environment.globals |= {"page_of": page_of, "named": grids.named}
+    return environment
+
+
+def _read(name: str) -> str:
+    return (files("sparsebench.reports") / "templates" / name).read_text("utf-8")
+
+
+def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return what the first page says of each GPU; those that no model made come first."""
+    of_pays, found = pays(cards), []
+    for gpu in dict.fromkeys(card.gpu for card in cards):
+        own = [card for card in cards if card.gpu == gpu]
+        modelled = all(any(badge[0] == "simulated" for badge in card.badges) for card in own)
+        found.append(
+            {
+                "name": gpu,
+                "simulated": modelled,
+                "cards": own,
+                "gains": grids.gains(every[every.gpu == gpu]),
+                "pays": grids.pays(of_pays[of_pays.gpu == gpu]),
+            }
+        )
+    return sorted(found, key=lambda gpu: (gpu["simulated"], -len(gpu["cards"])))
+
+
+def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[str, Any]) -> str:
+    tables = [
+        (gpu, grid) for gpu, of in own.groupby("gpu", sort=False) if (grid := grids.gains(of))
+    ]
+    return render(
+        "site_name.html",
+        **shared,
+        what=what,
+        name=name,
+        title=grids.named(name) if what == "format" else name,
+        doc=doc,
+        family="" if what == "format" else family(name),
+        best=grids.best_places(own),
+        grids=tables,
+        others=sorted(own.kernel.unique() if what == "format" else own.kind.unique()),
+        cases=grids.cases(own),
+    )
+
+
+def _badge(card: Card) -> str:
+    left, right = f"{card.gpu} · {card.name}"[:60], f"{card.gain} · {card.badges[0][1]}"
+    widths = [round(WIDTH * len(text)) + 16 for text in (left, right)]
+    colour = "#00694c" if card.badges[0][0] == "verdict" else "#0a58a8"
+    return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
+
+
+def _shields(card: Card) -> str:
+    color = {"verdict": "green", "look": "blue"}.get(card.badges[0][0], "orange")
+    message = f"{card.gain} · {card.badges[0][1]}"
+    label = f"{card.gpu} · {card.name}"[:60]
+    data = {"schemaVersion": 1, "label": label, "message": message, "color": color}
+    return json.dumps(data, ensure_ascii=False) + "\n"
+
+
+def _citation(cards: Sequence[Card], site: Site) -> str:
+    authors = [{"name": "The sparsebench authors"}]
+    data = {
+        "cff-version": "1.2.0",
+        "message": "Please cite the runs that you compare with, by the SHA-256 of their manifests.",
+        "title": "sparsebench: published runs",
+        "type": "dataset",
+        "license": "MIT",
+        "authors": authors,
+        **({"url": site.base} if site.base else {}),
+        **({"date-released": max(card.started[:10] for card in cards)} if cards else {}),
+        "references": [
+            {
+                "type": "data",
+                "title": f"{card.suite} on {card.gpu} ({card.slug})"[:300],
+                "authors": authors,
+                "date-released": card.started[:10],
+                "notes": f"manifest SHA-256 {card.identity}",
+                **({"url": f"{site.base}runs/{card.slug}/"} if site.base else {}),
+            }
+            for card in cards
+        ],
+    }
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)

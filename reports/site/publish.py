@@ -1,0 +1,253 @@
+"""A static site of runs: what is there stays, a new run is added, and only what changed is redone.
+
+    DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (pages.py)
+    DIR/runs/SLUG/     a bundle that `sparsebench validate` reads: rows.jsonl.gz, suite.yaml, ...
+                       removed.json     what is not in it (results/redaction.py)
+                       name.txt         the name of the folder that it came from
+                       index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
+                       summary.json     its card
+    DIR/claims/        a page a claim, judged by all runs of the site (reports/claims)
+    DIR/compare/       a page a suite that several devices ran (devices.py)
+    DIR/.state.json    the code that wrote the pages, the address of the site, the claims
+
+A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when
+one of these has changed: the code of results/ or reports/, the address of the site, the claims,
+whether pyarrow is there. To take a run away, remove its folder and publish again.
+"""
+
+import gzip
+import hashlib
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from pathlib import Path
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.build import build
+from sparsebench.reports.claims import pages as claims
+from sparsebench.reports.site import devices
+from sparsebench.reports.site.cards import SCHEMA, Card, card, cells
+from sparsebench.reports.site.pages import Site, around, pages
+from sparsebench.results import bundle, redaction, store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.environment import device_name
+from sparsebench.results.frame import to_csv, to_parquet
+
+STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
+NAME = "name.txt"
+DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
+PAGES = ("formats", "kernels", "badges", "claims", "compare")  # made of cards
+
+
+@dataclass(frozen=True)
+class Published:
+    """What `publish` did: all slugs, those written now, and what was left out or removed."""
+
+    slugs: list[str]
+    written: list[str]
+    notes: list[str]
+
+
+def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]) -> Published:
+    """Add runs to a site, or make one; ResultError before anything is written.
+
+    `check` raises for a run that may not be published; it sees those that the site lacks.
+    """
+    state = _state(to)
+    named = _named(runs)
+    there = _slugs(to)
+    for slug, path in named.items():
+        if slug not in there:
+            check(path)
+    site = replace(site, base=site.base or state.get("base", ""))
+    made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "claims": _asked(site)}
+    made["parquet"] = str(find_spec("pyarrow") is not None)
+    to.mkdir(parents=True, exist_ok=True)
+    (to / STATE).write_text(json.dumps({**made, "code": ""}, indent=1) + "\n", "utf-8")
+    written = [slug for slug in named if slug not in there]
+    for slug in written:
+        _add(named[slug], to / "runs" / slug)
+    redone = [*there, *written] if made != state else written
+    for slug in redone:
+        _redo(to / "runs" / slug, site)
+    cards = [_card(to / "runs" / slug) for slug in _slugs(to)]
+    judged = claims.entries(site.claims, cells(cards))
+    own = dict(claims.pages(judged, site)) if judged else {}
+    suites = devices.compared(cards)
+    own |= devices.pages(to, suites, redone)
+    held = {each.title: f"{each.name}.html" for each in suites}
+    _write_pages(to, {**own, **dict(pages(cards, site, claims.lines(judged), held))})
+    (to / STATE).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+    return Published([each.slug for each in cards], redone, _notes(to, written, site))
+
+
+def _state(to: Path) -> dict[str, str]:
+    """Return the state of a site, {} of a new one; ResultError where DIR holds anything else."""
+    if not to.exists():
+        return {}
+    if not to.is_dir():
+        raise ResultError(f"{to}: expected a folder, found a file")
+    if not (to / STATE).exists():
+        if first := next(to.iterdir(), None):
+            expected = "expected a new or an empty folder, or a site"
+            raise ResultError(f"{to}: {expected}; found {first.name} and no {STATE}")
+        return {}
+    try:
+        state: dict[str, str] = json.loads((to / STATE).read_text("utf-8"))
+        schema = state["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResultError(f"{to / STATE}: expected the state of a site, found {error!r}") from error
+    if schema != STATE_SCHEMA:
+        raise ResultError(f"{to / STATE}: expected schema {STATE_SCHEMA}, found {schema}")
+    return state
+
+
+def _named(runs: Sequence[Path]) -> dict[str, Path]:
+    """Return the runs by their slugs; ResultError where there is none, or one is there twice."""
+    if not runs:
+        raise ResultError("expected one run or more, found none")
+    found: dict[str, Path] = {}
+    for path in runs:
+        identity = bundle.identity(path)
+        environment, state = (
+            json.loads(bundle.content(path, name)) for name in ("environment.json", "run.json")
+        )
+        slug = redaction.slug(device_name(environment), str(state["suite"]), identity)
+        if slug in found:
+            raise ResultError(f"{path}: expected each run once, found it also as {found[slug]}")
+        found[slug] = path
+    return found
+
+
+def _slugs(to: Path) -> list[str]:
+    return sorted(path.parent.name for path in (to / "runs").glob(f"*/{bundle.MANIFEST}"))
+
+
+def _add(run: Path, folder: Path) -> None:
+    """Copy a bundle into the site, without names and paths; a folder is there whole or not."""
+    fresh = folder.with_name(f".new-{folder.name}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    redaction.redact(run, fresh)
+    (fresh / NAME).write_text(_called(run), "utf-8")
+    fresh.rename(folder)
+
+
+def _called(run: Path) -> str:
+    """Return the name of a run's folder; "" where the name of a user or a host is part of it."""
+    texts = [bundle.content(run, name).decode() for name in ("environment.json", "run.json")]
+    names = [name for text in texts for name in redaction.HOME.findall(text)]
+    names += [name for text in texts for *_, name in redaction.FIELD.findall(text)]
+    called = run.resolve().name
+    private = [name for name in names if len(name) >= redaction.SHORTEST]
+    return "" if any(name.lower() in called.lower() for name in private) else called
+
+
+def _redo(folder: Path, site: Site) -> None:
+    """Write the report, the card and the downloads of a bundle that is in the site."""
+    run, removed = store.read(folder), redaction.note(folder)
+    found = analyse(run)
+    file = folder / NAME
+    name = file.read_text("utf-8").strip() if file.exists() else ""
+    own = card(run, found, folder.name, bundle.identity(folder), site.claims, name)
+    (folder / "summary.json").write_text(json.dumps(own.to_json()) + "\n", "utf-8")
+    to_csv(found.rows, folder / "rows.csv")
+    if find_spec("pyarrow"):
+        to_parquet(found.rows, folder / "rows.parquet")
+    _pack(folder)
+    downloads = [name for name in DOWNLOADS if (folder / name).exists()]
+    beside = around(own, site, removed, downloads)
+    build(run, folder / "index.html", surrounding=beside, found=found)
+
+
+def _pack(folder: Path) -> None:
+    """Write bundle.tar.gz; equal bundles give equal files."""
+    names = [f"{bundle.ROWS}.gz" if n == bundle.ROWS else n for n in bundle.verify(folder)]
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+        return entry
+
+    with (
+        (folder / "bundle.tar.gz").open("wb") as file,
+        gzip.GzipFile("", "wb", 6, file, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w") as archive,
+    ):
+        for name in [bundle.MANIFEST, redaction.NOTE, *names]:
+            archive.add(folder / name, f"{folder.name}/{name}", filter=plain)
+
+
+def _card(folder: Path) -> Card:
+    file = folder / "summary.json"
+    try:
+        data = json.loads(file.read_text("utf-8"))
+        if data["schema"] == SCHEMA:
+            return Card(**data)
+        found = f"schema {data['schema']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = repr(error)
+    raise ResultError(f"{file}: expected a card of schema {SCHEMA}, found {found}")
+
+
+def _write_pages(to: Path, made: dict[str, str]) -> None:
+    """Write the pages that differ; remove pages of formats, kernels and badges that are no more."""
+    for name, text in made.items():
+        file = to / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.read_text("utf-8") != text:
+            file.write_text(text, "utf-8")
+    for folder in PAGES:
+        for file in (to / folder).glob("*"):
+            if f"{folder}/{file.name}" not in made:
+                file.unlink()
+
+
+def _notes(to: Path, written: Sequence[str], site: Site) -> list[str]:
+    found = []
+    for slug in written:
+        removed = redaction.note(to / "runs" / slug)
+        texts = [f"{text} ({count})" for text, count in removed.texts.items()] + removed.files
+        if texts:
+            found.append(f"{slug}: removed {', '.join(texts)}")
+    if not site.base:
+        found.append("sitemap.xml is left out, and feed.xml has relative links: no --base-url")
+    if not find_spec("pyarrow"):
+        found.append("rows.parquet is left out: pip install 'sparsebench[parquet]'")
+    return found
+
+
+def _asked(site: Site) -> str:
+    """Return the SHA-256 of the claims and of what they ask for."""
+    asked = [
+        [
+            each.name,
+            each.claim.model_dump_json(),
+            {n: sorted(ids) for n, ids in each.wanted.items()},
+        ]
+        for each in site.claims
+    ]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def _code() -> str:
+    """Return the SHA-256 of the code that reads runs and writes pages."""
+    digest = hashlib.sha256()
+    for folder in ("sparsebench.results", "sparsebench.reports"):
+        for name, content in sorted(_sources(files(folder), "")):
+            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name in ("claims", "figures", "site", "templates"):
+            found += _sources(entry, f"{prefix}{entry.name}/")
+        elif entry.is_file() and (prefix == "templates/" or entry.name.endswith(".py")):
+            found.append((prefix + entry.name, entry.read_bytes()))
+    return found

@@ -1,0 +1,162 @@
+"""A decoding step with few units on: each layer has weights of its own, and is right on a GPU."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from interpreter import assert_passes, compiled, has_interpreter, interpreted
+from on_hopper import hopper
+from torch import Tensor
+
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.check import Expected, check, roundings
+from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.operands import operands as drawn
+from sparsebench.harness.bench.operands import redraw
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.plan.suite import read
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.kernels.dense import _decoder, cublas
+from sparsebench.kernels.twell import decoder_few, ffn_few
+from sparsebench.results.record import Problem
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+OP = load_op("decoder")
+SIZES = {"m": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+REST = {"vocab": 40, "layers": 3, "context": 20, "activation": "relu", "active": 6}
+
+
+def problem(**fields: Any) -> Problem:
+    asked = {**OP.defaults, **SIZES, **REST, "dtype": "fp16", **fields}
+    return Problem("decoder", asked, defaults=OP.defaults)
+
+
+def given(asked: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
+    dense = drawn(asked, OP, device, None)
+    weights = {name: Dense.from_dense(w) for name, w in dense.weights.items()}
+    return Operands(asked, weights, dense.activations, bound(OP.definition, asked)), dense.weights
+
+
+def assert_right(launch: Launch, these: Operands, weights: dict[str, Tensor]) -> None:
+    asked = these.problem
+    redraw(asked, OP, these.activations, 7, weights=weights)
+    out = launch()
+    assert isinstance(out, Tensor)
+    out.fill_(torch.nan)
+    full = {**weights, **these.activations}
+    exact = {name: t.double() for name, t in full.items()}
+    right, spread = (bound(f, asked)(**exact) for f in (OP.definition, OP.spread))
+    expected = Expected(
+        right, spread, OUTPUTS[asked["dtype"]], OP.depth(**exact),
+        *roundings(asked["dtype"], OP.rounds(asked["dtype"])),
+        plain=bound(OP.definition, asked)(**full),
+    )  # fmt: skip
+    found = check(launch(), expected)
+    assert found.reason is None, found.reason
+
+
+@dataclass
+class _Layer:
+    """What ffn_few.cu computes, by torch; H and the gates are rounded as there."""
+
+    x: Tensor
+    wg: Tensor
+    wu: Tensor
+    wd_t: Tensor
+    y: Tensor
+    squared: bool
+    code: str = "made up"
+
+    def __call__(self) -> Tensor:
+        x, wg, wu, wd_t = (t.float() for t in (self.x, self.wg, self.wu, self.wd_t))
+        gate = (x @ wg.T).to(self.y.dtype).float().relu()
+        h = (gate.square() if self.squared else gate) * (x @ wu.T)
+        self.y.copy_(h.to(self.y.dtype).float() @ wd_t)
+        return self.y
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
+    """Replace the kernel for Hopper; keep each launch."""
+    made: list[_Layer] = []
+
+    def launch(*operands: Tensor, squared: bool) -> _Layer:
+        made.append(_Layer(*operands, squared))
+        return made[-1]
+
+    monkeypatch.setattr(ffn_few, "launch", launch)
+    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    return made
+
+
+@compiled
+@has_interpreter
+def test_steps_of_few_units_are_right_in_the_interpreter() -> None:
+    assert_passes(__file__, "-k", "interpreted_")
+
+
+@interpreted
+@pytest.mark.parametrize("fields", [{}, {"m": 5, "activation": "relu2", "layers": 2}], ids=str)
+def test_an_interpreted_step_has_weights_for_each_layer(
+    fields: dict[str, Any], layers: list[_Layer]
+) -> None:
+    these, weights = given(problem(**fields), CPU)
+    launch = decoder_few.prepare(these)
+    assert_right(launch, these, weights)
+    assert [*launch.choice] == ["qkv", "o", "head", "attention"]
+    assert launch.code == "made up"
+    count = these.problem["layers"]
+    assert len(layers) == count
+    for name in ("wg", "wu", "wd_t"):
+        assert len({getattr(layer, name).data_ptr() for layer in layers}) == count
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"activation": "silu", "active": None}, "expected activation relu or relu2, found silu"),
+        ({"hidden": 5120}, "expected hidden up to 4096, found 5120"),
+        ({"m": 65}, "expected 1 to 64 tokens, found 65"),
+        ({"dtype": "fp32"}, "expected fp16 or bf16, found fp32"),
+        (
+            {"layers": 100_000, "intermediate": 5632, "hidden": 2048},
+            "GB for the weights of all layers",
+        ),
+    ],
+)
+def test_what_cannot_run_is_said(
+    fields: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(total_memory=140 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: object())
+    monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
+    assert said in str(decoder_few.unsupported(problem(**fields), CUDA))
+
+
+@compiled
+def test_the_suite_has_a_model_for_it() -> None:
+    mine = [
+        contest.problem
+        for contest in read("decoder").contests
+        if any(k.kernel == "decoder_few" for k in contest.contenders)
+    ]
+    assert [one["m"] for one in mine] == [1, 16, 64]
+    assert {one["active"] for one in mine} == {24}
+    assert OP.held_bytes(mine[0]) == pytest.approx(38 * 102.8e6 + 0.2e9, rel=0.02)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("m", [1, 16, 33, 64])
+def test_a_step_is_right_on_hopper(m: int, dtype: str) -> None:
+    sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "intermediate": 1024, "context": 300}
+    these, weights = given(problem(**sizes, m=m, dtype=dtype), CUDA)
+    assert_right(decoder_few.prepare(these), these, weights)

@@ -1,0 +1,311 @@
+"""The layer for few tokens in one launch: its code, its threads on a CPU, and on a GPU."""
+
+import ctypes
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_on_cpu import built
+from on_hopper import assert_compiles_cleanly, hopper
+from places import cuda_source
+from sample import sampled
+from torch import Tensor
+
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.kernels._common.cuda import Constants
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.twell import ffn_few
+
+GPU = torch.device("cuda", 0)
+Operands = tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+def drawn(
+    m: int, n: int, k: int, part: float, kind: torch.dtype, gated: bool, device: str = "cpu"
+) -> Operands:
+    """Return x, wg, wu and wd transposed, a part of whose gates are on; sums of about 1."""
+    x, wg, wu, wd_t = (torch.randn(size, k, device=device) for size in (m, n, n, n))
+    x[:, 0] = 1
+    wg *= k**-0.5
+    bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(part))
+    wg[:, 0] = bias.clamp(-6, 6)  # none or all on
+    x, wg, wu, wd_t = (t.to(kind) for t in (x, wg, wu * k**-0.5, wd_t))
+    return x, wg, wu if gated else None, wd_t
+
+
+def redraw(operands: Operands, others: Operands) -> None:
+    for old, new in zip(operands, others, strict=True):
+        if old is not None:
+            old.copy_(new)
+
+
+def assert_right(
+    y: Tensor, operands: Operands, squared: bool, tokens: Tensor | None = None
+) -> None:
+    """Hold Y against the definition in fp64, of these tokens."""
+    x, wg, wu, wd_t = (t if t is None else t.double() for t in operands)
+    gate = (x @ wg.T).to(y.dtype).double().relu()
+    h = (gate.square() if squared else gate) * (1 if wu is None else x @ wu.T)
+    right, spread = h @ wd_t, (h.square() @ wd_t.square()).sqrt()
+    # Gates and H are rounded; in fp16 H may be less than its least number, 6e-8.
+    spread = 2 * spread + (1e-3 if y.dtype == torch.float16 else 1e-30)
+    if tokens is not None:
+        y, right, spread = y[tokens], right[tokens], spread[tokens]
+    reason = check(y, Expected(right, spread, y.dtype, len(wd_t))).reason
+    assert reason is None, reason
+
+
+# ---- on paper ----
+
+AT_ONCE = {1: 132, 2: 66, 4: 30}.__getitem__  # clusters, as an H200
+
+
+def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
+    found = {m: ffn_few.shape_of(m, 2048, AT_ONCE) for m in (1, 8, 9, 16, 17, 32, 33, 64)}
+    assert found == {
+        **dict.fromkeys((1, 8), (8, 1, 132)),
+        **dict.fromkeys((9, 16), (16, 1, 132)),
+        **dict.fromkeys((17, 32), (32, 1, 132)),
+        **dict.fromkeys((33, 64), (64, 2, 66)),
+    }
+    assert ffn_few.shape_of(1, 4096, AT_ONCE) == (8, 2, 66)
+    assert ffn_few.shape_of(64, 4096, AT_ONCE) == (64, 4, 30)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((65, 64, 64), "expected 1 to 64 tokens, found 65"),
+        ((4, 60, 64), "expected n and k to be multiples of 8, found n 60 and k 64"),
+        ((4, 64, 8192), "expected k up to 4096 and n up to 28672, found k 8192 and n 64"),
+        ((64, 14336, 4096), None),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(
+    sizes: tuple[int, int, int], reason: str | None
+) -> None:
+    assert ffn_few.unsupported_sizes(*sizes) == reason
+
+
+def test_x_by_copies_is_tried_from_33_tokens_on() -> None:
+    assert ffn_few.ways_of(32, 5632) == ffn_few.ways_of(64, 16392) == ["loads"]
+    assert ffn_few.ways_of(33, 5632) == ["loads", "copies"]
+
+
+# ---- its code ----
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("n", "k"), sampled([(5632, 2048), (14336, 4096), (1000, 200), (28672, 4096)])
+)
+@pytest.mark.parametrize("m", sampled([1, 16, 32, 64], 1))
+def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> None:
+    shape = ffn_few.shape_of(m, k, AT_ONCE)
+    ways = ((False, True, torch.bfloat16), (True, False, torch.float16))
+    for squared, gated, dtype in ways[: 2 if k == 2048 else 1]:
+        constants = ffn_few.constants_of(n, k, shape, squared, gated, dtype)
+        assert_compiles_cleanly("ffn_few", constants, tmp_path)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("n", "k"), sampled([(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024)], 0, 1)
+)
+def test_with_x_by_copies_it_compiles_without_a_spill(n: int, k: int, tmp_path: Path) -> None:
+    shape = ffn_few.shape_of(64, k, AT_ONCE)
+    assert "copies" in ffn_few.ways_of(64, n)
+    for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
+        constants = ffn_few.constants_of(n, k, shape, squared, gated, dtype, "copies")
+        assert_compiles_cleanly("ffn_few", constants, tmp_path)
+
+
+# ---- its threads ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+@cache
+def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
+    """Build the kernel's own source for this machine; grid_on_cpu.h stands in for PTX."""
+    source = cuda_source("ffn_few.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
+    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source += """
+      static struct { const char *x, *wg, *wu, *wd; u16 *y, *h; u64* words; int* counts; } p;
+      static int tokens;
+      static void run() {
+        multiply_few(p.x, p.wg, p.wu, p.wd, p.y, p.h, p.words, p.counts, tokens);
+      }
+      extern "C" void call(void** pointers, int m, size_t bytes) {
+        memcpy(&p, pointers, sizeof p), tokens = m;
+        if (bytes != SHARED_BYTES) abort();
+        launch(CTAS * CLUSTERS, THREADS, SPLIT, bytes, run, true);
+      }
+    """
+    name = "_".join(str(value) for _, value in constants) + f"_{late}"
+    return built(source, (*constants, ("LATE", int(late))), folder, name)
+
+
+# m, n, k, part of the units that is on for a token, CTAs of a cluster, clusters: a last tile of
+# eight rows; rings that go round, in the gates and after them; slots of all and of some columns;
+# clusters without a unit; ranks without a column; nothing on; all on; several stages of the list;
+# more words than a warp ranks at once, and more halves of them than threads.
+CASES = [
+    (1, 48, 72, 0.2, 1, 3),
+    (3, 104, 2056, 0.3, 2, 9),
+    (8, 840, 136, 0.02, 1, 2),
+    (16, 248, 1288, 0.3, 1, 6),
+    (11, 16, 520, 0.5, 1, 4),
+    (17, 432, 264, 0.02, 2, 2),
+    (32, 96, 2056, 1.0, 2, 9),
+    (40, 64, 200, 0.0, 2, 2),
+    (64, 680, 72, 0.01, 4, 2),
+    (64, 56, 264, 0.3, 4, 2),
+    (5, 400, 72, 1.0, 1, 1),
+    (20, 320, 136, 0.9, 1, 2),
+    (33, 304, 200, 0.6, 2, 1),
+    (64, 1400, 72, 1.0, 1, 2),
+    (2, 12480, 8, 0.01, 1, 2),
+    (17, 104, 200, 0.3, 1, 14),
+]
+
+
+WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)]
+PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize(
+    ("case", "way", "x_by"),
+    sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
+)
+def test_its_threads_give_the_product_on_a_cpu(
+    case: tuple[int, int, int, float, int, int],
+    way: tuple[str, bool, bool, bool],
+    x_by: ffn_few.XBy,
+    folder: Path,
+) -> None:
+    (m, n, k, part, ctas, clusters), (dtype, squared, gated, late) = case, way
+    torch.manual_seed(0)
+    operands = drawn(m, n, k, part, DTYPES[dtype], gated)
+    x, wg, wu, wd_t = operands
+    tokens, fewest, _ = ffn_few.shape_of(m, k, AT_ONCE)
+    assert fewest <= ctas
+    shape = tokens, ctas, clusters
+    y, h = torch.empty_like(x), torch.full((n, tokens), float("nan")).to(x)
+    words = torch.zeros(ffn_few.words_of(n, clusters), dtype=torch.int64)
+    counts = torch.zeros(2, dtype=torch.int32)
+    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
+    constants = ffn_few.constants_of(n, k, shape, squared, gated, x.dtype, x_by)
+    kernel = on_cpu(constants, late, folder)
+    seen = []
+    for token, column in ((None, 0), (None, 0), (m // 2, 3)):
+        if token is not None:
+            x[token, column] = float("nan")
+        y.fill_(float("nan"))
+        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
+        kernel.call(pointers, m, ctypes.c_size_t(ffn_few.SHARED_BYTES))
+        assert not words.any()
+        assert not counts.any()
+        seen.append(y.clone())
+    assert torch.equal(seen[0], seen[1])
+    others = torch.arange(m) != m // 2
+    assert seen[2][m // 2].isnan().all()
+    x[m // 2, 3] = 0
+    assert_right(seen[2], operands, squared, others)
+    assert_right(seen[0], operands, squared, others)
+
+
+# ---- on a GPU ----
+
+SHAPES = [(1, 512, 256), (3, 1000, 200), (17, 1000, 200), (64, 1000, 200), (1, 5632, 2048)]
+SHAPES += [(8, 5632, 2048), (16, 5632, 2048), (32, 5632, 2048), (64, 5632, 2048), (5, 8, 8)]
+SHAPES += [(1, 14336, 4096), (16, 14336, 4096), (27, 14336, 4096), (64, 14336, 4096)]
+SHAPES += [(9, 520, 3848), (50, 2056, 3080), (64, 28672, 1024), (2, 28672, 4096)]
+
+
+def launched(operands: Operands, squared: bool) -> ffn_few.BoundKernel:
+    return ffn_few.launch(*operands, torch.empty_like(operands[0]), squared=squared)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    ("dtype", "squared", "gated"), [("bf16", False, True), ("fp16", True, False)]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_number_of_units_is_right_on_a_gpu(shape, dtype, squared, gated):
+    m, n, k = shape
+    operands = drawn(m, n, k, 0.5, DTYPES[dtype], gated, "cuda")
+    program = launched(operands, squared)
+    for part in (0.0, 2 / n, 0.01, 0.1, 1.0):
+        redraw(operands, drawn(m, n, k, part, DTYPES[dtype], gated, "cuda"))
+        program.out.fill_(float("nan"))
+        first = program().clone()
+        assert_right(first, operands, squared)
+        for _ in range(10):
+            program.out.fill_(float("nan"))
+            assert torch.equal(program(), first)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("m", [3, 16, 32, 64])
+def test_rows_and_units_that_are_full_and_empty_are_right_on_a_gpu(m: int) -> None:
+    operands = x, wg, _, _ = drawn(m, 1024, 512, 0.02, torch.bfloat16, True, "cuda")
+    wg[:, 1], x[:, 1] = 1.0, 0
+    x[1, 1], x[2, 1] = 100, -100  # a token with all units on, and one with none
+    wg[40:48, 0], wg[100:300, 0] = 100, -100
+    program = launched(operands, squared=False)
+    y = program()
+    assert_right(y, operands, squared=False)
+    x[2, 1] = -200
+    assert (program()[2] == 0).all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("m", [3, 16, 32, 64])
+def test_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
+    operands = drawn(m, 1000, 512, 0.02, torch.bfloat16, True, "cuda")
+    x, program = operands[0], launched(operands, squared=False)
+    x[2, 3] = float("nan")
+    y = program().clone()
+    assert y[2].isnan().all()
+    x[2, 3] = 0
+    others = torch.arange(m, device=GPU) != 2
+    assert_right(y, operands, False, others)
+    y = program().clone()
+    x[2, 3] = float("inf")
+    assert not program()[others].isnan().any()
+    x[2, 3] = 0
+    assert torch.equal(program(), y)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
+def test_a_graph_replays_it_on_a_gpu(m: int) -> None:
+    operands = drawn(m, 5632, 2048, 0.005, torch.bfloat16, True, "cuda")
+    program = launched(operands, squared=False)
+    program()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = program()
+    for part in (0.02, 0.3):
+        redraw(operands, drawn(m, 5632, 2048, part, torch.bfloat16, True, "cuda"))
+        y.fill_(float("nan"))
+        for _ in range(50):
+            graph.replay()
+        assert_right(y, operands, squared=False)
+        assert not program.kept[6].any()
+        assert not program.kept[7].any()

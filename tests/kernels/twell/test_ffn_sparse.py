@@ -1,0 +1,610 @@
+"""The kernels of the feed-forward layer: on a CPU, thread by thread and interpreted; on a GPU."""
+
+import ctypes
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import triton
+from cuda_on_cpu import built
+from interpreter import assert_passes, compiled, interpreted
+from on_hopper import assert_compiles_cleanly, hopper
+from places import cuda_source
+from sample import sampled
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.operands import operands, redraw
+from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench.kernels._common.cuda import Constants
+from sparsebench.kernels._common.search import Search
+from sparsebench.kernels._common.triton import BoundKernel
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Portfolio
+from sparsebench.kernels.dense import ffn_dense_triton, torch_compile
+from sparsebench.kernels.twell import (
+    _grouped,
+    _remainder,
+    ffn_few,
+    ffn_sparse,
+    ffn_twell,
+    mlp_few,
+    mlp_sparse,
+)
+from sparsebench.kernels.twell._twell_gate import Tiles
+from sparsebench.results.record import Problem
+
+CPU = torch.device("cpu")
+OP = load_op("ffn")
+DENSE, MLP_DENSE = ffn_sparse.DENSE, [f"dense, {name}" for name in mlp_sparse.DENSE]
+GROUPED = "library", "packed", "alone"
+
+
+def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
+    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": "relu", "skew": "iid"}
+    rest = {"pattern": "dense", "sparsity": 0.0, "block": 1, "active": None}
+    return Problem(op, {**fields, **rest, **more})
+
+
+def given(asked: Problem, device: torch.device = CPU) -> Operands:
+    op = load_op(asked.op)
+    drawn = operands(asked, op, device, None)
+    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
+    definition = partial(op.definition, activation=asked["activation"])
+    return Operands(asked, weights, drawn.activations, definition)
+
+
+def assert_right(y: Tensor, these: Operands) -> None:
+    """Ask what the harness asks."""
+    names = {name: w.to_dense().double() for name, w in these.weights.items()}
+    names |= {name: x.double() for name, x in these.activations.items()}
+    op, how = load_op(these.problem.op), {"activation": these.problem["activation"]}
+    right, spread = op.definition(**names, **how), op.spread(**names, **how)
+    verdict = check(y, Expected(right, spread, y.dtype, max(these.problem["n"], 1)))
+    assert verdict.reason is None, verdict.reason
+
+
+# ---- the sparse kernel, on paper ----
+
+
+def test_groups_fill_the_processors() -> None:
+    at_once = {8: 15, 7: 17, 6: 20, 5: 25, 4: 30, 3: 42, 2: 66}.__getitem__  # as an H200
+    found = {m: _grouped.split_of(m, at_once) for m in (65, 120, 128, 256, 512, 528, 1024, 4096)}
+    assert found == {65: 8, 120: 8, 128: 7, 256: 3, 512: 2, 528: 2, 1024: 1, 4096: 1}
+
+
+def test_a_limit_is_a_share_of_the_units_that_many_tokens_make_constant() -> None:
+    assert _grouped.limit_of(8, 512) == 512
+    assert _grouped.limit_of(8, 5632) == _grouped.MOST_ROWS
+    assert _grouped.limit_of(256, 5632) == 4 * 5632 // 32
+    assert _grouped.limit_of(4096, 5632) == _grouped.limit_of(131072, 5632) == 579
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"activation": "silu"}, "expected activation relu or relu2, found silu"),
+        ({"k": 2052}, "expected n and k to be multiples of 8"),
+        ({"k": 8192}, "up to 4096, found 8192"),
+        ({}, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:
+    asked = problem(**({"m": 4, "n": 512, "k": 256} | change))
+    assert reason in (ffn_sparse.KERNEL.unsupported(asked, CPU) or "")
+
+
+# ---- what is chosen ----
+
+
+@pytest.fixture
+def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers be made without a GPU: each launch says who made it."""
+
+    def named(name: str, **choice: Any) -> Any:
+        return lambda *_, **__: Launch(lambda: torch.tensor(len(name)), choice)
+
+    for module, name in (
+        (ffn_few, "launch_of"),
+        (_grouped, "prepare"),
+        *((kernel, "prepare") for kernel in (*DENSE.values(), *mlp_sparse.DENSE.values())),
+    ):
+        monkeypatch.setattr(module, name, named(module.__name__, tile=1))
+
+
+@pytest.mark.usefixtures("on_paper")
+@pytest.mark.parametrize(
+    ("m", "op", "way", "chosen"),
+    [
+        (32, "ffn", "best", ["sparse activations, ffn_few", *(f"dense, {k}" for k in DENSE)]),
+        (64, "ffn", "library", ["sparse activations, ffn_sparse way=library"]),
+        (65, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED]),
+        (512, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED]),
+        (513, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED[:2]]),
+        (
+            33,
+            "ffn",
+            "sparse",
+            [f"sparse activations, ffn_{w}" for w in ("few", "sparse way=alone")],
+        ),
+        (32, "ffn", "sparse", ["sparse activations, ffn_few"]),
+        (64, "mlp", "few", ["sparse activations, mlp_few"]),
+        (513, "mlp", "sparse", ["sparse activations, mlp_sparse way=library"]),
+        (513, "mlp", "best", ["sparse activations, mlp_sparse way=library", *MLP_DENSE]),
+    ],
+)
+def test_a_portfolio_names_what_it_chose(
+    m: int, op: str, way: Any, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = ffn_sparse if op == "ffn" else mlp_sparse
+    these = given(problem(m, 64, 32, op=op))
+    for i, expected in enumerate(chosen):
+        monkeypatch.setattr(ffn_sparse, "search", lambda *_, i=i: Search(i))
+        launch = kernel.prepare(these, way=way)
+        assert launch.choice["chosen"] == expected
+        monkeypatch.setattr(ffn_sparse, "search", lambda calls, _: Search(len(calls) - 1))
+        again = kernel.prepare(replace(these, pinned=launch.choice))
+        assert again.choice == launch.choice
+
+
+def test_those_that_choose_among_kernels_are_portfolios() -> None:
+    portfolios = {name for name in names("kernels") if isinstance(load_kernel(name), Portfolio)}
+    assert portfolios == {"ffn_sparse", "mlp_sparse"}
+
+
+@pytest.mark.parametrize(("kernel", "op"), [(ffn_few, "ffn"), (mlp_few, "mlp")])
+def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
+    asked = problem(65, 64, 32, op=op)
+    assert kernel.KERNEL.op == op
+    assert kernel.KERNEL.unsupported(asked, CPU) == "expected 1 to 64 tokens, found 65"
+
+
+# ---- its code ----
+
+
+@compiled
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
+@pytest.mark.parametrize("split", sampled([1, 8]))
+@pytest.mark.parametrize(
+    ("gated", "stored"),
+    sampled([(True, True), (True, False), (False, False), (True, Tiles()), (True, Tiles(64, 7))]),
+    ids=str,
+)
+def test_it_compiles_without_a_spill(
+    k: int, split: int, gated: bool, stored: bool | Tiles, tmp_path: Path
+) -> None:
+    for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
+        constants = _grouped.constants_of(k, split, squared, gated, dtype, stored)
+        assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
+
+
+@compiled
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("k", sampled([2560, 2048, 200, 1032]))
+@pytest.mark.parametrize("split", sampled([8, 7, 3, 2]))
+def test_with_nothing_that_stands_by_it_compiles_without_a_spill(
+    k: int, split: int, tmp_path: Path
+) -> None:
+    for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
+        constants = _grouped.constants_of(k, split, squared, gated, dtype, alone=True)
+        assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
+
+
+def on_cpu(constants: Constants, folder: Path, late: bool) -> Any:
+    """Build the kernel's own source for this machine; grid_on_cpu.h stands in for PTX."""
+    source = cuda_source("ffn_sparse.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
+    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
+    source += """
+      static struct { const u16* x; u16* g; const char *wu, *wd; u16* y; int *left, *heavy;
+                      const void* packed; u16* gates; } p;
+      static struct { int m, n, limit; } q;
+      static void run() {
+        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.limit, p.packed,
+                    p.gates);
+      }
+      extern "C" void call(void** pointers, int* sizes, int grid, size_t bytes) {
+        memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
+        launch(grid, THREADS, SPLIT, bytes, run);
+      }
+    """
+    return built(source, (*constants, ("LATE", int(late))), folder)
+
+
+def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gates as _packed_gate.py does: NaN where a unit is off, a bit where it is on."""
+    on = ~(g <= 0)
+    eights = torch.nn.functional.pad(on, (0, 0, 0, -len(on) % 8)).unflatten(0, (-1, 8))
+    bits = (eights.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)[:, None]).sum(1)
+    return g.where(on, float("nan")), bits.to(torch.uint8)
+
+
+def gate_in_tiles(g: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Return gates as _twell_gate.py does: dense tiles, poisoned elsewhere; and words."""
+    m, n = g.shape
+    words = torch.full((m, -(-n // tiles.tile), tiles.words), -1, dtype=torch.int32)
+    dense = torch.full_like(g, 7.0)
+    for token in range(m):
+        for tile in range(words.shape[1]):
+            own = g[token, tile * tiles.tile : (tile + 1) * tiles.tile]
+            on = (~(own <= 0)).nonzero()[:, 0]
+            words[token, tile, 0] = len(on)
+            if len(on) > tiles.capacity:
+                dense[token, tile * tiles.tile :][: len(own)] = own.where(~(own <= 0), 0)
+                continue
+            on = on[torch.randperm(len(on))]
+            values = own[on].view(torch.int16).int() << 16
+            words[token, tile, 1 : len(on) + 1] = values | (on + tile * tiles.tile).int()
+    return dense, words
+
+
+# m, n, k, part of the units that is on, split, limit: a last group with few tokens, fewer units
+# than threads, steps that are full and not, groups of one step, k up to 1024, 2048 and beyond.
+CASES = [
+    (11, 48, 72, 0.2, 1, 48),
+    (5, 200, 264, 0.3, 2, 200),
+    (17, 1088, 136, 0.05, 4, 1088),
+    (3, 72, 520, 0.5, 8, 72),
+    (20, 400, 512, 0.1, 2, 220),
+    (8, 64, 1032, 1.0, 1, 64),
+    (61, 160, 200, 0.03, 1, 30),
+    (9, 56, 2056, 0.3, 1, 56),
+    (40, 96, 4096, 0.04, 1, 24),
+    (100, 96, 72, 0.01, 1, 96),
+]
+# The same alone: units for one CTA of a cluster only, several lists of a group, nothing on, 320
+# columns a warp, and two halves of 192.
+ALONE = [
+    (11, 48, 72, 0.2, 2, None),
+    (5, 3600, 72, 1.0, 2, None),
+    (9, 1096, 264, 0.0, 3, None),
+    (8, 200, 2560, 0.1, 2, None),
+    (20, 1088, 1032, 0.05, 7, None),
+    (3, 72, 3064, 0.5, 2, None),
+    (33, 2056, 72, 0.03, 8, None),
+    (17, 1800, 72, 0.9, 3, None),
+]
+# dtype, squared, gated, how G is stored
+KINDS = [
+    ("bf16", False, True, False),
+    ("fp16", True, False, False),
+    ("fp16", True, True, True),
+    ("bf16", False, True, True),
+    ("bf16", False, True, Tiles(256, 31)),
+    ("fp16", True, False, Tiles(64, 7)),
+    ("bf16", True, True, Tiles(128, 3)),
+]
+PAIRS = [(case, KINDS[(i + j) % 4]) for i, case in enumerate(CASES) for j in (0, 1)]
+PAIRS += [(case, KINDS[4 + (i + j) % 3]) for i, case in enumerate(CASES) for j in (0, 1)]
+PAIRS += [(case, KINDS[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
+
+
+@compiled
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
+def test_its_threads_give_the_product_on_a_cpu(
+    case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
+) -> None:
+    (m, n, k, part, split, limit), (dtype, squared, gated, stored) = case, kind
+    torch.manual_seed(0)
+    as_stored = DTYPES[dtype]
+    x, wu, wd_t = (torch.randn(*size).to(as_stored) for size in ((m, k), (n, k), (n, k)))
+    g = torch.where(torch.rand(m, n) < part, torch.rand(m, n), -torch.rand(m, n)).to(as_stored)
+    g[1] = 0  # a token without a unit
+    g[2, 3] = float("nan")
+    y, rest = torch.full_like(x, 7.0), _remainder.rest_of(m, 1, CPU)
+    if isinstance(stored, Tiles):
+        in_memory, bits = gate_in_tiles(g, stored)
+    else:
+        in_memory, bits = packed_gate(g) if stored else (g, g)
+    gates = torch.full((16, _grouped.LISTS * _grouped.MOST_ROWS * 8), 7.0, dtype=as_stored)
+    kept = x, in_memory, wu, wd_t, y, rest.left, rest.heavy, bits, gates
+    pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in kept))
+    alone = limit is None
+    bytes_ = ctypes.c_size_t(_grouped.shared_bytes(k, alone))
+    sizes = (ctypes.c_int * 3)(m, n, 0 if alone else limit)
+    constants = _grouped.constants_of(k, split, squared, gated, as_stored, stored, alone)
+    groups = len(rest.heavy)
+    grid = groups * split if split > 1 else min(2, groups)
+    on_cpu(constants, tmp_path, late=squared).call(pointers, sizes, grid, bytes_)
+
+    gate, up = g.double().relu(), x.double() @ wu.double().T if gated else 1
+    h = (gate.square() if squared else gate) * up
+    right, spread = h @ wd_t.double(), (h.square() @ wd_t.double().square()).sqrt()
+    group = torch.arange(m) // _remainder.GROUP
+    rows = torch.stack([(~(g <= 0))[group == i].any(0).sum() for i in range(groups)])
+    heavy = [] if alone else (rows > limit).nonzero()[:, 0].tolist()
+    assert sorted(rest.heavy[: rest.left[0]].tolist()) == heavy
+    left = torch.isin(group, torch.tensor(heavy))
+    assert (y[left] == 7).all()
+    if isinstance(stored, Tiles):  # G of the groups that are left, for the dense products
+        assert torch.equal(in_memory[left].nan_to_num(9999), g.clamp(min=0)[left].nan_to_num(9999))
+    done = ~left & (torch.arange(m) != 2)
+    assert y[2].isnan().all() or left[2]
+    expected = Expected(right[done], 2 * spread[done] + 1e-30, as_stored, n)
+    assert (reason := check(y[done], expected).reason) is None, reason
+
+
+# ---- Triton ----
+
+
+@compiled
+def test_triton_products_are_right_in_the_interpreter() -> None:
+    assert_passes(__file__, "-k", "interpreted_")
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "squared"), [("fp16", False), ("fp32", True)])
+@pytest.mark.parametrize(("m", "heavy"), [(21, [2, 0]), (150, [*range(19)]), (9, [])])
+@pytest.mark.parametrize(("gated", "packed"), [(True, False), (False, False), (True, True)])
+def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, packed, dtype, squared):
+    n, k, kind = 72, 40, DTYPES[dtype]
+    torch.manual_seed(0)
+    x, wu, wd, g = (torch.randn(*s).to(kind) for s in ((m, k), (n, k), (k, n), (m, n)))
+    g[0, 0] = float("nan")
+    rest, gates, y = _remainder.rest_of(m, 3, CPU), g.clone(), torch.full_like(x, 7.0)
+    g, bits = packed_gate(g) if packed else (g, None)
+    rest.left[2] = 5
+    rest.left[0], rest.heavy[: len(heavy)] = len(heavy), torch.tensor(heavy, dtype=torch.int32)
+    how = {"squared": squared, "bits": bits}
+    for program in _remainder.products(x, g, wu if gated else None, wd, y, rest, **how):
+        program()
+
+    gate, up = gates.double().relu(), x.double() @ wu.double().T if gated else 1
+    h = (gate.square() if squared else gate) * up
+    right, spread = h @ wd.double().T, (h.square() @ wd.double().square().T).sqrt()
+    mine = torch.isin(torch.arange(m) // _remainder.GROUP, torch.tensor(heavy))
+    assert (y[~mine] == 7).all()
+    assert not mine[0] or y[0].isnan().all()
+    mine[0] = False
+    expected = Expected(right[mine], 2 * spread[mine] + 1e-30, kind, n)
+    assert (reason := check(y[mine], expected).reason) is None, reason
+    assert rest.left.tolist() == [0, 0, 0]
+
+
+@interpreted
+@pytest.mark.parametrize("path", ["tma", "pointers"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_interpreted_fused_gate_and_up_are_right(dtype, activation, path):
+    these = given(problem(19, 72, 40, dtype, activation=activation))
+    x = these.activations["x"]
+    wg, wu, wd = (these.weights[name].to_dense() for name in ("wg", "wu", "wd"))
+    configs = ffn_dense_triton.configurations(len(x), x.element_size(), path)
+    for config in configs:
+        h = ffn_dense_triton.launch(x, wg, wu, config, activation)()
+        assert_right(torch.mm(h, wd.t()), these)
+
+
+def assert_triton_compiles(program: BoundKernel) -> None:
+    """Compile a call ahead of time, as Triton would make it: a size that is one is a constant."""
+    names, values = program.kernel.arg_names, dict(program.constants)
+    options = {name: values.pop(name) for name in (*values,) if name not in names}
+    signature, aligned = {}, {}
+    for place, value in enumerate(program.args):
+        if isinstance(value, TensorDescriptor):
+            kind = f"tensordesc<bf16{value.block_shape}>"
+        elif isinstance(value, Tensor):
+            kind = {torch.int32: "*i32", torch.uint8: "*u8"}.get(value.dtype, "*bf16")
+        else:
+            kind = "constexpr" if value == 1 else "i32"
+        if kind == "constexpr":
+            values[names[place]] = value
+        elif kind[0] == "*" or (kind == "i32" and value % 16 == 0):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        signature[names[place]] = kind
+    signature |= dict.fromkeys(values, "constexpr")
+    source = ASTSource(program.kernel, signature, values, aligned)
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), options)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert ".local" not in compiled.asm["ptx"]
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@compiled
+@pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
+def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
+    n, k = 5632, 2048
+    rest = _remainder.rest_of(m, 132, torch.device("meta"))
+    bits = torch.empty(-(-m // 8), n, dtype=torch.uint8, device="meta")
+    for wu, on in ((empty(n, k), None), (None, None), (empty(n, k), bits)):
+        x, g, wd, y = empty(m, k), empty(m, n), empty(k, n), empty(m, k)
+        for program in _remainder.products(x, g, wu, wd, y, rest, squared=m == 300, bits=on):
+            assert_triton_compiles(program)
+
+
+@compiled
+@pytest.mark.parametrize("m", [1, 64, 300, 4096])
+def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
+    x, w = empty(m, 2048), empty(5632, 2048)
+    for path in ("tma", "pointers"):
+        for config in ffn_dense_triton.configurations(m, 2, path):
+            assert_triton_compiles(ffn_dense_triton.launch(x, w, w, config, "relu2"))
+
+
+# ---- torch.compile ----
+
+
+@compiled
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(Unsupported, match="option mode: expected one of default, max-autotune"):
+        torch_compile.prepare(given(problem(2, 8, 8, "fp32")), mode="fast")
+
+
+@compiled
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_a_compiled_definition_follows_its_activations() -> None:
+    these = given(problem(3, 24, 16, "fp32"))
+    launch = torch_compile.prepare(these)
+    redraw(these.problem, OP, these.activations, 1)
+    assert_right(launch(), these)
+    assert launch.choice == {"mode": "default"}
+
+
+# ---- on a GPU ----
+
+GPU = torch.device("cuda", 0)
+SHAPES = [(1, 512, 256), (3, 1000, 200), (16, 5632, 2048), (33, 520, 1032), (77, 1408, 512)]
+SHAPES += [(300, 2056, 2048), (1500, 1024, 2048), (2500, 520, 4096), (130, 14336, 4096)]
+GATES = "library", "packed", Tiles(), Tiles(64, 7)
+
+
+def layer(these: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
+    """Prepare a layer in groups of tokens, whose gate is written in this way."""
+    if isinstance(way, Tiles):
+        return ffn_twell.prepare(these, tile=way.tile, capacity=way.capacity)
+    return ffn_sparse.prepare(these, way=way)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    ("dtype", "activation", "skew"), [("bf16", "relu", "iid"), ("fp16", "relu2", "correlated")]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", [ffn_sparse, mlp_sparse])
+def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, activation, skew):
+    op = kernel.KERNEL.op
+    for active in (1, shape[1] / 64, shape[1] / 2):
+        asked = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
+        these = given(asked, GPU)
+        launch = kernel.prepare(these, way="library")
+        for draw in (1, 2):
+            redraw(asked, load_op(op), these.activations, draw)
+            assert_right(launch(), these)
+            assert torch.equal(launch().clone(), launch())
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
+@pytest.mark.parametrize("way", GATES[1:], ids=str)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
+def test_packed_gates_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
+    for active in (1, shape[1] / 64, shape[1] / 2):
+        asked = problem(*shape, dtype, activation=activation, active=active)
+        these = given(asked, GPU)
+        launch = layer(these, way)
+        for draw in (1, 2):
+            redraw(asked, OP, these.activations, draw)
+            assert_right(launch(), these)
+            assert torch.equal(launch().clone(), launch())
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
+    for active in (8, 600):
+        these = gpu_case(active=active)
+        for way in get_args(ffn_sparse.Way):
+            if way == "few":
+                continue
+            launch = ffn_sparse.prepare(these, way=way)
+            again = ffn_sparse.prepare(replace(these, pinned=launch.choice))
+            assert again.choice == launch.choice
+            assert way in ("best", "sparse", launch.choice["way"])
+            redraw(these.problem, OP, these.activations, 1)
+            assert_right(again(), these)
+    these = gpu_case(64)
+    launch = ffn_sparse.prepare(these, way="few")
+    few = {"chosen": "sparse activations, ffn_few", "way": "few"}
+    assert few.items() <= launch.choice.items()
+    assert torch.equal(ffn_few.prepare(these)(), launch())
+    assert_right(ffn_sparse.prepare(replace(these, pinned=launch.choice))(), these)
+    assert ffn_sparse.prepare(these, way="sparse").choice["way"] in ("few", "alone")
+    asked = problem(300, 1024, 512, op="mlp", active=8)
+    launch = mlp_sparse.prepare(given(asked, GPU))
+    again = mlp_sparse.prepare(replace(given(asked, GPU), pinned=launch.choice))
+    assert again.choice == launch.choice
+
+
+@pytest.mark.gpu
+@hopper
+def test_no_other_way_is_known() -> None:
+    with pytest.raises(Unsupported, match=r"expected one of best, sparse, .*, found 'd"):
+        ffn_sparse.prepare(gpu_case(), way="dense")
+    with pytest.raises(Unsupported, match="expected 1 to 64 tokens, found 300"):
+        ffn_sparse.prepare(gpu_case(), way="few")
+    with pytest.raises(Unsupported, match="a packed product needs a layer with a gate"):
+        mlp_sparse.prepare(given(problem(9, 64, 64, op="mlp", active=8), GPU), way="packed")
+
+
+def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
+    return given(problem(m, n, k, active=active), GPU)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("way", GATES, ids=str)
+def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
+    these = gpu_case()
+    wg, x = these.weights["wg"].values, these.activations["x"]
+    wg[:, 1] = 1.0  # what column 1 of X adds to every gate of a token
+    x[:, 1] = 0
+    x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units on, none, a group of eight
+    y = layer(these, way)()
+    assert_right(y, these)
+    assert (y[6] == 0).all()
+    wg[256:, 0] = -100  # one tile of 256 units holds all that is on
+    wg[:256, 0] = 100
+    assert_right(layer(these, way)(), these)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("way", GATES, ids=str)
+def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
+    these = gpu_case()
+    launch = layer(these, way)
+    right = launch().clone()
+    these.activations["x"][7, 3] = float("nan")
+    y = launch()
+    others = torch.arange(len(y), device=GPU) // 8 != 0
+    assert y[7].isnan().all()
+    assert torch.equal(y[others], right[others])
+    assert y[:7].isfinite().all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("way", GATES, ids=str)
+@pytest.mark.parametrize("active", [8, 600])
+def test_a_graph_replays_it_on_a_gpu(active: float, way: ffn_sparse.Way | Tiles) -> None:
+    these = gpu_case(active=active)
+    launch = layer(these, way)
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = launch()
+    for draw in (1, 2):
+        redraw(these.problem, OP, these.activations, draw)
+        graph.replay()
+        assert_right(y, these)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("kernel", [ffn_dense_triton, torch_compile])
+@pytest.mark.parametrize("m", [1, 33, 300, 2000])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+def test_dense_yardsticks_are_right_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
+    these = given(problem(m, 1024, 512, activation=activation), GPU)
+    launch = kernel.prepare(these)
+    redraw(these.problem, OP, these.activations, 1)
+    assert_right(launch(), these)
+    assert_right(kernel.prepare(replace(these, pinned=launch.choice))(), these)

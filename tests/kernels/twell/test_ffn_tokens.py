@@ -1,0 +1,136 @@
+"""Layers of 33 to 512 tokens on a GPU, in every way that is timed there: odd sizes, poison, graphs.
+
+The rows of X are those of a larger matrix of NaN, so that a token too many would show.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from on_hopper import hopper
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.harness.bench.check import Expected, check
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
+from sparsebench.kernels.twell._layer import Layer
+from sparsebench.results.record import Problem
+
+TOKENS = 33, 64, 65, 100, 129, 255, 500
+SHAPES = (5632, 2048), (9728, 2560), (1000, 200), (520, 1032), (2056, 3064)
+CASES = [*((shape, True) for shape in SHAPES), ((9728, 2560), False), ((1000, 200), False)]
+ON = 0.0, 0.005, 0.2, 1.0  # of the units; the last: several lists of a group
+
+Way = str  # of _grouped.py, alone; or how X comes in ffn_few.py
+
+
+def ways(m: int, n: int) -> list[Way]:
+    return ["alone", *(ffn_few.ways_of(m, n) if m <= ffn_few.MOST_TOKENS else [])]
+
+
+def layer(m: int, n: int, k: int, kind: torch.dtype, squared: bool, gated: bool) -> Layer:
+    """Return operands on the GPU; column 0 of X is one, so that Wg's says how many are on."""
+    torch.manual_seed(m)
+    x = torch.full((m + 16, k), float("nan"), device="cuda", dtype=kind)[:m]
+    x.copy_(torch.randn(m, k, device="cuda"))
+    x[:, 0] = 1
+    wg, wu = (torch.randn(n, k, device="cuda").mul_(k**-0.5).to(kind) for _ in range(2))
+    wd = torch.randn(k, n, device="cuda").mul_(n**-0.5).to(kind)
+    up = wu if gated else None
+    return Layer(x, wg, up, wd, wd.t().contiguous(), torch.empty_like(x), squared)
+
+
+def turn_on(layer: Layer, part: float) -> None:
+    """Let this part of the units be on for a token; a token has all on, and one has none."""
+    bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(part)).clamp(-6, 6)
+    layer.gate[:, 0], layer.gate[:, 1], layer.x[:, 1] = float(bias), 1.0, 0
+    layer.x[3, 1], layer.x[17, 1] = 10, -200
+
+
+def bound(layer: Layer, way: Way) -> Callable[[], Tensor]:
+    """Return the layer in a way, after torch's gate; nothing is searched."""
+    x, up, wd_t, y, squared = layer.x, layer.up, layer.wd_t, layer.y, layer.squared
+    if way != "alone":
+        return ffn_few.launch(x, layer.gate, up, wd_t, y, squared=squared, x_by=way)
+    (m, n, k), device = layer.sizes, x.device
+    g, rest = x.new_full((m, n), float("nan")), _remainder.rest_of(m, 1, device)
+    at_once = partial(_grouped.clusters, k=k, device=device, alone=True)
+    split = max(2, _grouped.split_of(m, at_once))
+    how = {"split": split, "limit": 0, "squared": squared, "alone": True}
+    walk = _grouped.launch(x, g, up, wd_t, y, rest, **how)
+
+    def run() -> Tensor:
+        torch.mm(x, layer.gate.t(), out=g)
+        return walk()
+
+    return run
+
+
+def assert_right(y: Tensor, layer: Layer) -> None:
+    """Hold Y against the definition in fp64."""
+    x, wd = layer.x.double(), layer.wd.double()
+    gate = (x @ layer.gate.double().T).to(y.dtype).double().relu()
+    h = gate.square() if layer.squared else gate
+    h = h if layer.up is None else h * (x @ layer.up.double().T)
+    spread = 2 * (h.square() @ wd.square().T).sqrt()
+    spread += 1e-3 if y.dtype == torch.float16 else 1e-30
+    verdict = check(y, Expected(h @ wd.T, spread, y.dtype, layer.sizes[1]))
+    assert verdict.reason is None, verdict.reason
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("shape", "gated"), CASES, ids=str)
+@pytest.mark.parametrize("m", TOKENS)
+def test_any_number_of_units_is_right_on_a_gpu(m: int, shape: tuple[int, int], gated: bool) -> None:
+    """Gated in bf16 with relu, else in fp16 with relu2."""
+    kind = torch.bfloat16 if gated else torch.float16
+    these = layer(m, *shape, kind, not gated, gated)
+    for way in ways(m, shape[0]):
+        launch = bound(these, way)
+        for part in ON:
+            turn_on(these, part)
+            these.y.fill_(float("nan"))
+            first = launch().clone()
+            assert_right(first, these)
+            assert (first[17] == 0).all()
+            these.y.fill_(float("nan"))
+            assert torch.equal(launch(), first)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("m", [33, 100, 500])
+def test_a_graph_replays_it_and_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
+    these = layer(m, 5632, 2048, torch.bfloat16, False, True)
+    turn_on(these, 0.005)
+    token = torch.arange(m, device="cuda")
+    for way in ways(m, 5632):
+        launch = bound(these, way)
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = launch()
+        for _ in range(50):
+            y.fill_(float("nan"))
+            graph.replay()
+        assert_right(y, these)
+        right, kept = y.clone(), these.x[20, 5].clone()
+        these.x[20, 5] = float("nan")
+        graph.replay()
+        assert y[20].isnan().all()
+        assert y[token != 20].isfinite().all()
+        if way == "alone":  # all units are on for the group of token 20, and for no other
+            assert torch.equal(y[token // 8 != 2], right[token // 8 != 2])
+        these.x[20, 5] = kept
+
+
+@pytest.mark.gpu
+@hopper
+def test_more_tokens_than_that_are_refused() -> None:
+    own = layer(513, 64, 64, torch.bfloat16, False, True)
+    these = Operands(Problem("ffn", {"m": 513}), {}, {}, lambda: None)
+    with pytest.raises(Unsupported, match="alone takes at most 512 tokens, found 513"):
+        _grouped.prepare(these, own, "library", alone=True)
