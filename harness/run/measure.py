@@ -63,7 +63,7 @@ class RunOptions:
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
                 the longest so far; --resume measures the rest
-    rank        contests of a lower rank come first in every process; ties, or all, are in random order
+    rank        contests of a lower rank come first in every process; ties are in random order
     part        set if several processes share the plan (part.py)
     """
 
