@@ -53,7 +53,7 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
@@ -63,7 +63,7 @@ def reproduce(
     with measuring() as show:
         ways = Ways(devices)
         engine = ways.measure if ways else measure
-        fresh = reproduced(path, ways.first(device), data, to, show, engine)
+        fresh = reproduced(path, ways.first(device), data, to, RunOptions(progress=show), engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)
@@ -90,12 +90,16 @@ def confirm(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.confirm import confirm as confirmed
     from sparsebench.harness.run.confirm import headlines
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.reports.build import build
     from sparsebench.results import store
     from sparsebench.results.provenance import choices
 
     with measuring() as show:
-        fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
+        options = RunOptions(progress=show)
+        fresh = confirmed(
+            path, named(device), data, to, options, cases=cases, replicates=replicates
+        )
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = headlines(again)

@@ -164,7 +164,7 @@ def run(
     """
     from sparsebench.harness._cli import progress_bar, telling
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.state import Flags
 
     folder, to = (Path(path) if path is not None else None for path in (data, out))
@@ -173,7 +173,8 @@ def run(
     if not progress:
         return load(measure(asked, flags, to, None))
     with progress_bar() as show:
-        return load(measure(asked, flags, to, None, show, on_message=telling()))
+        options = RunOptions(progress=show, on_message=telling())
+        return load(measure(asked, flags, to, None, options))
 
 
 def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":

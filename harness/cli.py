@@ -198,8 +198,10 @@ def run(
         ahead.early(device, 1, 1)
         if is_shared(resume):
             require_own(given, OF_A_PLAN)
+            from sparsebench.harness.run.measure import RunOptions
+
             with measuring() as show:
-                path = go_on(resume, show, telling(debug))
+                path = go_on(resume, RunOptions(progress=show, on_message=telling(debug)))
         else:
             path = _resumed(resume, device, data, timeout, debug)
     elif repeat or profile:
@@ -249,12 +251,13 @@ def _measured(
     ways: Ways | None = None,
 ) -> Path:
     """Measure here, or shared out in one of the ways, and return the run."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = ways.measure if ways else measure
     ahead.meanwhile(*REPORTING)
     with measuring() as show:
-        return engine(asked, flags, to, resume, show, on_message=telling(debug))
+        options = RunOptions(progress=show, on_message=telling(debug))
+        return engine(asked, flags, to, resume, options)
 
 
 def _told(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
