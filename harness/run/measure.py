@@ -58,7 +58,7 @@ class RunOptions:
 
     progress    called before each contest
     on_message  receives machine findings and failure reasons
-    pinned      choices of each process of another run, taken without a search (results/provenance.py)
+    pinned      choices of each process of another run, taken without a search
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
                 the longest so far; --resume measures the rest
