@@ -1,21 +1,18 @@
 """The options that share a plan out over several GPUs: --devices, --slurm, --submit, --shards."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.commands._console import Show
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
-    from sparsebench.harness.run.runner import Pinned
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.state import Flags
-    from sparsebench.harness.run.watch import OnMessage
 
 Devices = Annotated[
     str, typer.Option(help="GPUs of this host that share the plan, such as cuda:0,cuda:1.")
@@ -86,10 +83,7 @@ class Sharing:
         flags: "Flags",
         out: Path | None,
         resume: Path | None,
-        progress: Show,
-        pinned: "Sequence[Pinned]" = (),
-        origin: Mapping[str, Any] | None = None,
-        on_message: "OnMessage" = lambda finding: None,
+        options: "RunOptions",
     ) -> Path:
         """Measure a suite as run/measure.py does, shared out; resume a stopped run at `out`."""
         from sparsebench.harness.cluster.devices import share
@@ -103,14 +97,15 @@ class Sharing:
             kind = "devices" if self.devices else "jobs"
             out = Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{suite.name}-{count}-{kind}"
         if self.devices:
-            names = self.device_names
-            return share(suite, flags, names, out, progress, pinned, origin, on_message)
-        by, options = ("slurm", read_options(self.slurm)) if self.slurm else ("local", {})
+            return share(suite, flags, self.device_names, out, options)
+        by, job_options = ("slurm", read_options(self.slurm)) if self.slurm else ("local", {})
         if by == "local" and flags.device.startswith("cuda") and count > 1:
             raise SuiteError(f"--submit local: expected --devices for {count} GPUs of this host")
         devices = (flags.device,) * count
-        plan = Plan(suite.name, flags, devices, by, options, job_name(), dict(origin or {}))
-        return submit(suite, plan, out, progress, pinned)
+        plan = Plan(
+            suite.name, flags, devices, by, job_options, job_name(), dict(options.origin or {})
+        )
+        return submit(suite, plan, out, options)
 
 
 def is_shared(run: Path) -> bool:
@@ -120,7 +115,7 @@ def is_shared(run: Path) -> bool:
     return (folders.beside(run) / "plan.json").exists() and not (run / "run.json").exists()
 
 
-def resume_shared(run: Path, progress: Show, on_message: "OnMessage") -> Path:
+def resume_shared(run: Path, options: "RunOptions") -> Path:
     """Resume a run that is shared out, and return the merged run."""
     from sparsebench.harness.cluster import devices, jobs
     from sparsebench.harness.cluster import folder as folders
@@ -129,5 +124,5 @@ def resume_shared(run: Path, progress: Show, on_message: "OnMessage") -> Path:
     plan = folders.read(folder)
     suite = folders.suite(folder, plan)
     if plan.by == "devices":
-        return devices.go_on(folder, suite, plan, progress, on_message)
-    return jobs.go_on(folder, suite, plan, progress)
+        return devices.go_on(folder, suite, plan, options)
+    return jobs.go_on(folder, suite, plan, options)

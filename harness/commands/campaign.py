@@ -125,7 +125,7 @@ def status(
     from sparsebench.harness.campaign.plan import campaign as read
     from sparsebench.harness.campaign.publish import published
     from sparsebench.harness.campaign.sitting import state
-    from sparsebench.results.words import are
+    from sparsebench.results.formatting import are
 
     requested = read(file)
     states = [state(out, entry) for entry in requested.named(names or [])]

@@ -39,7 +39,7 @@ def check(
     from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.plan import plan, uncontested
     from sparsebench.harness.plan.suite import read
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     if gpu and device:
         raise typer.BadParameter("expected --device or --gpu, found both")

@@ -32,7 +32,7 @@ from sparsebench.harness.commands._options import (
 if TYPE_CHECKING:
     from sparsebench.harness.claims.check import Evidence
     from sparsebench.results.ceilings import Ceilings
-    from sparsebench.results.pruning import Pruning
+    from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
     help="Judge what others published about sparse formats.",
@@ -75,7 +75,7 @@ def lint(names: Names = None, data: Data = None) -> None:
     from sparsebench.harness.claims.catalog import claims as known
     from sparsebench.harness.claims.catalog import load
     from sparsebench.harness.claims.plan import parts
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     valid = True
     for name in names or known():
@@ -160,7 +160,7 @@ def check(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
     from sparsebench.harness.run.state import Flags
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     until = monotonic() + budget_s(budget) if budget else inf
     selected = chosen(names or [])
@@ -233,10 +233,10 @@ def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning |
     """Read the output of prune, or prune a model now to the dense fractions of the claims."""
     from sparsebench.harness.machine.device import pick, simulated
     from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
-    from sparsebench.results.pruning import read
+    from sparsebench.results.model_files import read_pruning
 
     if losses is None or losses.suffix != ".gguf":
-        return read(losses) if losses else None
+        return read_pruning(losses) if losses else None
     problems = [contest.problem for part in result.all_parts for contest in part.contests]
     hybrid = [p for p in problems if p["pattern"].startswith(("spense_", "two_four"))]
     fractions = sorted({round(1 - 2 * problem["sparsity"], 6) for problem in hybrid} - {1.0})

@@ -22,13 +22,16 @@ def confirm(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.confirm import confirm as measure_again
     from sparsebench.harness.run.confirm import headlines
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.reports.build import build
     from sparsebench.results import store
-    from sparsebench.results.choices import choices
+    from sparsebench.results.provenance import choices
 
-    options = {"cases": cases, "replicates": replicates}
     with measuring() as show:
-        fresh = measure_again(path, named(device), data, out, show, **options)
+        options = RunOptions(progress=show)
+        fresh = measure_again(
+            path, named(device), data, out, options, cases=cases, replicates=replicates
+        )
     again = store.read(fresh)
     build(again, fresh / "report.html")
     lines = headlines(again)

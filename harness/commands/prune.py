@@ -1,5 +1,6 @@
 """`sparsebench prune`: prune weights and measure the error."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -64,6 +65,6 @@ def prune(
         to=out,
     )
     if as_json:
-        print_json(pruned.to_json())
+        print_json(asdict(pruned))
     else:
         wide().print(table(pruned))

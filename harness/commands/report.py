@@ -27,16 +27,17 @@ def report(
     """Write a run's report as one HTML file, and print its answer."""
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
-    from sparsebench.results import bundle, pruning, store
+    from sparsebench.results import bundle, store
     from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
+    from sparsebench.results.model_files import read_pruning
 
     measured = store.read(path)
     if changed := bundle.changed(path, measured.state):
         text = f"[yellow]warning:[/] {escape(changed)}; the report shows the files as they are now"
         stderr.print(text, soft_wrap=True, highlight=False)
     out = out or path / "report.html"
-    build(measured, out, pruning.read(errors) if errors else None)
+    build(measured, out, read_pruning(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)
     if parquet:

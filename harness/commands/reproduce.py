@@ -24,17 +24,19 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Measure a run's suite again here, and report what agrees."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.reproduce import reproduce as measure_again
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
-    from sparsebench.results.agreement import agreement
+    from sparsebench.results.comparison import agreement
 
     with measuring() as show:
         sharing = Sharing(devices)
         engine = sharing.measure if sharing else measure
-        fresh = measure_again(path, sharing.first(device), data, out, show, engine)
+        fresh = measure_again(
+            path, sharing.first(device), data, out, RunOptions(progress=show), engine
+        )
     again = store.read(fresh)
     build(again, fresh / "report.html")
     result = agreement(store.read(path), again)

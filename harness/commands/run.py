@@ -91,8 +91,11 @@ def run(
         ahead.early(device, 1, 1)
         if is_shared(resume):
             refuse_beside_resume(context, FIXED_BY_PLAN)
+            from sparsebench.harness.run.measure import RunOptions
+
             with measuring() as show:
-                path = resume_shared(resume, show, message_printer(debug))
+                options = RunOptions(progress=show, on_message=message_printer(debug))
+                path = resume_shared(resume, options)
         else:
             path = _resumed(resume, device, data, timeout, debug)
     elif repeat or profile:
@@ -149,12 +152,13 @@ def _measured(
     sharing: Sharing | None = None,
 ) -> Path:
     """Measure on this device, or share the plan out, and return the run."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = sharing.measure if sharing else measure
     ahead.meanwhile(*REPORT_MODULES)
     with measuring() as show:
-        return engine(suite, flags, out, resume, show, on_message=message_printer(debug))
+        options = RunOptions(progress=show, on_message=message_printer(debug))
+        return engine(suite, flags, out, resume, options)
 
 
 def _profiled(

@@ -1,5 +1,6 @@
 """`sparsebench train-lm`: small language models with sparse activations or sparse weights."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +63,6 @@ def train_lm(
             trained = command.train_all(coefficients, settings, picked, to=out, show=show)
         table = command.table(trained)
     if as_json:
-        print_json(trained.to_json())
+        print_json(asdict(trained))
     else:
         wide().print(table)

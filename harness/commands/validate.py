@@ -12,7 +12,7 @@ def validate(path: RunPath, data: Data = None, plugins: Plugins = False) -> None
     Also warn about contenders that are slower than their default or than in a neighbouring run.
     """
     from sparsebench.harness.run.validate import validate as check
-    from sparsebench.results.peers import siblings
+    from sparsebench.results.tuning_doubts import siblings
 
     checked = True
     for line in check(path, data, siblings(path), plugins=plugins):

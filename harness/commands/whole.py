@@ -1,5 +1,6 @@
 """`sparsebench whole`: a whole model with few active hidden units."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,6 @@ def whole(
     with progress_bar() as show:
         measured = measure(shape, kernels, picked, steps=steps, window_s=energy, to=out, show=show)
     if as_json:
-        print_json(measured.to_json())
+        print_json(asdict(measured))
     else:
         wide().print(table(measured))
