@@ -28,7 +28,7 @@ from sparsebench.harness.commands._console import (
     stderr,
     stdout,
 )
-from sparsebench.harness.run import ahead
+from sparsebench.harness.run import early_start
 
 
 class Commands(typer.core.TyperGroup):
@@ -107,7 +107,7 @@ def main() -> int:
                 stderr.print(f"[red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
         return code
     finally:
-        ahead.end()
+        early_start.end()
     return 0
 
 

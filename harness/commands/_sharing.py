@@ -12,7 +12,7 @@ from sparsebench.errors import SuiteError
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
     from sparsebench.harness.run.measure import RunOptions
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
 
 Devices = Annotated[
     str, typer.Option(help="GPUs of this host that share the plan, such as cuda:0,cuda:1.")

@@ -70,6 +70,14 @@ def list_(names: Names = None, as_json: Json = False) -> None:
 
 
 @claims.command()
+def schema() -> None:
+    """Print the JSON Schema of a claim file, for editors that check YAML."""
+    from sparsebench.results.claims.schema import Claim
+
+    print_json(Claim.model_json_schema(by_alias=True))
+
+
+@claims.command()
 def lint(names: Names = None, data: Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
     from sparsebench.harness.claims.catalog import claims as known
@@ -159,7 +167,7 @@ def check(
     from sparsebench.harness.claims.costs import left_out, looks
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
     until = monotonic() + budget_s(budget) if budget else inf

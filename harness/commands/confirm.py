@@ -20,9 +20,9 @@ def confirm(
 ) -> None:
     """Measure a run's largest speed-ups again, alone."""
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.confirm import confirm as measure_again
-    from sparsebench.harness.run.confirm import headlines
     from sparsebench.harness.run.measure import RunOptions
+    from sparsebench.harness.run.repeat import confirm as measure_again
+    from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
     from sparsebench.results.provenance import choices

@@ -13,7 +13,7 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
 
     The command suggests remedies and changes nothing.
     """
-    from sparsebench.harness.doctor.doctor import examine, table
+    from sparsebench.harness.doctor.examination import examine, table
     from sparsebench.harness.doctor.findings import unfit
     from sparsebench.harness.machine.device import pick
 

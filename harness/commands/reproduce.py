@@ -25,7 +25,7 @@ def reproduce(
 ) -> None:
     """Measure a run's suite again here, and report what agrees."""
     from sparsebench.harness.run.measure import RunOptions, measure
-    from sparsebench.harness.run.reproduce import reproduce as measure_again
+    from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store

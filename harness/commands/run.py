@@ -42,11 +42,11 @@ from sparsebench.harness.commands._sharing import (
     is_shared,
     resume_shared,
 )
-from sparsebench.harness.run import ahead
+from sparsebench.harness.run import early_start
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
 
 REPORT_MODULES = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"  # 3 s
 # Options that --resume takes from the run, and those that it takes from a shared plan as well.
@@ -88,7 +88,7 @@ def run(
         if repeat or profile:
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
         refuse_beside_resume(context, FIXED_BY_RUN)
-        ahead.early(device, 1, 1)
+        early_start.early(device, 1, 1)
         if is_shared(resume):
             refuse_beside_resume(context, FIXED_BY_PLAN)
             from sparsebench.harness.run.measure import RunOptions
@@ -101,11 +101,11 @@ def run(
     elif repeat or profile:
         raise typer.Exit(_profiled(str(suite), device, data, only, repeat, profile))
     else:
-        ahead.early(device or devices, sharing.count, replicates)
+        early_start.early(device or devices, sharing.count, replicates)
         from sparsebench.harness.doctor.findings import nothing_compared
-        from sparsebench.harness.plan.plan import uncontested
+        from sparsebench.harness.plan.preview import uncontested
         from sparsebench.harness.plan.suite import read
-        from sparsebench.harness.run.state import Flags
+        from sparsebench.harness.run.run_json import Flags
 
         requested, first = read(str(suite), data), sharing.first(device)
         if not (slurm or submit) and uncontested(requested, first, only):
@@ -121,8 +121,8 @@ def _resumed(
     """Resume a run with its own suite and flags, on `device` if one is named."""
     from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.own_suite import own_suite
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.recorded_plan import own_suite
+    from sparsebench.harness.run.run_json import Flags
     from sparsebench.results import store
 
     stopped = store.read(run)
@@ -155,7 +155,7 @@ def _measured(
     from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = sharing.measure if sharing else measure
-    ahead.meanwhile(*REPORT_MODULES)
+    early_start.meanwhile(*REPORT_MODULES)
     with measuring() as show:
         options = RunOptions(progress=show, on_message=message_printer(debug))
         return engine(suite, flags, out, resume, options)
@@ -168,7 +168,7 @@ def _profiled(
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.plan.selection import only as selected
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run import profile as profiler
+    from sparsebench.harness.run import profiling as profiler
 
     picked, contests = pick(device), selected(read(suite, data).contests, only)
     if profile:

@@ -20,7 +20,7 @@ def try_(
 ) -> None:
     """Check one kernel against fp64 and time it beside its baseline."""
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.run import profile as profiler
+    from sparsebench.harness.run import profiling as profiler
     from sparsebench.harness.run import try_kernel as trial
 
     picked = pick(device)

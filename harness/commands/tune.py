@@ -27,7 +27,7 @@ def tune(
     """
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run.tune import tune as search
+    from sparsebench.harness.run.tuning import tune as search
 
     with measuring("tune") as show:
         tuned = search(read(suite, data), named(device), minutes, only, out, data, show)

@@ -11,7 +11,7 @@ def validate(path: RunPath, data: Data = None, plugins: Plugins = False) -> None
 
     Also warn about contenders that are slower than their default or than in a neighbouring run.
     """
-    from sparsebench.harness.run.validate import validate as check
+    from sparsebench.harness.run.validation import validate as check
     from sparsebench.results.tuning_doubts import siblings
 
     checked = True
