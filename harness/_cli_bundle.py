@@ -33,7 +33,7 @@ def validate(
 
     A warning names a tuned contender that is slower than its default, or than in a run beside it.
     """
-    from sparsebench.harness.run.validate import validate as validated
+    from sparsebench.harness.run.validation import validate as validated
     from sparsebench.results.peers import siblings
 
     lines = list[bool]()
@@ -54,7 +54,7 @@ def reproduce(
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
     from sparsebench.harness.run.measure import RunOptions, measure
-    from sparsebench.harness.run.reproduce import reproduce as reproduced
+    from sparsebench.harness.run.repeat import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
@@ -88,9 +88,9 @@ def confirm(
 ) -> None:
     """Measure a run's largest speed-ups again, alone. Print the headline of the new run."""
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.confirm import confirm as confirmed
-    from sparsebench.harness.run.confirm import headlines
     from sparsebench.harness.run.measure import RunOptions
+    from sparsebench.harness.run.repeat import confirm as confirmed
+    from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
     from sparsebench.results.choices import choices

@@ -157,7 +157,7 @@ def check(
     from sparsebench.harness.claims.costs import left_out, looks
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.words import amount
 
     until = monotonic() + budget_s(budget) if budget else inf

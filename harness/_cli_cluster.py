@@ -14,7 +14,7 @@ from sparsebench.harness._cli import Data, Json, out, print_json, wide
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
     from sparsebench.harness.run.measure import RunOptions
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.store import Run
 
 Devices = Annotated[str, typer.Option(help="GPUs of this host that share the plan: cuda:0,cuda:1.")]

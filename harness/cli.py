@@ -67,11 +67,11 @@ from sparsebench.harness._cli_make import prune, train_lm, whole
 from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import doctor, new_gpu
 from sparsebench.harness._cli_try import profiled, try_
-from sparsebench.harness.run import ahead
+from sparsebench.harness.run import early_start as ahead
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
 
 # What a report needs, 3 s together on a cold disk.
 REPORTING = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"
@@ -130,7 +130,7 @@ def check(
     """Say what a suite will cost, and what is unsupported here; run nothing."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs, plan_there
-    from sparsebench.harness.plan.plan import plan, uncontested
+    from sparsebench.harness.plan.preview import plan, uncontested
     from sparsebench.harness.plan.suite import read
     from sparsebench.results.words import amount
 
@@ -209,9 +209,9 @@ def run(
     else:
         ahead.early(device or devices, 0 if slurm or submit else ways.count, replicates)
         from sparsebench.harness.doctor.findings import nothing_compared
-        from sparsebench.harness.plan.plan import uncontested
+        from sparsebench.harness.plan.preview import uncontested
         from sparsebench.harness.plan.suite import read
-        from sparsebench.harness.run.state import Flags
+        from sparsebench.harness.run.run_json import Flags
 
         asked, first = read(str(suite), data), ways.first(device)
         if not (slurm or submit) and uncontested(asked, first, only):
@@ -226,8 +226,8 @@ def _resumed(
 ) -> Path:
     """Go on with a run by its own suite and flags, on this device if one is named."""
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.own_suite import own_suite
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.recorded_plan import own_suite
+    from sparsebench.harness.run.run_json import Flags
     from sparsebench.results import store
 
     stopped = not_merged(store.read(run))
@@ -355,7 +355,7 @@ def tune(
     """Search the best configurations for this GPU. Runs take them from the table written."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run.tune import tune as tuned
+    from sparsebench.harness.run.tuning import tune as tuned
 
     with measuring("tune") as show:
         found = tuned(read(suite, data), named(device), minutes, only, to, data, show)
