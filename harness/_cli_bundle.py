@@ -34,7 +34,7 @@ def validate(
     A warning names a tuned contender that is slower than its default, or than in a run beside it.
     """
     from sparsebench.harness.run.validation import validate as validated
-    from sparsebench.results.peers import siblings
+    from sparsebench.results.tuning_doubts import siblings
 
     lines = list[bool]()
     for line in validated(path, data, siblings(path), plugins=plugins):
@@ -58,7 +58,7 @@ def reproduce(
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
-    from sparsebench.results.agreement import agreement
+    from sparsebench.results.comparison import agreement
 
     with measuring() as show:
         ways = Ways(devices)
@@ -93,7 +93,7 @@ def confirm(
     from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
-    from sparsebench.results.choices import choices
+    from sparsebench.results.provenance import choices
 
     with measuring() as show:
         options = RunOptions(progress=show)

@@ -158,7 +158,7 @@ def status(
     from sparsebench.harness.cluster import folder as folders
     from sparsebench.harness.cluster.jobs import jobs
     from sparsebench.results import store
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     if not is_shared(run):
         state = store.read(run).state

@@ -24,7 +24,7 @@ from sparsebench.reports.build import build, figures
 from sparsebench.reports.terminal import answer_markdown, counted
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.environment import device_name
+from sparsebench.results.provenance import device_name
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
@@ -93,7 +93,7 @@ class Run:
     def summary(self) -> pd.DataFrame:
         """Return one line per case, scope and cache state, over all processes, with its verdict.
 
-        Columns: results/summary.py; `speedup` is over the baseline, with its interval
+        Columns: results/analysis.py; `speedup` is over the baseline, with its interval
         `speedup_low`, `speedup_high`; `median_us` is the time; `outcome` is the verdict.
         """
         return self._found.cases.copy()

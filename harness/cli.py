@@ -132,7 +132,7 @@ def check(
     from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.preview import plan, uncontested
     from sparsebench.harness.plan.suite import read
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     if gpu and device:
         raise typer.BadParameter("expected --device or --gpu, found both")
@@ -305,16 +305,17 @@ def report(
     """Write a run's report, and print its answer again. The page is one file, and opens offline."""
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
-    from sparsebench.results import bundle, pruning, store
+    from sparsebench.results import bundle, store
     from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
+    from sparsebench.results.model_files import read_pruning
 
     measured = store.read(path)
     if changed := bundle.changed(path, measured.state):
         said = f"[yellow]warning:[/] {escape(changed)}; the report is of what is there now"
         err.print(said, soft_wrap=True, highlight=False)
     to = to or path / "report.html"
-    build(measured, to, pruning.read(errors) if errors else None)
+    build(measured, to, read_pruning(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)
     if parquet:

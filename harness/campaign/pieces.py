@@ -27,9 +27,9 @@ from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.results import bundle, files, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.formatting import amount
+from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row
-from sparsebench.results.words import amount
 
 
 class Unfinished(Exception):

@@ -40,7 +40,7 @@ from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.results import bundle, files, store
-from sparsebench.results.environment import KIND, alike, require_alike
+from sparsebench.results.provenance import KIND, alike, require_alike
 
 LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"

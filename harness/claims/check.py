@@ -32,9 +32,9 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell, cells, judging, of_files
-from sparsebench.results.claims.of_file import of_file, read_file
+from sparsebench.results.claims.model_cells import model_cells, read_model_file
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Judged, Verdict, judge
 from sparsebench.results.statistics import FEWEST
@@ -88,9 +88,11 @@ class Evidence:
 
     def _read_file(self, path: Path) -> None:
         """Add the cells of a file that train-lm or whole wrote."""
-        found = read_file(path)
+        found = read_model_file(path)
         for each in self.written:
-            own = [cell for test in each.claim.tests for cell in of_file(test, found, path.stem)]
+            own = [
+                cell for test in each.claim.tests for cell in model_cells(test, found, path.stem)
+            ]
             self.files.setdefault(each.name, []).extend(own)
 
     @property
@@ -98,7 +100,7 @@ class Evidence:
         """Return the parts of every claim."""
         return [part for own in self.parts.values() for part in own]
 
-    def asked(self, ceilings: Ceilings | None = None) -> list[Asked]:
+    def asked(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
         """Return the claims as reports read them; with ceilings, bounded for that device."""
         return [
             asked(

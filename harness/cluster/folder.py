@@ -26,7 +26,7 @@ from sparsebench.harness.run.plan_part import owners
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.results import files, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.provenance import identity_at
 
 SCHEMA = "sparsebench/shards@1"
 

@@ -23,7 +23,7 @@ from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.worker_process import Log, Worker
 from sparsebench.results import bundle, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row
 
 Begun = Callable[[Part], None]

@@ -40,8 +40,8 @@ from sparsebench.harness.run.tuning import tune
 from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.formatting import amount
 from sparsebench.results.store import without_paths
-from sparsebench.results.words import amount
 
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours

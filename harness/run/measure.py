@@ -35,14 +35,13 @@ from sparsebench.harness.run.recorded_plan import code_of
 from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
 from sparsebench.harness.sim.gpu_model import faults
-from sparsebench.results import bundle, choices, store
-from sparsebench.results.choices import Choices
-from sparsebench.results.environment import flat
+from sparsebench.results import bundle, provenance, store
 from sparsebench.results.files import utf8
-from sparsebench.results.pairing import logs_over
+from sparsebench.results.formatting import rounded
+from sparsebench.results.frame import logs_over
+from sparsebench.results.provenance import Choices, flat
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -58,7 +57,7 @@ class RunOptions:
 
     progress    called before each contest
     on_message  receives machine findings and failure reasons
-    pinned      choices of each process of another run, taken without a search (results/choices.py)
+    pinned      choices of each process of another run, taken without a search
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
                 the longest so far; --resume measures the rest
@@ -110,7 +109,7 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = finished(resume, suite, flags, contests) if resume else []
-        chosen_by = choices.planned(flags.replicates, bool(pinned))
+        chosen_by = provenance.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
         given = flags.device, flags.data, flags.timeout_s
         runner = Runner(*given, pinned, share, flags.replicates)
@@ -367,8 +366,8 @@ def _same_place(path: Path, here: Mapping[str, Any]) -> None:
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
     """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
-    if choices.choices(before) is not chosen_by:
-        expected = f"expected choices by {choices.choices(before)}, found {chosen_by}"
+    if provenance.choices(before) is not chosen_by:
+        expected = f"expected choices by {provenance.choices(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out goes on with such a run"
-        of_bundle = choices.choices(before) is Choices.BUNDLE
+        of_bundle = provenance.choices(before) is Choices.BUNDLE
         raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")

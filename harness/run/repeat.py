@@ -3,8 +3,8 @@
     RUN ─> whole? ─> plan as it was? ─> choices pinned on the same kind ─> measured ─> a new run
 
 On a device of the same kind process p takes the configurations that process p of the bundle settled
-on. So a reproduction is about those configurations, and says so (results/choices.py).
-results/agreement.py then says of each cell whether the two agree.
+on. So a reproduction is about those configurations, and says so (results/provenance.py).
+results/comparison.py then says of each cell whether the two agree.
 """
 
 import dataclasses
@@ -26,16 +26,15 @@ from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import Log, Worker
 from sparsebench.harness.sim.gpu_model import faults
 from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.compare import KEYS
-from sparsebench.results.environment import device_name
+from sparsebench.results.analysis import analyse, compared
+from sparsebench.results.comparison import KEYS
+from sparsebench.results.consistency import inspect
 from sparsebench.results.frame import fields
-from sparsebench.results.inspection import inspect
 from sparsebench.results.noise import Reliability
+from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.verdict import compared
 
 Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
 """Measures as `measure` does: here, on several GPUs, or in pieces."""

@@ -20,9 +20,9 @@ from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_TOLD, finalists
 from sparsebench.results import store
-from sparsebench.results.agreement import agreement
 from sparsebench.results.analysis import analyse
-from sparsebench.results.choices import Choices, choices
+from sparsebench.results.comparison import agreement
+from sparsebench.results.provenance import Choices, choices
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
 
