@@ -1,4 +1,4 @@
-"""The commands about claims: lint, list, bound, check, report."""
+"""The commands about claims: list, schema, lint, bound, check, report."""
 
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -64,6 +64,14 @@ def list_(names: Names = None, as_json: Json = False) -> None:
         print_json({w.name: w.claim.model_dump(by_alias=True) for w in found})
     else:
         wide().print(listed(found))
+
+
+@claims.command()
+def schema() -> None:
+    """Print the JSON Schema of a claim file, for editors that check YAML."""
+    from sparsebench.results.claims.schema import Claim
+
+    print_json(Claim.model_json_schema(by_alias=True))
 
 
 @claims.command()

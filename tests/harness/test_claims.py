@@ -28,7 +28,7 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
-from sparsebench.results.claims.schema import Test, Written, read
+from sparsebench.results.claims.schema import Claim, Test, Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
@@ -419,6 +419,11 @@ def test_a_claim_of_another_package_is_known_by_its_name(
     installed(tmp_path, monkeypatch, "theirs")
     assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
     assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 test of 2 cells\n"
+
+
+def test_the_schema_for_editors_is_that_of_the_model() -> None:
+    printed = json.loads(sparsebench("claims", "schema").stdout)
+    assert printed == Claim.model_json_schema(by_alias=True)
 
 
 def test_a_name_of_a_claim_that_is_taken_is_one_line(
