@@ -165,7 +165,7 @@ def run(
     from sparsebench.harness.commands._console import message_printer, progress_bar
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import RunOptions, measure
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
 
     folder, to = (Path(path) if path is not None else None for path in (data, out))
     asked = _suite(suite, folder)

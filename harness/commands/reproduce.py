@@ -34,9 +34,8 @@ def reproduce(
     with measuring() as show:
         sharing = Sharing(devices)
         engine = sharing.measure if sharing else measure
-        fresh = measure_again(
-            path, sharing.first(device), data, out, RunOptions(progress=show), engine
-        )
+        options = RunOptions(progress=show)
+        fresh = measure_again(path, sharing.first(device), data, out, options, engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     result = agreement(store.read(path), again)

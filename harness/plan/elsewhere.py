@@ -30,7 +30,7 @@ from statistics import fmean, median
 from typing import Any
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite

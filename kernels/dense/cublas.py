@@ -19,7 +19,7 @@ An activation is taken as it arrives: a copy of it would be part of every call.
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
     tf32    each call of torch switches TF32 on, and back afterwards
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
-            are added to fp32 every few instructions. Both pass the check (harness/bench/check.py).
+            are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 
 Sums are in fp32 everywhere else. torch's own calls may add the parts of a split k in 16 bits, which
 is torch's default; direct calls may not.

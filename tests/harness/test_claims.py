@@ -24,7 +24,7 @@ from sparsebench.harness.models.pruning import command
 from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import Stopped
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells

@@ -19,13 +19,13 @@ from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.cluster.work import settle, work
 from sparsebench.harness.commands._sharing import is_shared, resume_shared
-from sparsebench.harness.machine.host import read_list, shared_out
+from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row

@@ -10,11 +10,11 @@ from threading import Timer
 import pytest
 from command import sparsebench
 
-from sparsebench.harness.bench.explain import LONGEST, explained
+from sparsebench.harness.bench.contest_state import LONGEST, explained
 from sparsebench.harness.commands._console import message_printer
 from sparsebench.harness.doctor.findings import Finding, Level, failure
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import child
+from sparsebench.harness.run import worker_process as child
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
 

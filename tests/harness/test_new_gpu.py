@@ -15,7 +15,7 @@ from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.survey import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse

@@ -15,7 +15,7 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _console
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.build import build
 from sparsebench.reports.figures.pareto import front
 from sparsebench.results import store

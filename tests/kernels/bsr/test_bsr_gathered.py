@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import TF32, Expected, check
+from sparsebench.harness.bench.correctness import TF32, Expected, check
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.triton import options, precision_of
 from sparsebench.kernels._kernel import DTYPES, Operands

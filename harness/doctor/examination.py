@@ -16,8 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 from torch.nn.functional import linear
 
-from sparsebench.harness.bench import ceilings
-from sparsebench.harness.doctor import crosscheck, findings, host
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.doctor import findings
+from sparsebench.harness.doctor import host_checks as host
+from sparsebench.harness.doctor import timing_checks as crosscheck
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine._nvml import Board, NoNvml, board
 from sparsebench.harness.machine.device import identity

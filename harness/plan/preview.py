@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.check import Expected, check, roundings, where_stored
-from sparsebench.harness.bench.entry import Entry, RunningContest, bound, one_line
-from sparsebench.harness.bench.guard import Guard
+from sparsebench.harness.bench.contest_state import Entry, RunningContest, bound, one_line
+from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer
-from sparsebench.harness.bench.samples import CHAIN
-from sparsebench.harness.bench.spots import B, Outputs, Spots, each, print_of, values_of
+from sparsebench.harness.bench.sampling import CHAIN
+from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, each, print_of, values_of
+from sparsebench.harness.bench.tampering import Guard
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Output
 from sparsebench.results.record import Status

@@ -24,14 +24,14 @@ from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.machine.parent import WAIT
+from sparsebench.harness.machine.parent_watch import WAIT
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import ahead
+from sparsebench.harness.run import early_start as ahead
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import without_paths
 
 COMMAND = ahead.MEASURES
-SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.worker")
+SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.simulated_worker")
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 END_TIMEOUT_S = 60.0  # for a child that nobody asks any more; writing a core takes seconds
 LEFT_S = 2.0  # for what a dead child's pipes still hold

@@ -39,12 +39,12 @@ then takes the place of both.
 """
 
 from dataclasses import dataclass, replace
+from math import hypot
 
 import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.usual import WRONG, bias, usual_bias, usual_error
 
 ELEMENT = 8.0
 TF32 = 2.0**-10
@@ -219,3 +219,56 @@ def _usual(verdict: Verdict, errors: Tensor, expected: Expected) -> Verdict:
         bias=bias(errors, expected.reference),
         usual_bias=usual_bias(usual, sums, expected.products),
     )
+
+
+WRONG = 3.0  # times the usual error; results/frame.py marks what is above 1.5
+ROUNDED, SUMMED = 0.21, 0.2
+CHANCE = 6.0  # standard errors
+FEWEST_ROWS = 16
+
+
+def usual_error(
+    reference: Tensor,
+    spread: Tensor,
+    plain: Tensor | None,
+    eps: float,
+    sums: float,
+    products: float,
+) -> float:
+    """Return the relative error that is usual; `sums` with sqrt(d)."""
+    size = float(reference.norm())
+    if not size:
+        return 0.0
+    terms = hypot(SUMMED * sums, products) * float(spread.norm()) / size
+    explained = hypot(ROUNDED * eps, terms)
+    if plain is None or not bool(plain.isfinite().all()):
+        return explained
+    return max(explained, float((plain.double() - reference).norm()) / size)
+
+
+def usual_bias(usual: float, sums: float, products: float) -> float:
+    """Return the bias up to which rounding and cutting off explain it; `sums` with sqrt(d)."""
+    return usual / 4 + products + sums / 16
+
+
+def bias(errors: Tensor, reference: Tensor) -> float:
+    """Return the relative bias of errors Y - R in fp64, without what chance explains."""
+    rows = len(reference)
+    size = float(reference.norm())
+    if rows < FEWEST_ROWS or not size:
+        return 0.0
+    errors, reference = errors.reshape(rows, -1), reference.reshape(rows, -1)
+    slope = float((errors * reference).sum()) / size**2
+    scores = ((errors - slope * reference) * reference).sum(1)
+    scale = (reference.numel() ** 0.5) * size  # from a sum of errors to a part of R's size
+    mean = float(errors.sum()) / scale
+    deviations = (errors - errors.mean()).sum(1)
+    of_slope = _beyond(slope, float(scores.norm()) / size**2)
+    of_mean = _beyond(mean, float(deviations.norm()) / scale)
+    return max(of_slope, of_mean, key=abs)
+
+
+def _beyond(value: float, standard_error: float) -> float:
+    """Return how far a value is from zero beyond chance, with its sign."""
+    left = max(0.0, abs(value) - CHANCE * standard_error)
+    return left if value > 0 else -left

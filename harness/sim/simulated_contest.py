@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.bench.samples import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
+from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.selection import meets
-from sparsebench.harness.sim.clock import Array, Spec, blurred, call_us, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, call_us, samples, ways
 from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import judged

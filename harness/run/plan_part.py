@@ -21,7 +21,7 @@ from tempfile import NamedTemporaryFile
 from threading import Event
 from typing import Any
 
-from sparsebench.harness.machine.host import draw_near
+from sparsebench.harness.machine.cpu_placement import draw_near
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.provenance import alike, require_alike
@@ -34,7 +34,7 @@ class Part:
 
     folder    what the parts share (harness/cluster/folder.py)
     number    of this part, from 1 on
-    host      what tells its host from others (machine/host.py)
+    host      what tells its host from others (machine/cpu_placement.py)
     earlier   rows of this part that were measured on another GPU, whole contests
     stopping  set to end it from another thread, as Ctrl-C ends a run
     """

@@ -13,10 +13,14 @@ a and b are odd random numbers, drawn anew in each process: no kernel can know t
 """
 
 import os
+import sys
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,3 +177,68 @@ def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
         for name, weight in weights.items()
         for array, tensor in weight.arrays().items()
     }
+
+
+CLOCKS = [
+    (time, "perf_counter"),
+    (time, "perf_counter_ns"),
+    (time, "monotonic"),
+    (torch.cuda, "Event"),
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Event, "record"),
+    (torch.cuda.Event, "elapsed_time"),
+]
+OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
+OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
+CODE = "__code__", "__defaults__", "__kwdefaults__"
+
+
+class Seal:
+    """What names of the harness mean."""
+
+    def __init__(self) -> None:
+        """Take everything as it is now."""
+        self._known = [(owner, name, value) for owner, name, value in _everything()]
+
+    def check(self) -> None:
+        """Raise Meddled where a name means something else, after all mean what they did."""
+        changed = [found for found in self._known if _get(*found[:2]) is not found[2]]
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+        if changed:
+            raise Meddled(f"replaced {', '.join(sorted({_called(*c[:2]) for c in changed})[:3])}")
+
+
+def _everything() -> Iterator[tuple[Any, str, Any]]:
+    for owner, name in [*CLOCKS, *((torch.Tensor, name) for name in OF_TENSORS)]:
+        yield owner, name, _get(owner, name)
+    for title, module in list(sys.modules.items()):
+        if title.partition(".")[0] != "sparsebench":
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType | type) or callable(value):
+                yield module, name, value
+            if getattr(value, "__module__", None) == title:
+                yield from _inside(value)
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield a function's code, or a class's functions and their code."""
+    if isinstance(value, FunctionType):
+        yield from ((value, name, getattr(value, name)) for name in CODE)
+    elif isinstance(value, type):
+        for name, member in list(vars(value).items()):
+            if isinstance(member, FunctionType | property | classmethod | staticmethod):
+                yield value, name, member
+            if isinstance(member, FunctionType):
+                yield from _inside(member)
+
+
+def _get(owner: Any, name: str) -> Any:
+    """Return what a name means; a class's own member unwrapped, as it is written."""
+    inherited = getattr(owner, name, None)
+    return vars(owner).get(name, inherited) if isinstance(owner, type) else inherited
+
+
+def _called(owner: Any, name: str) -> str:
+    return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"

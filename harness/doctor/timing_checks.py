@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 
 from sparsebench.harness.bench.timing import Timed, ready, time_together
 from sparsebench.harness.doctor.findings import Finding, Level, ok
-from sparsebench.harness.plan import references
+from sparsebench.harness.plan import selection as references
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics import block_logs, by_block
 

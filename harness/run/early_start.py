@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 from threading import Thread
 
-from sparsebench.harness.machine.parent import WAIT
+from sparsebench.harness.machine.parent_watch import WAIT
 
 MEASURES = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
 # -P: the repository's own folders must not shadow installed packages of the same name.

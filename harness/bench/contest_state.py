@@ -8,6 +8,7 @@ After a CUDA error nothing more can be trusted: Fatal.
 """
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,10 @@ from torch import Tensor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.explain import explained
-from sparsebench.harness.bench.guard import Guard, Meddled
 from sparsebench.harness.bench.operands import DenseOperands, Layer
-from sparsebench.harness.bench.samples import CHAIN, Measure
-from sparsebench.harness.bench.seal import Seal
-from sparsebench.harness.bench.spots import Spots
+from sparsebench.harness.bench.sampling import CHAIN, Measure
+from sparsebench.harness.bench.spot_checks import Spots
+from sparsebench.harness.bench.tampering import Guard, Meddled, Seal
 from sparsebench.harness.bench.timing import Chain, Timed
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
@@ -245,3 +244,27 @@ def one_line(error: BaseException) -> str:
     except Exception:  # its text is code of a contender
         lines = [""]
     return f"{type(error).__name__}: {lines[0][:400]}"
+
+
+LONGEST = 20_000  # characters; the last ones stay
+
+
+def explained(error: BaseException) -> str:
+    """Return the traceback of an error and of what caused it, with modules for files."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception as unsayable:  # its text is code of a contender
+        text = f"{type(error).__name__}, whose text cannot be had: {type(unsayable).__name__}\n"
+    for file, module in set(_modules(error)):
+        text = text.replace(f'File "{file}"', f'File "{module.replace(".", "/")}.py"')
+    return text if len(text) <= LONGEST else f"...\n{text[-LONGEST:]}"
+
+
+def _modules(error: BaseException | None) -> Iterator[tuple[str, str]]:
+    """Yield the file and the module of each frame, also of causes and contexts."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            yield frame.f_code.co_filename, str(frame.f_globals.get("__name__", "?"))
+        error = error.__cause__ or error.__context__

@@ -22,7 +22,7 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.entry import ContestOptions, Entry
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Case, Row, Status

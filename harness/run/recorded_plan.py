@@ -1,10 +1,16 @@
 """A run's own suite, expanded again, and whether the run has what it asks for."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from sparsebench._discovery import modules
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.inputs.sources import FILE
+from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.results import bundle
@@ -53,3 +59,29 @@ def _contests(run: Run, suite: Suite) -> list[Contest]:
     flags = run.state["flags"]
     asked = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
     return [contest for contest in asked if not contest.reference]
+
+
+def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
+    """Return what environment.json says of the code that these contests run."""
+    found = plugins(_modules(contests))
+    return {"plugins": found, "code_sha256": code_sha256(found)}
+
+
+def require_plugins(run: Run) -> None:
+    """Raise SuiteError where a package that a run was measured with is not here."""
+    for package, facts in run.environment.get("plugins", {}).items():
+        if find_spec(package.partition(".")[0]) is None:
+            name, version = facts.get("distribution") or package, facts.get("version")
+            expected = f"expected the plug-in {name} {version or '(of no known version)'}"
+            raise SuiteError(f"{run.path}: {expected}, which it was measured with; found none")
+
+
+def _modules(contests: Iterable[Contest]) -> set[str]:
+    named: set[tuple[str, str]] = set()
+    for contest in contests:
+        named |= {("harness.ops", contest.problem.op)}
+        named |= {("harness.patterns", contest.problem["pattern"])}
+        for contender in contest.contenders:
+            named |= {("formats", contender.format), ("kernels", contender.kernel)}
+    places = (modules(folder).get(name, name) for folder, name in named)
+    return {place.partition(":")[0] for place in places if place != FILE}

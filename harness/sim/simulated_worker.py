@@ -6,7 +6,7 @@
 Everything above it is the real thing: runner, timeouts, rows on disk, statistics, report. The same
 spec, suite and number of the process give the same rows; another seed is another device.
 
-Usage: python -P -m sparsebench.harness.sim.worker sim[:FILE.yaml] [DATA] | --wait
+Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:FILE.yaml] [DATA] | --wait
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.machine.device import environment, portable
-from sparsebench.harness.machine.parent import WAIT, end_with_parent
-from sparsebench.harness.sim import contest as sim_contest
-from sparsebench.harness.sim.clock import Spec, read
+from sparsebench.harness.machine.parent_watch import WAIT, end_with_parent
+from sparsebench.harness.sim import simulated_contest as sim_contest
+from sparsebench.harness.sim.gpu_model import Spec, read
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.samples import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import parse
 from sparsebench.results import files

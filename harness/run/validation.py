@@ -18,7 +18,7 @@ from statistics import median
 
 from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.samples import (
+from sparsebench.harness.bench.sampling import (
     BLOCKS,
     BUDGET_MS,
     MIN_SAMPLES,
@@ -68,7 +68,7 @@ def validate(
     for line in tuning_doubts.warnings(run, beside):
         yield Checked(line)
     try:
-        from sparsebench.harness.run.own_suite import own_suite, require_planned
+        from sparsebench.harness.run.recorded_plan import own_suite, require_planned
 
         with nullcontext() if plugins else own_code_only():
             count = require_planned(run, own_suite(run, data))

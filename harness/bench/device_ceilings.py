@@ -38,7 +38,7 @@ from sparsebench.results.record import Problem
 DENSE = {"cuda": "cublas", "cpu": "torch_dense"}
 """The dense baseline of a device."""
 
-# Of the reference contests (plan/references.py): m, n, k, dtype. On a GPU the first reads 512 MB.
+# Of the reference contests (plan/selection.py): m, n, k, dtype. On a GPU the first reads 512 MB.
 MEMORY = {"cuda": (1, 16384, 16384, "bf16"), "cpu": (1, 2048, 2048, "fp32")}
 COMPUTE = {"cuda": (4096, 4096, 4096, "bf16"), "cpu": (256, 256, 256, "fp32")}
 SIDES = {"cuda": (4096, 8192), "cpu": (256, 512)}  # of products, the first as in COMPUTE
