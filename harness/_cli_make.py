@@ -136,7 +136,7 @@ def whole(
     mlp: Annotated[
         str,
         typer.Option(help="Kernels of the op ffn, with options, for the MLPs of a forward pass."),
-    ] = "cublas_ffn,torch_compile,ffn_sparse way=sparse,ffn_twell",
+    ] = "cublas,torch_compile,ffn_sparse way=sparse,ffn_twell",
     layers: Annotated[int, typer.Option(help="Of the model.", min=1)] = 38,
     width: Annotated[int, typer.Option(help="Of the model.", min=8)] = 2048,
     hidden: Annotated[int, typer.Option(help="Units of each gated MLP.", min=2)] = 5632,

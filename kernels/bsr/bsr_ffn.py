@@ -4,7 +4,7 @@
     H = act(G) * U             Triton (_common/elementwise.py)
     Y = H @ Wd.T               bsr_wgmma, bsr_small or bsr_triton
 
-It is cublas_ffn.py with another format: one product reads X, G and U are read once, act(G) is never
+It is ffn of dense/_layers.py with another format: one product reads X, G and U are read once, act(G) is never
 written. Each product runs the kernel that is fastest, of those that can run it: every one is
 prepared alone, and all are timed. The step between moves 6 bytes a token and hidden unit: 0.55 GB
 or 0.13 ms at m = 16384 and n = 5632.
