@@ -7,7 +7,7 @@
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
     tf32    each call of torch switches TF32 on, and back afterwards
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
-            are added to fp32 every few instructions. Both pass the check (harness/bench/check.py).
+            are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 
 A layer whose pinned choice names one library, as older rows do, is computed as its definition.
 """

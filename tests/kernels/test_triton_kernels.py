@@ -9,7 +9,7 @@ from interpreter import assert_passes, has_interpreter
 from sample import sampled
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import TF32, Expected, check
+from sparsebench.harness.bench.correctness import TF32, Expected, check
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.triton import precision_of
 from sparsebench.kernels._kernel import DTYPES

@@ -16,8 +16,8 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.machine.device import environment
 from sparsebench.harness.ops.linear import definition
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import tune as tuning
-from sparsebench.harness.run.child import Measured
+from sparsebench.harness.run import tuning as tuning
+from sparsebench.harness.run.worker_process import Measured
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table, blocked
 from sparsebench.kernels._kernel import Operands

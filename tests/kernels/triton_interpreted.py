@@ -13,7 +13,7 @@ from sample import sampled
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.ops import linear_wgrad
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad

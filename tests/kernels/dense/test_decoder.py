@@ -18,8 +18,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op

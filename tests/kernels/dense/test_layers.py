@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _gemm, _layers, cublas

@@ -21,12 +21,12 @@ from sparsebench.errors import SuiteError
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.sim import contest as sim_contest
+from sparsebench.harness.sim import simulated_contest as sim_contest
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile

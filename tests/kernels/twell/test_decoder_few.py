@@ -12,8 +12,8 @@ from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
