@@ -16,7 +16,7 @@ def whole(
     mlp: Annotated[
         str,
         typer.Option(help="Kernels of the op ffn for the forward pass, with their options."),
-    ] = "cublas_ffn,torch_compile,ffn_sparse way=sparse,ffn_twell",
+    ] = "cublas,torch_compile,ffn_sparse way=sparse,ffn_twell",
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 38,
     width: Annotated[int, typer.Option(help="Width of the model.", min=8)] = 2048,
     hidden: Annotated[int, typer.Option(help="Hidden units of each gated MLP.", min=2)] = 5632,
