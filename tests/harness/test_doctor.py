@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.doctor import crosscheck, doctor, findings, host
+from sparsebench.harness.doctor import examination as doctor
+from sparsebench.harness.doctor import findings
+from sparsebench.harness.doctor import host_checks as host
+from sparsebench.harness.doctor import timing_checks as crosscheck
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
 from sparsebench.harness.machine._nvml import NoNvml, board
 from tests.emulation.fake_nvml import pynvml

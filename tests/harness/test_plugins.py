@@ -15,7 +15,7 @@ from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.reports.build import Figure, _drawn, load_figure
-from sparsebench.results.environment import flat
+from sparsebench.results.provenance import flat
 from tests.tools.command_line import sparsebench as command_line
 from tests.tools.paths import TESTS
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench import ceilings
-from sparsebench.harness.run import profile
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.run import profiling as profile
 from sparsebench.harness.run.try_kernel import plan, repeat
 from tests.tools.command_line import sparsebench
 
