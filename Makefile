@@ -46,11 +46,8 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow an editable install: it reads the files that a wheel would install.
 types: .venv/installed
-	rm -rf build
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
-	MYPYPATH=build/types $(BIN)/mypy -p sparsebench
+	$(BIN)/mypy -p sparsebench
 
 .venv/installed: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -33,8 +33,8 @@ def validate(
 
     A warning names a tuned contender that is slower than its default, or than in a run beside it.
     """
-    from sparsebench.harness.run.validate import validate as validated
-    from sparsebench.results.peers import siblings
+    from sparsebench.harness.run.validation import validate as validated
+    from sparsebench.results.tuning_doubts import siblings
 
     lines = list[bool]()
     for line in validated(path, data, siblings(path), plugins=plugins):
@@ -53,17 +53,17 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
-    from sparsebench.harness.run.measure import measure
-    from sparsebench.harness.run.reproduce import reproduce as reproduced
+    from sparsebench.harness.run.measure import RunOptions, measure
+    from sparsebench.harness.run.repeat import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
-    from sparsebench.results.agreement import agreement
+    from sparsebench.results.comparison import agreement
 
     with measuring() as show:
         ways = Ways(devices)
         engine = ways.measure if ways else measure
-        fresh = reproduced(path, ways.first(device), data, to, show, engine)
+        fresh = reproduced(path, ways.first(device), data, to, RunOptions(progress=show), engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)
@@ -88,14 +88,18 @@ def confirm(
 ) -> None:
     """Measure a run's largest speed-ups again, alone. Print the headline of the new run."""
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.confirm import confirm as confirmed
-    from sparsebench.harness.run.confirm import headlines
+    from sparsebench.harness.run.measure import RunOptions
+    from sparsebench.harness.run.repeat import confirm as confirmed
+    from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
-    from sparsebench.results.choices import choices
+    from sparsebench.results.provenance import choices
 
     with measuring() as show:
-        fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
+        options = RunOptions(progress=show)
+        fresh = confirmed(
+            path, named(device), data, to, options, cases=cases, replicates=replicates
+        )
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = headlines(again)

@@ -1,4 +1,4 @@
-"""The commands about claims: lint, list, bound, check, report."""
+"""The commands about claims: list, schema, lint, bound, check, report."""
 
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from sparsebench.harness._cli_survey import budget_s
 if TYPE_CHECKING:
     from sparsebench.harness.claims.check import Evidence
     from sparsebench.results.ceilings import Ceilings
-    from sparsebench.results.pruning import Pruning
+    from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
     help="Judge what others published about sparse formats.",
@@ -67,12 +67,20 @@ def list_(names: Names = None, as_json: Json = False) -> None:
 
 
 @claims.command()
+def schema() -> None:
+    """Print the JSON Schema of a claim file, for editors that check YAML."""
+    from sparsebench.results.claims.schema import Claim
+
+    print_json(Claim.model_json_schema(by_alias=True))
+
+
+@claims.command()
 def lint(names: Names = None, data: Data = None) -> None:
     """Check claims: every field, every suite and contender that they name. Run nothing."""
     from sparsebench.harness.claims.catalog import claims as known
     from sparsebench.harness.claims.catalog import load
     from sparsebench.harness.claims.plan import parts
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     wrong = 0
     for name in names or known():
@@ -157,8 +165,8 @@ def check(
     from sparsebench.harness.claims.costs import left_out, looks
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
-    from sparsebench.harness.run.state import Flags
-    from sparsebench.results.words import amount
+    from sparsebench.harness.run.run_json import Flags
+    from sparsebench.results.formatting import amount
 
     until = monotonic() + budget_s(budget) if budget else inf
     asked = chosen(names or [])
@@ -231,10 +239,10 @@ def _pruning(given: Path | None, found: "Evidence", device: str) -> "Pruning | N
     """Read losses; those of a model come of pruning it now, to the fractions of the claims."""
     from sparsebench.harness.machine.device import pick, simulated
     from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
-    from sparsebench.results.pruning import read
+    from sparsebench.results.model_files import read_pruning
 
     if given is None or given.suffix != ".gguf":
-        return read(given) if given else None
+        return read_pruning(given) if given else None
     problems = [contest.problem for part in found.all_parts for contest in part.contests]
     hybrid = [p for p in problems if p["pattern"].startswith(("spense_", "two_four"))]
     fractions = sorted({round(1 - 2 * problem["sparsity"], 6) for problem in hybrid} - {1.0})

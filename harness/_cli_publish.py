@@ -32,10 +32,10 @@ def publish(
     from sparsebench.harness.catalog import listing
     from sparsebench.harness.claims.catalog import chosen
     from sparsebench.harness.claims.check import evidence
-    from sparsebench.harness.run.validate import validate
+    from sparsebench.harness.run.validation import validate
     from sparsebench.reports.site.pages import Site
     from sparsebench.reports.site.publish import publish as published
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     def check(run: Path) -> None:
         for _ in validate(run, data):

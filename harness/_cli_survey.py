@@ -35,7 +35,7 @@ Resume = Annotated[Path | None, typer.Option(help="Go on with what a survey did 
 
 def doctor(device: Device = None, as_json: Json = False) -> None:
     """Say whether this machine is fit to measure. Say what to do where not; change nothing."""
-    from sparsebench.harness.doctor.doctor import examine, table
+    from sparsebench.harness.doctor.examination import examine, table
     from sparsebench.harness.doctor.findings import unfit
     from sparsebench.harness.machine.device import pick
 

@@ -33,7 +33,7 @@ def try_(
 ) -> None:
     """Check one kernel against fp64 and time it beside its baseline."""
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.run import profile as profiler
+    from sparsebench.harness.run import profiling as profiler
     from sparsebench.harness.run import try_kernel as tried
 
     given, on = words or [], pick(device)
@@ -57,7 +57,7 @@ def profiled(
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.plan.selection import only as chosen
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run import profile as profiler
+    from sparsebench.harness.run import profiling as profiler
 
     on, contests = pick(device), chosen(read(suite, data).contests, only)
     if profile:

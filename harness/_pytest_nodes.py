@@ -24,8 +24,8 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.entry import ContestOptions, Fatal
-from sparsebench.harness.bench.samples import Measure, possible
+from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
+from sparsebench.harness.bench.sampling import Measure, possible
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Contest, read

@@ -67,11 +67,11 @@ from sparsebench.harness._cli_make import prune, train_lm, whole
 from sparsebench.harness._cli_publish import publish
 from sparsebench.harness._cli_survey import doctor, new_gpu
 from sparsebench.harness._cli_try import profiled, try_
-from sparsebench.harness.run import ahead
+from sparsebench.harness.run import early_start as ahead
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
 
 # What a report needs, 3 s together on a cold disk.
 REPORTING = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"
@@ -130,9 +130,9 @@ def check(
     """Say what a suite will cost, and what is unsupported here; run nothing."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs, plan_there
-    from sparsebench.harness.plan.plan import plan, uncontested
+    from sparsebench.harness.plan.preview import plan, uncontested
     from sparsebench.harness.plan.suite import read
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     if gpu and device:
         raise typer.BadParameter("expected --device or --gpu, found both")
@@ -198,8 +198,10 @@ def run(
         ahead.early(device, 1, 1)
         if is_shared(resume):
             require_own(given, OF_A_PLAN)
+            from sparsebench.harness.run.measure import RunOptions
+
             with measuring() as show:
-                path = go_on(resume, show, telling(debug))
+                path = go_on(resume, RunOptions(progress=show, on_message=telling(debug)))
         else:
             path = _resumed(resume, device, data, timeout, debug)
     elif repeat or profile:
@@ -207,9 +209,9 @@ def run(
     else:
         ahead.early(device or devices, 0 if slurm or submit else ways.count, replicates)
         from sparsebench.harness.doctor.findings import nothing_compared
-        from sparsebench.harness.plan.plan import uncontested
+        from sparsebench.harness.plan.preview import uncontested
         from sparsebench.harness.plan.suite import read
-        from sparsebench.harness.run.state import Flags
+        from sparsebench.harness.run.run_json import Flags
 
         asked, first = read(str(suite), data), ways.first(device)
         if not (slurm or submit) and uncontested(asked, first, only):
@@ -224,8 +226,8 @@ def _resumed(
 ) -> Path:
     """Go on with a run by its own suite and flags, on this device if one is named."""
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.own_suite import own_suite
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.recorded_plan import own_suite
+    from sparsebench.harness.run.run_json import Flags
     from sparsebench.results import store
 
     stopped = not_merged(store.read(run))
@@ -249,12 +251,13 @@ def _measured(
     ways: Ways | None = None,
 ) -> Path:
     """Measure here, or shared out in one of the ways, and return the run."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = ways.measure if ways else measure
     ahead.meanwhile(*REPORTING)
     with measuring() as show:
-        return engine(asked, flags, to, resume, show, on_message=telling(debug))
+        options = RunOptions(progress=show, on_message=telling(debug))
+        return engine(asked, flags, to, resume, options)
 
 
 def _told(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
@@ -302,16 +305,17 @@ def report(
     """Write a run's report, and print its answer again. The page is one file, and opens offline."""
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
-    from sparsebench.results import bundle, pruning, store
+    from sparsebench.results import bundle, store
     from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
+    from sparsebench.results.model_files import read_pruning
 
     measured = store.read(path)
     if changed := bundle.changed(path, measured.state):
         said = f"[yellow]warning:[/] {escape(changed)}; the report is of what is there now"
         err.print(said, soft_wrap=True, highlight=False)
     to = to or path / "report.html"
-    build(measured, to, pruning.read(errors) if errors else None)
+    build(measured, to, read_pruning(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)
     if parquet:
@@ -352,7 +356,7 @@ def tune(
     """Search the best configurations for this GPU. Runs take them from the table written."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run.tune import tune as tuned
+    from sparsebench.harness.run.tuning import tune as tuned
 
     with measuring("tune") as show:
         found = tuned(read(suite, data), named(device), minutes, only, to, data, show)

@@ -25,8 +25,8 @@ from sparsebench.harness.plan.elsewhere import costs as known_costs
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
 from sparsebench.reports.published import __main__ as published
 from sparsebench.results import bundle, store
 

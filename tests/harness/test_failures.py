@@ -11,10 +11,10 @@ import pytest
 from command import sparsebench
 
 from sparsebench.harness._cli import telling
-from sparsebench.harness.bench.explain import LONGEST, explained
+from sparsebench.harness.bench.contest_state import LONGEST, explained
 from sparsebench.harness.doctor.findings import Finding, Level, failure
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import child
+from sparsebench.harness.run import worker_process as child
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
 

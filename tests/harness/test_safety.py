@@ -18,13 +18,13 @@ from places import ROOT
 
 from sparsebench.errors import ResultError
 from sparsebench.harness import _cli
-from sparsebench.harness.machine import parent
+from sparsebench.harness.machine import parent_watch as parent
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run import child as children
-from sparsebench.harness.run.child import Log, Lost, Worker
+from sparsebench.harness.run import worker_process as children
 from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.worker_process import Log, Lost, Worker
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 
