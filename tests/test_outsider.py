@@ -18,6 +18,7 @@ from sparsebench.results.model_files import (
     PatternTrainings,
 )
 from sparsebench.results.store import write_json
+from tests import outsider
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED, ROOT, TESTS
 

@@ -25,9 +25,8 @@ from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import built, device_code
 from tests.tools.marks import sampled
-from tests.tools.paths import cuda_source
 
 STAND_INS = """
   #include "mma_on_cpu.h"
@@ -76,9 +75,7 @@ STAND_INS = """
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
-    head, _, rest = cuda_source("bitmap_mma.cu").partition("// ---- PTX ----")
-    source = STAND_INS + head + rest[rest.index("// ---- the decode") :]
-    source = re.sub("extern __shared__.*", "char* shared = dynamic_shared();", source)
+    source = STAND_INS + device_code("bitmap_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }
