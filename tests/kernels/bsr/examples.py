@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._kernel import DTYPES
 
 Shape = tuple[int, int, int, tuple[int, int] | int, float]
