@@ -34,7 +34,7 @@ def validate(
     A warning names a tuned contender that is slower than its default, or than in a run beside it.
     """
     from sparsebench.harness.run.validate import validate as validated
-    from sparsebench.results.peers import siblings
+    from sparsebench.results.tuning_doubts import siblings
 
     lines = list[bool]()
     for line in validated(path, data, siblings(path), plugins=plugins):
@@ -53,17 +53,17 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Run a run's own suite again here, and say what agrees."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.reproduce import reproduce as reproduced
     from sparsebench.reports.build import build
     from sparsebench.reports.comparison import agreement_sheet
     from sparsebench.results import store
-    from sparsebench.results.agreement import agreement
+    from sparsebench.results.comparison import agreement
 
     with measuring() as show:
         ways = Ways(devices)
         engine = ways.measure if ways else measure
-        fresh = reproduced(path, ways.first(device), data, to, show, engine)
+        fresh = reproduced(path, ways.first(device), data, to, RunOptions(progress=show), engine)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = agreement(store.read(path), again)
@@ -90,12 +90,16 @@ def confirm(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.confirm import confirm as confirmed
     from sparsebench.harness.run.confirm import headlines
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.reports.build import build
     from sparsebench.results import store
-    from sparsebench.results.choices import choices
+    from sparsebench.results.provenance import choices
 
     with measuring() as show:
-        fresh = confirmed(path, named(device), data, to, show, cases=cases, replicates=replicates)
+        options = RunOptions(progress=show)
+        fresh = confirmed(
+            path, named(device), data, to, options, cases=cases, replicates=replicates
+        )
     again = store.read(fresh)
     build(again, fresh / "report.html")
     found = headlines(again)

@@ -125,7 +125,7 @@ def status(to: To, file: File = "published", names: Names = None, as_json: Json 
     from sparsebench.harness.campaign.plan import campaign as read
     from sparsebench.harness.campaign.publish import published
     from sparsebench.harness.campaign.sitting import state
-    from sparsebench.results.words import are
+    from sparsebench.results.formatting import are
 
     asked = read(file)
     states = [state(to, entry) for entry in asked.named(names or [])]

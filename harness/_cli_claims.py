@@ -28,7 +28,7 @@ from sparsebench.harness._cli_survey import budget_s
 if TYPE_CHECKING:
     from sparsebench.harness.claims.check import Evidence
     from sparsebench.results.ceilings import Ceilings
-    from sparsebench.results.pruning import Pruning
+    from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
     help="Judge what others published about sparse formats.",
@@ -72,7 +72,7 @@ def lint(names: Names = None, data: Data = None) -> None:
     from sparsebench.harness.claims.catalog import claims as known
     from sparsebench.harness.claims.catalog import load
     from sparsebench.harness.claims.plan import parts
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     wrong = 0
     for name in names or known():
@@ -158,7 +158,7 @@ def check(
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.elsewhere import costs
     from sparsebench.harness.run.state import Flags
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     until = monotonic() + budget_s(budget) if budget else inf
     asked = chosen(names or [])
@@ -231,10 +231,10 @@ def _pruning(given: Path | None, found: "Evidence", device: str) -> "Pruning | N
     """Read losses; those of a model come of pruning it now, to the fractions of the claims."""
     from sparsebench.harness.machine.device import pick, simulated
     from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
-    from sparsebench.results.pruning import read
+    from sparsebench.results.model_files import read_pruning
 
     if given is None or given.suffix != ".gguf":
-        return read(given) if given else None
+        return read_pruning(given) if given else None
     problems = [contest.problem for part in found.all_parts for contest in part.contests]
     hybrid = [p for p in problems if p["pattern"].startswith(("spense_", "two_four"))]
     fractions = sorted({round(1 - 2 * problem["sparsity"], 6) for problem in hybrid} - {1.0})

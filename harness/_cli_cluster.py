@@ -1,22 +1,20 @@
 """Several GPUs on the command line: options of run, reproduce and new-gpu; merge and status."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness._cli import Data, Json, Show, out, print_json, wide
+from sparsebench.harness._cli import Data, Json, out, print_json, wide
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
-    from sparsebench.harness.run.runner import Pinned
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.state import Flags
-    from sparsebench.harness.run.watch import OnMessage
     from sparsebench.results.store import Run
 
 Devices = Annotated[str, typer.Option(help="GPUs of this host that share the plan: cuda:0,cuda:1.")]
@@ -82,10 +80,7 @@ class Ways:
         flags: "Flags",
         to: Path | None,
         resume: Path | None,
-        progress: Show,
-        pinned: "Sequence[Pinned]" = (),
-        origin: Mapping[str, Any] | None = None,
-        on_message: "OnMessage" = lambda finding: None,
+        options: "RunOptions",
     ) -> Path:
         """Measure as harness/run/measure.py does, shared out; a stopped one at `to` goes on."""
         from sparsebench.harness.cluster.devices import share
@@ -97,13 +92,13 @@ class Ways:
         count = len(self.named) if self.devices else self.shards
         to = to or _new_path(suite.name, count, "devices" if self.devices else "jobs")
         if self.devices:
-            return share(suite, flags, self.named, to, progress, pinned, origin, on_message)
-        by, options = ("slurm", read_options(self.slurm)) if self.slurm else ("local", {})
+            return share(suite, flags, self.named, to, options)
+        by, asked = ("slurm", read_options(self.slurm)) if self.slurm else ("local", {})
         devices = (flags.device,) * count
         if by == "local" and flags.device.startswith("cuda") and count > 1:
             raise SuiteError(f"--submit local: expected --devices for {count} GPUs of this host")
-        plan = Plan(suite.name, flags, devices, by, options, job_name(), dict(origin or {}))
-        return submit(suite, plan, to, progress, pinned)
+        plan = Plan(suite.name, flags, devices, by, asked, job_name(), dict(options.origin or {}))
+        return submit(suite, plan, to, options)
 
 
 def is_shared(run: Path) -> bool:
@@ -121,7 +116,7 @@ def not_merged(run: "Run") -> "Run":
     return run
 
 
-def go_on(run: Path, progress: Show, on_message: "OnMessage") -> Path:
+def go_on(run: Path, options: "RunOptions") -> Path:
     """Go on with a run that is shared out, and return the merged one."""
     from sparsebench.harness.cluster import devices, jobs
     from sparsebench.harness.cluster import folder as folders
@@ -130,8 +125,8 @@ def go_on(run: Path, progress: Show, on_message: "OnMessage") -> Path:
     plan = folders.read(folder)
     suite = folders.suite(folder, plan)
     if plan.by == "devices":
-        return devices.go_on(folder, suite, plan, progress, on_message)
-    return jobs.go_on(folder, suite, plan, progress)
+        return devices.go_on(folder, suite, plan, options)
+    return jobs.go_on(folder, suite, plan, options)
 
 
 def merge(
@@ -163,7 +158,7 @@ def status(
     from sparsebench.harness.cluster import folder as folders
     from sparsebench.harness.cluster.jobs import jobs
     from sparsebench.results import store
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     if not is_shared(run):
         state = store.read(run).state

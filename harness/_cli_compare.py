@@ -23,7 +23,7 @@ def compare(
     from sparsebench.reports import comparison
     from sparsebench.results import store
     from sparsebench.results.changes import failing, threshold
-    from sparsebench.results.words import are
+    from sparsebench.results.formatting import are
 
     limit = threshold(fail_on) if fail_on else None
     found = comparison.compared([store.read(path) for path in paths])

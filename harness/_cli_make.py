@@ -3,6 +3,7 @@
 The command whole measures a model.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,7 +61,7 @@ def prune(
         to=to,
     )
     if as_json:
-        print_json(found.to_json())
+        print_json(asdict(found))
     else:
         wide().print(table(found))
 
@@ -109,7 +110,7 @@ def train_lm(
     with progress_bar() as show:
         found = train_all(coefficients, settings, picked, to=to, show=show)
     if as_json:
-        print_json(found.to_json())
+        print_json(asdict(found))
     else:
         wide().print(table(found))
 
@@ -127,7 +128,7 @@ def _train_widths(
     with progress_bar() as show:
         found = train_widths(parse(*asked), settings, seeds, device, to=to, show=show)
     if as_json:
-        print_json(found.to_json())
+        print_json(asdict(found))
     else:
         wide().print(table(found))
 
@@ -172,6 +173,6 @@ def whole(
             shape, mlp.split(","), pick(device), steps=steps, window_s=energy, to=to, show=show
         )
     if as_json:
-        print_json(found.to_json())
+        print_json(asdict(found))
     else:
         wide().print(table(found))

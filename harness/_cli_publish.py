@@ -35,7 +35,7 @@ def publish(
     from sparsebench.harness.run.validate import validate
     from sparsebench.reports.site.pages import Site
     from sparsebench.reports.site.publish import publish as published
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     def check(run: Path) -> None:
         for _ in validate(run, data):

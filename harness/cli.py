@@ -132,7 +132,7 @@ def check(
     from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.plan import plan, uncontested
     from sparsebench.harness.plan.suite import read
-    from sparsebench.results.words import amount
+    from sparsebench.results.formatting import amount
 
     if gpu and device:
         raise typer.BadParameter("expected --device or --gpu, found both")
@@ -198,8 +198,10 @@ def run(
         ahead.early(device, 1, 1)
         if is_shared(resume):
             require_own(given, OF_A_PLAN)
+            from sparsebench.harness.run.measure import RunOptions
+
             with measuring() as show:
-                path = go_on(resume, show, telling(debug))
+                path = go_on(resume, RunOptions(progress=show, on_message=telling(debug)))
         else:
             path = _resumed(resume, device, data, timeout, debug)
     elif repeat or profile:
@@ -249,12 +251,13 @@ def _measured(
     ways: Ways | None = None,
 ) -> Path:
     """Measure here, or shared out in one of the ways, and return the run."""
-    from sparsebench.harness.run.measure import measure
+    from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = ways.measure if ways else measure
     ahead.meanwhile(*REPORTING)
     with measuring() as show:
-        return engine(asked, flags, to, resume, show, on_message=telling(debug))
+        options = RunOptions(progress=show, on_message=telling(debug))
+        return engine(asked, flags, to, resume, options)
 
 
 def _told(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
@@ -302,16 +305,17 @@ def report(
     """Write a run's report, and print its answer again. The page is one file, and opens offline."""
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
-    from sparsebench.results import bundle, pruning, store
+    from sparsebench.results import bundle, store
     from sparsebench.results.analysis import analyse
     from sparsebench.results.frame import frame, to_csv, to_parquet
+    from sparsebench.results.model_files import read_pruning
 
     measured = store.read(path)
     if changed := bundle.changed(path, measured.state):
         said = f"[yellow]warning:[/] {escape(changed)}; the report is of what is there now"
         err.print(said, soft_wrap=True, highlight=False)
     to = to or path / "report.html"
-    build(measured, to, pruning.read(errors) if errors else None)
+    build(measured, to, read_pruning(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)
     if parquet:

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import outsider
@@ -13,11 +13,14 @@ from command import sparsebench
 from places import PUBLISHED, ROOT, TESTS
 
 from sparsebench.reports.published._summary import modelled, widened
-from sparsebench.results import whole as wholes
-from sparsebench.results import widths
+from sparsebench.results import model_files
+from sparsebench.results.model_files import (
+    MlpTiming,
+    ModelTimings,
+    PatternTraining,
+    PatternTrainings,
+)
 from sparsebench.results.store import write_json
-from sparsebench.results.whole import Way, Whole
-from sparsebench.results.widths import Width, Widths
 
 PAGE = PUBLISHED / "README.md"
 CLAIMS, RUN = ("cusparse-slower", "openai-2017-cublas"), PUBLISHED / "nvidia-h200/sparsity-4096"
@@ -85,24 +88,28 @@ def of_files(folder: Path) -> str:
     """Write trainings of three seeds and a whole model below a folder; return their tables."""
     made = []
     for seed in range(3):
-        wide = Width("dense", 1, 0.0, 512, 400, seed, 1.0 + 0.01 * seed, 90.0, 900, 1.0)
+        wide = PatternTraining("dense", 1, 0.0, 512, 400, seed, 1.0 + 0.01 * seed, 90.0, 900, 1.0)
         narrow = replace(wide, width=256, parameters=10_000_000, loss=1.1, step_us=30.0 + seed)
         sparse = replace(wide, pattern="uniform", block=32, sparsity=0.797, parameters=9_000_000)
         rings = replace(sparse, pattern="small_world", block=64, loss=1.2 + 0.02 * seed)
         made += [wide, narrow, sparse, rings]
     told = {"steps": 200, "batch": 16, "seeds": 3}
-    trained = Widths(widths.SCHEMA, "A text", "0" * 64, 9, 9, "NVIDIA H200", told, made)
+    trained = PatternTrainings(
+        model_files.WIDTHS_SCHEMA, "A text", "0" * 64, 9, 9, "NVIDIA H200", told, made
+    )
     ways = [
-        Way("forward", "plain", 64, [11e3, 10e3, 12e3], 2**30, 3.0, 0.0),
-        Way("forward", "ffn_sparse way=sparse", 64, [7500.0], 2**29, None, 0.0),
-        Way("forward", "losing", 64, detail="wrong: 3 values lost in 2 layers"),
+        MlpTiming("forward", "plain", 64, [11e3, 10e3, 12e3], 2**30, 3.0, 0.0),
+        MlpTiming("forward", "ffn_sparse way=sparse", 64, [7500.0], 2**29, None, 0.0),
+        MlpTiming("forward", "losing", 64, detail="wrong: 3 values lost in 2 layers"),
     ]
     model = {"layers": 2, "width": 64, "hidden": 128, "active": 3}
-    whole = Whole(wholes.SCHEMA, "NVIDIA H200", "bf16", model, 3.2, ways, [3.0, 3.4])
+    whole = ModelTimings(
+        model_files.WHOLE_SCHEMA, "NVIDIA H200", "bf16", model, 3.2, ways, [3.0, 3.4]
+    )
     texts = []
     for name, found, written in (("training", trained, widened), ("whole", whole, modelled)):
         (folder / name).mkdir()
-        write_json(folder / name / "a.json", found.to_json())
+        write_json(folder / name / "a.json", asdict(found))
         texts.append(written(folder / name / "a.json"))
     return "\n\n".join(texts) + "\n"
 

@@ -126,7 +126,7 @@ def _tell(entry: Entry, found: Mapping[str, Any], scope: str = "") -> None:
 def _lost(launch: Launch) -> str | None:
     """Say how many values the last call left out, or None."""
     count = launch.lost() if launch.lost else 0
-    values = "value" if count == 1 else "values"  # results/words.py would load pandas
+    values = "value" if count == 1 else "values"  # results/formatting.py would load pandas
     return f"{count} {values} lost: the format had no room for them" if count else None
 
 

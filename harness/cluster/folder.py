@@ -26,7 +26,7 @@ from sparsebench.harness.run.part import owners
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import files, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.provenance import identity_at
 
 SCHEMA = "sparsebench/shards@1"
 

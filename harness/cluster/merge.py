@@ -27,8 +27,8 @@ from sparsebench.harness.run.own_suite import own_suite, require_planned
 from sparsebench.harness.run.state import Counts
 from sparsebench.results import bundle, files, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.environment import alike, identity_of, require_alike
-from sparsebench.results.inspection import inspect
+from sparsebench.results.consistency import inspect
+from sparsebench.results.provenance import alike, identity_of, require_alike
 from sparsebench.results.store import Run
 
 KEPT = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all

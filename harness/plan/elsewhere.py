@@ -36,8 +36,7 @@ from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.kernels._common.search import FINALISTS, finalists
 from sparsebench.results import store
-from sparsebench.results.choices import Choices, choices
-from sparsebench.results.environment import device_name
+from sparsebench.results.provenance import Choices, choices, device_name
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run

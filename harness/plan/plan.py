@@ -10,8 +10,8 @@ from sparsebench.harness.bench.samples import possible
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.results.choices import Choices
-from sparsebench.results.choices import planned as planned_choices
+from sparsebench.results.provenance import Choices
+from sparsebench.results.provenance import planned as planned_choices
 from sparsebench.results.record import Contender, Problem
 
 # Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a

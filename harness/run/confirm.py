@@ -5,10 +5,10 @@
 
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
 screening only chooses: none of its numbers is in the headline. On a device of the same kind its
-configurations are taken without a search, so a headline is about them (results/choices.py).
+configurations are taken without a search, so a headline is about them (results/provenance.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,17 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import meets
-from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.reproduce import Engine, again, whole
 from sparsebench.results import bundle
-from sparsebench.results.analysis import analyse
-from sparsebench.results.compare import KEYS
-from sparsebench.results.environment import device_name
+from sparsebench.results.analysis import analyse, compared
+from sparsebench.results.comparison import KEYS
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
+from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
-from sparsebench.results.verdict import compared
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def confirm(
     device: str,
     data: Path | None,
     out: Path | None,
-    progress: Progress,
+    options: RunOptions,
     *,
     cases: int,
     replicates: int,
@@ -68,8 +67,8 @@ def confirm(
     chosen = best[KEYS].to_dict("records")
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
     ids = f"case={'|'.join(best.case_id)}"
-    origin = {"confirms": about}
-    return again(run, device, data, out, progress, origin, engine, only=ids, replicates=replicates)
+    options = replace(options, origin={"confirms": about})
+    return again(run, device, data, out, options, engine, only=ids, replicates=replicates)
 
 
 def headlines(run: Run) -> list[Headline]:

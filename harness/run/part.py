@@ -24,7 +24,7 @@ from typing import Any
 from sparsebench.harness.machine.host import draw_near
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.runner import Runner
-from sparsebench.results.environment import alike, require_alike
+from sparsebench.results.provenance import alike, require_alike
 from sparsebench.results.record import Row
 
 

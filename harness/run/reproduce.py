@@ -3,31 +3,32 @@
     RUN ─> whole? ─> plan as it was? ─> choices pinned on the same kind ─> measured ─> a new run
 
 On a device of the same kind process p takes the configurations that process p of the bundle settled
-on. So a reproduction is about those configurations, and says so (results/choices.py).
-results/agreement.py then says of each cell whether the two agree.
+on. So a reproduction is about those configurations, and says so (results/provenance.py).
+results/comparison.py then says of each cell whether the two agree.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.child import Log, Worker
-from sparsebench.harness.run.measure import Progress, measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.own_suite import own_suite, require_planned
 from sparsebench.harness.run.plugins import require_plugins
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.sim.clock import faults
 from sparsebench.results import bundle, store
-from sparsebench.results.environment import device_name
-from sparsebench.results.inspection import inspect
+from sparsebench.results.consistency import inspect
+from sparsebench.results.provenance import device_name
 from sparsebench.results.store import Run
 
-Engine = Callable[..., Path]
-"""Called as `measure` is, up to `origin`; returns the run."""
+Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
+"""Measures as `measure` does: here, on several GPUs, or in pieces."""
 
 
 def reproduce(
@@ -35,7 +36,7 @@ def reproduce(
     device: str,
     data: Path | None,
     out: Path | None,
-    progress: Progress,
+    options: RunOptions,
     engine: Engine = measure,
 ) -> Path:
     """Measure a bundle again and return the new run; `engine` may share it out over several GPUs.
@@ -44,7 +45,7 @@ def reproduce(
     Its sources are below `data`: where they were on the machine that measured it tells nothing.
     """
     origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
-    return again(whole(path), device, data, out, progress, origin, engine)
+    return again(whole(path), device, data, out, replace(options, origin=origin), engine)
 
 
 def whole(path: Path) -> Run:
@@ -61,8 +62,7 @@ def again(
     device: str,
     data: Path | None,
     out: Path | None,
-    progress: Progress,
-    origin: Mapping[str, Any],
+    options: RunOptions,
     engine: Engine = measure,
     **changed: Any,
 ) -> Path:
@@ -80,8 +80,8 @@ def again(
     flags = Flags(**{**recorded, "device": device, "data": data, **changed})
     same_kind = device_name(_environment(device, data)) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
-    stopped = out if out and _is_of(out, origin) else None
-    return engine(suite, flags, out, stopped, progress, pinned, origin)
+    stopped = out if out and _is_of(out, options.origin or {}) else None
+    return engine(suite, flags, out, stopped, replace(options, pinned=pinned))
 
 
 def _require_comparable(run: Run, device: str) -> None:

@@ -26,8 +26,8 @@ from sparsebench.harness.run.measure import describe
 from sparsebench.harness.run.runner import Runner
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
+from sparsebench.results.formatting import amount
 from sparsebench.results.record import Case, Row, Status
-from sparsebench.results.words import amount
 
 TIMEOUT_S = 300.0  # of silence: a first search compiles some forty programs
 

@@ -25,11 +25,11 @@ from sparsebench.harness.bench.samples import (
     SAMPLES_PER_BLOCK,
     layers_of,
 )
-from sparsebench.results import bundle, peers, store
-from sparsebench.results.inspection import inspect
+from sparsebench.results import bundle, store, tuning_doubts
+from sparsebench.results.consistency import inspect
+from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row, Status
 from sparsebench.results.store import Run
-from sparsebench.results.words import amount
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""
@@ -65,7 +65,7 @@ def validate(
     yield Checked(
         f"time taken: {amount(_plausible(run), 'row')}, each about as long as samples were taken"
     )
-    for line in peers.told(run, beside):
+    for line in tuning_doubts.warnings(run, beside):
         yield Checked(line)
     try:
         from sparsebench.harness.run.own_suite import own_suite, require_planned

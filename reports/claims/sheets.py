@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from sparsebench.reports._sheet import Cell, Sheet
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.metrics import SIGNS
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Verdict, Word
-from sparsebench.results.words import rounded
+from sparsebench.results.formatting import rounded
 
 STYLES = {
     Word.REPRODUCED: "good",
@@ -31,7 +31,7 @@ def listed(claims: Iterable[Written]) -> Sheet:
     return Sheet("", ("claim", "what is claimed", "source", "tests"), lines, WORDS, ("source",))
 
 
-def bounded(claims: Iterable[Asked]) -> Sheet:
+def bounded(claims: Iterable[PlannedClaim]) -> Sheet:
     """Return a line a test: its threshold, the bound over its cells, and whether it can be met."""
     lines: list[Sequence[Cell]] = []
     for asked in claims:

@@ -9,8 +9,8 @@ from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, o
 from sparsebench.reports.figures._html import note, table
 from sparsebench.reports.figures._svg import shade
 from sparsebench.reports.figures._verdict import meaning
-from sparsebench.results.summary import winners
-from sparsebench.results.words import percent, times
+from sparsebench.results.analysis import winners
+from sparsebench.results.formatting import percent, times
 
 TITLE = "Block by sparsity"
 ORDER = 30

@@ -17,9 +17,9 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measur
 from sparsebench.reports.figures._html import note, table, without_dashes
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.formatting import significant
 from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.store import Run
-from sparsebench.results.words import significant
 
 TITLE = "How close to the bound"
 ORDER = 65

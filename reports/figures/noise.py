@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import folded, note, table, without_dashes
 from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
-from sparsebench.results.words import significant
+from sparsebench.results.formatting import significant
 
 TITLE = "Noise floor"
 ORDER = 75

@@ -5,8 +5,8 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import note, table
+from sparsebench.results.formatting import significant
 from sparsebench.results.frame import fields
-from sparsebench.results.words import significant
 
 TITLE = "Rates"
 ORDER = 70

@@ -67,7 +67,7 @@ ABOUT = {
 out different if the interval of its ratio leaves out 1; chance alone gives 5 %.""",
     "again": """Cell by cell, the speed-up on the second card over that on the first. Reproduced: at
 least 95 % of the cells have the same outcome, or speed-ups as close as processes of one card are
-(`results/agreement.py`). With the configurations of the first run a dense baseline may not be at
+(`results/comparison.py`). With the configurations of the first run a dense baseline may not be at
 its best on the other card; such a run repeats the first, and is no evidence of its own.""",
     "energy": """By the counter of the board over 2 s of calls with a warm cache. The median of the
 processes, and in brackets the least and the greatest. Dense is the baseline that used least.""",

@@ -15,9 +15,9 @@ import numpy as np
 from sparsebench.reports.published._runs import Published
 from sparsebench.reports.published._table import PROBLEM, Table, markdown, matched
 from sparsebench.results import bundle
-from sparsebench.results.agreement import agreement
-from sparsebench.results.choices import Choices
+from sparsebench.results.comparison import agreement
 from sparsebench.results.noise import Reliability
+from sparsebench.results.provenance import Choices
 from sparsebench.results.record import Case, Status
 
 SEARCHED = {Choices.BUNDLE: "those of the first run"}

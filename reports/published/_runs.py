@@ -17,13 +17,12 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.environment import device_name, flat
+from sparsebench.results.analysis import analyse, chose_dense
 from sparsebench.results.families import ours
 from sparsebench.results.noise import Noise
+from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from sparsebench.results.summary import chose_dense
 
 
 @dataclass(frozen=True)

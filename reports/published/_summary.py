@@ -30,12 +30,11 @@ from sparsebench.reports.published._table import (
     matched,
 )
 from sparsebench.reports.terminal import Answer
-from sparsebench.results import bundle, pruning, widths
-from sparsebench.results import whole as wholes
+from sparsebench.results import bundle, model_files
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.peers import APART, KEY
-from sparsebench.results.pruning import OUTPUT
-from sparsebench.results.words import amount, part, rounded, significant
+from sparsebench.results.formatting import amount, part, rounded, significant
+from sparsebench.results.model_files import OUTPUT
+from sparsebench.results.tuning_doubts import APART, KEY
 
 LEVEL = 0.9  # that the caption names
 BLOCK, COLUMNS = "64", 72  # of the example of a terminal
@@ -181,7 +180,7 @@ def terminal(runs: Mapping[str, Published]) -> str:
 
 def pruned(path: Path) -> str:
     """Return what pruning cost, a line a recipe."""
-    found = pruning.read(path)
+    found = model_files.read_pruning(path)
     header = ["method", "pattern", "dense region", "dense", "pruned", "error of the output"]
     header.append("loss, nats")
     loss = f"{found.loss:.3f}" if found.loss is not None else ""
@@ -228,13 +227,15 @@ def trained(path: Path) -> str:
 
 def widened(path: Path) -> str:
     """Return what block-sparse weights cost in training, a line a model, beside dense ones."""
-    found = widths.read(path)
+    found = model_files.read_widths(path)
     header = ["weights", "block", "sparsity", "width", "parameters", "loss, nats a byte"]
     header += ["dense of as many parameters", "loss saved, %", "step, times as fast"]
     lines = []
-    for model in dict.fromkeys(one.model for one in found.trained if one.pattern != widths.DENSE):
+    for model in dict.fromkeys(
+        one.model for one in found.trained if one.pattern != model_files.DENSE
+    ):
         own = [one for one in found.trained if one.model == model]
-        pairs = [(one, found.beside(one, "parameters")) for one in own]
+        pairs = [(one, found.dense_match(one, "parameters")) for one in own]
         both = [(sparse, dense) for sparse, dense in pairs if dense]
         saved = [100 * (1 - sparse.loss / dense.loss) for sparse, dense in both]
         faster = [dense.step_us / sparse.step_us for sparse, dense in both]
@@ -266,7 +267,7 @@ def _ends(values: Sequence[float]) -> str:
 
 def modelled(path: Path) -> str:
     """Return what kernels save in a whole model, a line a way."""
-    found = wholes.read(path)
+    found = model_files.read_whole(path)
     header = ["what", "MLP", "tokens", "ms", "tokens a second", "GiB", "mJ a token", ""]
     lines = []
     for way in found.ways:
@@ -279,6 +280,6 @@ def modelled(path: Path) -> str:
         lines.append([way.what, f"`{way.mlp}`", str(way.tokens), *numbers, way.detail])
     model = found.model
     about = f"**A model of {model['layers']} layers, whole.** {model['width']} wide, "
-    about += f"{model['hidden']} hidden units a layer, {found.units_on} of {model['active']:g} "
+    about += f"{model['hidden']} hidden units a layer, {found.active_units} of {model['active']:g} "
     about += f"asked for; one process; {found.device}; [{path.stem}](whole/{path.name})."
     return f"{about}\n\n{markdown(header, lines)}"

@@ -5,10 +5,10 @@
     90 %                3.43      4.85 [4.79, 4.90]
 
 A ratio of two contenders is defined as a speed-up is, with `over` in the place of the baseline:
-block by block, process by process (results/pairing.py). A cell that rests on fewer processes than
-its run has says so. It has the 95 % interval from FEWEST
+block by block, process by process (results/statistics.py). A cell that rests on fewer processes
+than its run has says so. It has the 95 % interval from FEWEST
 processes on, the range below, and in one process the value alone. No digit is shown that its
-uncertainty does not support (results/words.py).
+uncertainty does not support (results/formatting.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +20,9 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.published._runs import Published
-from sparsebench.results.pairing import Blocks, between
-from sparsebench.results.verdict import uncertainty
-from sparsebench.results.words import amount, interval, rounded
+from sparsebench.results.analysis import uncertainty
+from sparsebench.results.formatting import amount, interval, rounded
+from sparsebench.results.statistics import Blocks, between
 
 CONTENDER = ("format", "kernel", "label", "options")
 PROBLEM = ["run", "problem_id", "scope", "cache"]

@@ -21,10 +21,10 @@ import yaml
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.site import grids
 from sparsebench.reports.site.cards import Card, lines, pays
-from sparsebench.results.claims.asked import Asked
+from sparsebench.results.bundle import Removed
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
-from sparsebench.results.redaction import Removed
-from sparsebench.results.words import amount
+from sparsebench.results.formatting import amount
 
 NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
 WIDTH = 6.6  # px a character of a badge
@@ -45,7 +45,7 @@ class Site:
     formats: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
-    claims: Sequence[Asked] = ()
+    claims: Sequence[PlannedClaim] = ()
     feed: bool = True
 
 

@@ -25,12 +25,12 @@ from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import Stopped
 from sparsebench.harness.run.state import Flags
-from sparsebench.results import pruning, store
+from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.schema import Test, Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
-from sparsebench.results.pruning import Pruning
+from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
 from sparsebench.results.store import Run
 
@@ -386,7 +386,7 @@ def test_a_model_is_pruned_to_the_fractions_of_a_claim(
 
     def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
         asked.extend(recipe.dense for recipe in recipes)
-        return pruning.read(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
+        return read_pruning(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
 
     monkeypatch.setattr(command, "prune_file", prune_file)
     run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"

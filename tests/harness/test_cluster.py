@@ -22,7 +22,7 @@ from sparsebench.harness.cluster.work import settle, work
 from sparsebench.harness.machine.host import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
 from sparsebench.harness.plan.suite import Suite, read
-from sparsebench.harness.run.measure import Progress, Stopped, measure
+from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.part import Part
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.validate import validate
@@ -138,14 +138,14 @@ def test_a_plan_that_was_stopped_goes_on_where_it_was(
 ) -> None:
     out, flags = tmp_path / "run", Flags(gpus[0], replicates=1)
     with pytest.raises(Stopped):
-        share(suite, flags, gpus[:2], out, progress=stopping(5))
+        share(suite, flags, gpus[:2], out, RunOptions(progress=stopping(5)))
     assert not out.exists()
     begun = [row for run in out.with_name("run.shards").glob("*/1") for row in store.rows(run)]
     assert begun
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
     assert is_shared(out)
-    go_on(out, lambda done, total, problem: None, lambda finding: None)
+    go_on(out, RunOptions())
     assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
@@ -161,7 +161,7 @@ def test_a_part_goes_on_on_another_gpu_and_its_intervals_are_said_to_be_over_two
     plan = Plan(suite.name, flags, (gpus[0],))
     folders.create(folder, plan, suite.text)
     with pytest.raises(Stopped):
-        work(folder, plan, suite, 1, progress=stopping(14))
+        work(folder, plan, suite, 1, RunOptions(progress=stopping(14)))
     (folder / "1" / "1" / bundle.MANIFEST).unlink()  # as if it had been killed
     with (folder / "1" / "1" / "rows.jsonl").open("a") as file:
         file.write('{"case":')

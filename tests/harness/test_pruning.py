@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from sparsebench.harness.models.pruning.layer import (
 )
 from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedMLP
 from sparsebench.harness.models.pruning.model import python_reference
-from sparsebench.results import pruning
+from sparsebench.results.model_files import read_pruning
 
 K, H, TOKENS = 64, 256, 1024
 RECIPES = [
@@ -342,8 +342,8 @@ def test_the_command_prunes_an_mlp_of_a_file(
     report = json.loads(printed)
     assert (report["calibration"], report["held_out"], report["loss"]) == (1536, 512, None)
     (tmp_path / "errors.json").write_text(printed)
-    again = pruning.read(tmp_path / "errors.json")
-    assert again.to_json() == report
+    again = read_pruning(tmp_path / "errors.json")
+    assert asdict(again) == report
     assert (again.weights, again.tokens_from) == ("weights.safetensors:g,u,d", "x.safetensors")
     assert again.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
     expected = prune_mlp(mlp, x[:1536], Recipe())

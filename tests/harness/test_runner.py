@@ -18,7 +18,7 @@ from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import ahead
 from sparsebench.harness.run import child as children
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
@@ -201,7 +201,9 @@ def test_no_process_starts_a_contest_that_the_longest_of_another_would_outlast(
         now[0] = 10.0 * done
 
     flags = Flags("sim", replicates=2)
-    path = measure(suite, flags, tmp_path / "run", None, tick, until=10.0 * count + 4)
+    path = measure(
+        suite, flags, tmp_path / "run", None, RunOptions(progress=tick, until=10.0 * count + 4)
+    )
     state = store.read(path).state
     assert (state["status"], state["contests"]["done"]) == ("interrupted", count)
 

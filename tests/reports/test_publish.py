@@ -21,7 +21,7 @@ from sparsebench.reports.site import publish as sites
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
-from sparsebench.results import bundle, redaction, store
+from sparsebench.results import bundle, store
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 NAMED = "<script>alert(1)</script> \"quoted\" 'name'/slash" + 200 * "x"
@@ -234,7 +234,7 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
     )
     (run / "worker.log").write_text("lovelace")
     (tmp_path / "clean").mkdir()
-    removed = redaction.redact(run, tmp_path / "clean")
+    removed = bundle.redact(run, tmp_path / "clean")
     text = (tmp_path / "clean" / "environment.json").read_text()
     assert not any(word in text for word in ("lovelace", "node17", "/home", "hostname"))
     assert json.loads(text)["tuned"] == "gate.safetensors"
@@ -252,7 +252,7 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
 def test_what_is_no_path_stays(text: str, tmp_path: Path) -> None:
     run = copied(tmp_path / "run", note=text)
     (tmp_path / "clean").mkdir()
-    assert redaction.redact(run, tmp_path / "clean").texts == {}
+    assert bundle.redact(run, tmp_path / "clean").texts == {}
 
 
 def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
@@ -273,8 +273,8 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
                                 "0123456789_-./") for name in made)  # fmt: skip
     assert len(page_of("kernel", NAMED)) < 100
-    assert redaction.slug(NAMED, NAMED, 64 * "a").startswith("script-alert-1-script-quoted")
-    assert len(redaction.slug(NAMED, NAMED, 64 * "a")) <= 71
+    assert bundle.link_name(NAMED, NAMED, 64 * "a").startswith("script-alert-1-script-quoted")
+    assert len(bundle.link_name(NAMED, NAMED, 64 * "a")) <= 71
     ElementTree.fromstring(made["feed.xml"])
 
 

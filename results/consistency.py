@@ -18,11 +18,11 @@ from typing import Any
 from sparsebench.errors import ResultError
 from sparsebench.results.bundle import ROWS
 from sparsebench.results.ceilings import LIGHT
-from sparsebench.results.environment import device_name
+from sparsebench.results.formatting import amount
+from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from sparsebench.results.words import amount
 
 
 def inspect(run: Run) -> Iterator[str]:

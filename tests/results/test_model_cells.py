@@ -1,6 +1,6 @@
 """Claims about training: cells of trainings, which no suite runs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ from made_up_claims import CLAIM
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.catalog import load
 from sparsebench.harness.claims.check import evidence
-from sparsebench.results.claims.of_file import of_file, read_file
+from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
 from sparsebench.results.claims.schema import Claim, Written, parse
-from sparsebench.results.claims.trained import trained
 from sparsebench.results.claims.verdict import Word
+from sparsebench.results.model_files import (
+    MlpTiming,
+    ModelTimings,
+    PatternTraining,
+    PatternTrainings,
+)
 from sparsebench.results.store import write_json
-from sparsebench.results.whole import Way, Whole
-from sparsebench.results.widths import Width, Widths
 
 TEST = {
     **{"name": "at equal cost", "trained": "parameters", "metric": "loss_saved", "at_least": 1},
@@ -27,13 +30,15 @@ TEST = {
 
 
 WAYS = [
-    Way("step", "plain", 64, [11.0, 10.0, 12.0], 1000, 3.0, 0.0),
-    Way("step", "compiled", 64, [9.0, 10.0, 9.0], 900, 2.5, 0.0),
-    Way("step", "SparseGatedMLP", 64, [6.0, 6.0, 7.0], 600, 2.0, 0.01),
-    Way("step", "slow", 64, detail="no"),
-    Way("forward", "SparseGatedMLP", 64, [1.0], 600, None, 0.01),
+    MlpTiming("step", "plain", 64, [11.0, 10.0, 12.0], 1000, 3.0, 0.0),
+    MlpTiming("step", "compiled", 64, [9.0, 10.0, 9.0], 900, 2.5, 0.0),
+    MlpTiming("step", "SparseGatedMLP", 64, [6.0, 6.0, 7.0], 600, 2.0, 0.01),
+    MlpTiming("step", "slow", 64, detail="no"),
+    MlpTiming("forward", "SparseGatedMLP", 64, [1.0], 600, None, 0.01),
 ]
-WHOLE = Whole("sparsebench/whole@1", "NVIDIA H200", "bf16", {"layers": 2, "active": 3}, 3.2, WAYS)
+WHOLE = ModelTimings(
+    "sparsebench/whole@1", "NVIDIA H200", "bf16", {"layers": 2, "active": 3}, 3.2, WAYS
+)
 OF_WHOLE = {
     **{"trained": None, "whole": "step", "metric": "speedup", "unit": "x", "at_least": 1.2},
     **{"subject": {"kernel": "SparseGatedMLP"}, "baseline": {"kernel": ["plain", "compiled"]}},
@@ -51,17 +56,21 @@ def claim(**changed: Any) -> Claim:
     return written(**changed).claim
 
 
-def trainings(seeds: int, gain: float = 0.02) -> Widths:
+def trainings(seeds: int, gain: float = 0.02) -> PatternTrainings:
     """Return trainings whose sparse models have so much less loss than dense at equal cost."""
     made = []
     for seed in range(seeds):
         noise = 1 + 0.001 * (seed % 3)
-        wide = Width("dense", 1, 0.0, 512, 400, seed, 1.0 * noise, 90.0, 900, 1.0)
+        wide = PatternTraining("dense", 1, 0.0, 512, 400, seed, 1.0 * noise, 90.0, 900, 1.0)
         narrow = replace(wide, width=256, parameters=100, loss=1.1 * noise, step_us=30.0)
         less = 1.1 * (1 - gain - 0.0001 * seed) * noise
-        made += [wide, narrow, Width("uniform", 32, 0.75, 512, 99, seed, less, 40.0, 400, 1.0)]
-        made += [Width("small_world", 32, 0.75, 512, 500, seed, 0.9, 40.0, 400, 1.0)]
-    return Widths("sparsebench/widths@1", "a text", "0", 1, 1, "NVIDIA H200", {}, made)
+        made += [
+            wide,
+            narrow,
+            PatternTraining("uniform", 32, 0.75, 512, 99, seed, less, 40.0, 400, 1.0),
+        ]
+        made += [PatternTraining("small_world", 32, 0.75, 512, 500, seed, 0.9, 40.0, 400, 1.0)]
+    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "NVIDIA H200", {}, made)
 
 
 def test_a_cell_is_a_sparse_model_beside_its_dense_equal() -> None:
@@ -102,7 +111,7 @@ def test_trainings_are_judged_as_runs_are(
     seeds: int, gain: float, word: Word, leans: Word | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "a-file.json"
-    write_json(file, trainings(seeds, gain).to_json())
+    write_json(file, asdict(trainings(seeds, gain)))
     asked = written(at={"pattern": "uniform"})
     found = evidence([asked], [file])
     (verdict,) = found.verdicts()[asked.name]
@@ -150,7 +159,7 @@ def test_a_whole_model_is_a_cell_a_file(
     changed: dict[str, Any], value: float, tmp_path: Path
 ) -> None:
     file = tmp_path / "whole.json"
-    write_json(file, WHOLE.to_json())
+    write_json(file, asdict(WHOLE))
     asked = written(**{**OF_WHOLE, **changed})
     found = evidence([asked], [file])
     (cell,) = found.files[asked.name]
@@ -164,16 +173,16 @@ def test_a_whole_model_is_a_cell_a_file(
 
 def test_a_way_without_times_is_a_reason() -> None:
     (test,) = claim(**{**OF_WHOLE, "subject": {"kernel": "slow"}}).tests
-    (cell,) = of_file(test, WHOLE, "a-file")
+    (cell,) = model_cells(test, WHOLE, "a-file")
     assert cell.reason == "no subject ran: slow: no"
     (test,) = claim(**{**OF_WHOLE, "subject": {"kernel": "other"}}).tests
-    assert not [*of_file(test, WHOLE, "a-file")]
+    assert not [*model_cells(test, WHOLE, "a-file")]
 
 
 def test_a_file_of_no_known_schema_is_a_line(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    for text, found in (("{}", "None"), ("[1", "None"), ('{"schema": "x"}', "'x'")):
+    for text, found in (("{}", "no schema"), ("[1", "no schema"), ('{"schema": "x"}', "'x'")):
         file.write_text(text)
         with pytest.raises(ResultError, match="expected sparsebench/widths@1 or") as refused:
-            read_file(file)
+            read_model_file(file)
         assert found in str(refused.value)

@@ -1,4 +1,4 @@
-"""results/compare.py: two runs, joined on what was asked."""
+"""results/comparison.py: two runs, joined on what was asked."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.compare import compare
+from sparsebench.results.comparison import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 

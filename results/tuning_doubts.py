@@ -20,8 +20,8 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.environment import device_name
 from sparsebench.results.frame import fields, frame
+from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
@@ -91,7 +91,7 @@ def apart(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
     return found
 
 
-def told(run: Run, beside: Iterable[Path] = ()) -> Iterator[str]:
+def warnings(run: Run, beside: Iterable[Path] = ()) -> Iterator[str]:
     """Yield a line a finding: of this run, and of what it shares with the runs in `beside`.
 
     Runs on another kind of GPU are left out. One that cannot be read is named.

@@ -7,7 +7,7 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.environment import identity_at, identity_of
+from sparsebench.results.provenance import identity_at, identity_of
 
 CPU = {"cpu": {"name": "EPYC"}}
 

@@ -1,10 +1,10 @@
-"""results/words.py: no digit that the measurement does not support; units and names."""
+"""results/formatting.py: no digit that the measurement does not support; units and names."""
 
 import math
 
 import pytest
 
-from sparsebench.results.words import (
+from sparsebench.results.formatting import (
     amount,
     are,
     between,

@@ -14,7 +14,7 @@ from sparsebench.results.store import Run
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedClaim:
     """A claim, planned.
 
     wanted   by test, the ids of its problems
@@ -55,6 +55,6 @@ class Asked:
         return judge(self.name, self.claim, known, self.wanted, self.refused)
 
 
-def problems(asked: Iterable[Asked]) -> set[str]:
+def problems(asked: Iterable[PlannedClaim]) -> set[str]:
     """Return the ids of all problems that some claims ask for."""
     return {each for one in asked for ids in one.wanted.values() for each in ids}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from places import PUBLISHED
 
-from sparsebench.results import peers, store
+from sparsebench.results import store, tuning_doubts
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
@@ -23,7 +23,7 @@ def row(us: float, kernel: str = "torch_bsr", **changed: Any) -> Row:
 
 
 def found(*rows: Row) -> list[str]:
-    return [f"{doubt.expected}; {doubt.found}" for doubt in peers.doubts(frame(rows))]
+    return [f"{doubt.expected}; {doubt.found}" for doubt in tuning_doubts.doubts(frame(rows))]
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,19 @@ def test_the_times_of_a_search_are_no_judge() -> None:
 
 def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one() -> None:
     tables = {name: frame([row(us)]) for name, us in (("a", 165.0), ("b", 331.0), ("c", 166.0))}
-    (finding,) = peers.apart(tables)
+    (finding,) = tuning_doubts.apart(tables)
     assert (finding.run, finding.beside) == ("b", "a")
     assert str(finding).endswith("expected about 165.0 µs, as in a, found 331.0 µs")
-    assert not peers.apart({name: tables[name] for name in "ac"})
+    assert not tuning_doubts.apart({name: tables[name] for name in "ac"})
 
 
 def test_no_published_verdict_has_a_tuned_contender_behind_its_default() -> None:
     runs = [store.read(file.parent) for file in H200.glob("*/run.json")]
     verdicts = [run for run in runs if run.state["flags"]["replicates"] >= FEWEST]
     assert len(verdicts) > 10
-    found = [doubt for run in verdicts for doubt in peers.doubts(frame(run.rows), run.path.name)]
+    found = [
+        doubt for run in verdicts for doubt in tuning_doubts.doubts(frame(run.rows), run.path.name)
+    ]
     assert not found
 
 
@@ -79,12 +81,12 @@ def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_pat
     (slow / "rows.jsonl.gz").unlink()
     (slow / "rows.jsonl").write_text("")
     store.keep(slow, [late(each) for each in store.rows(H200 / "quick")])
-    said = list(peers.told(store.read(slow), [home / "quick", home / "nowhere"]))
+    said = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
     assert all(line.startswith("warning: ") for line in said)
     assert any("nowhere is not compared: " in line for line in said)
     assert any("bsr/bsr_wgmma" in line and ", as in quick, found " in line for line in said)
     assert not [line for line in said if "bsr/bsr_small" in line]
-    assert peers.siblings(slow) == [home / "quick"]
+    assert tuning_doubts.siblings(slow) == [home / "quick"]
 
 
 def late(row: Row) -> Row:
