@@ -2,7 +2,7 @@
 
     d_p = log ratio + regret + process + what is left of noise, drift and steps in one process
 
-The last term is drawn through the simulated GPU's own clock (harness/sim/clock.py) and the ratio of
+The last term is drawn through the simulated GPU's own clock (sim/gpu_model.py) and the ratio of
 block medians, the others as its spec says. Both contenders search, with a regret of `regret`.
 
 `python tests/simulated_runs.py` prints the tables of harness/NOTES.md, in a minute.
@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.clock import Array, Spec, blurred, regrets, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.statistics import (

@@ -33,14 +33,12 @@ from sparsebench.harness.campaign.plan import Campaign, Entry
 from sparsebench.harness.claims.catalog import chosen
 from sparsebench.harness.claims.check import check
 from sparsebench.harness.cluster.devices import end
-from sparsebench.harness.machine.host import apart
-from sparsebench.harness.run import child
-from sparsebench.harness.run.confirm import confirm
+from sparsebench.harness.machine.cpu_placement import apart
+from sparsebench.harness.run import worker_process as child
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.reproduce import reproduce
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import OnMessage
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.repeat import confirm, reproduce
+from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, alike, require_alike
 

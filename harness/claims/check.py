@@ -7,7 +7,7 @@
            ─> verdicts                                                      DIR/verdicts.json
 
 A confirming run has fresh processes, FEWEST or more, and begins from the suite of its screening
-(harness/run/confirm.py). A check of fewer processes is a look, and confirms nothing.
+(harness/run/repeat.py). A check of fewer processes is a look, and confirms nothing.
 
 A check has a time to end at. No run starts after it, nothing is confirmed, and a run that it cut
 short is gone on with by the next check into the same folder.
@@ -26,9 +26,9 @@ from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.plan import Part, asked, parts, refused
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
-from sparsebench.harness.run.own_suite import own_suite
-from sparsebench.harness.run.reproduce import Engine, again, whole
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.recorded_plan import own_suite
+from sparsebench.harness.run.repeat import Engine, again, whole
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings

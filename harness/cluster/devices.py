@@ -3,7 +3,7 @@
     thread i ─ CPUs near its GPU, none of another's ─> workers on devices[i] ─> RUN.shards/i/1
     all threads done ─> merged into RUN
 
-The threads take contests from one plan as they go (harness/run/part.py), so no GPU waits for
+The threads take contests from one plan as they go (harness/run/plan_part.py), so no GPU waits for
 another until the last contest. They start side by side: imports and ceilings take no longer.
 """
 
@@ -20,12 +20,12 @@ from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.cluster.work import settle, work
-from sparsebench.harness.machine.host import apart
+from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
-from sparsebench.harness.run.part import Part
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Pinned
-from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.files import utf8
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from sparsebench.errors import ResultError
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.folder import Plan
-from sparsebench.harness.machine.host import boot
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run.child import Log, Worker
 from sparsebench.harness.run.measure import RunOptions, finished, measure
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.state import Counts, Flags
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Counts, Flags
+from sparsebench.harness.run.worker_process import Log, Worker
 from sparsebench.results import bundle, store
 from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row

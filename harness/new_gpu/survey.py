@@ -2,7 +2,7 @@
 
     doctor   fitness.json        is the machine fit to measure
     probe    kernels.json        which kernels run here, and why others do not
-    tune     the user's table    configurations for this GPU (harness/run/tune.py)
+    tune     the user's table    configurations for this GPU (harness/run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first (costs.py)
     decide   decide/             the problems that decide (deciding.py), in PROCESSES processes:
                                  as many as there is time for, by what the screening took
@@ -35,8 +35,8 @@ from sparsebench.harness.new_gpu.deciding import DECIDED, deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.tune import tune
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.tuning import tune
 from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse

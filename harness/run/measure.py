@@ -22,20 +22,19 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import ahead
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.plugins import code_of
+from sparsebench.harness.run import early_start as ahead
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.recorded_plan import code_of
+from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
-from sparsebench.harness.run.state import Counts, Flags, Record, now
-from sparsebench.harness.run.watch import OnMessage, Watch
-from sparsebench.harness.sim.clock import faults
+from sparsebench.harness.sim.gpu_model import faults
 from sparsebench.results import bundle, provenance, store
 from sparsebench.results.files import utf8
 from sparsebench.results.formatting import rounded

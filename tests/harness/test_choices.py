@@ -12,12 +12,12 @@ from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run import reproduce
-from sparsebench.harness.run.confirm import confirm
+from sparsebench.harness.run import repeat as reproduce
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
+from sparsebench.harness.run.repeat import confirm
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.sim.clock import WAYS
+from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_TOLD, finalists
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse

@@ -13,10 +13,9 @@ from simulated_here import in_this_process
 
 from sparsebench.harness.campaign.pieces import pack
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.reproduce import reproduce
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.repeat import confirm, reproduce
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline

@@ -15,7 +15,7 @@ from places import PUBLISHED, ROOT
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.validation import validate
 from sparsebench.reports.picture import picture
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
