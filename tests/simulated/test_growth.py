@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.results import store
 from tests.simulated import growth
 from tests.tools.paths import ROOT
