@@ -27,7 +27,7 @@ from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.state import Flags
 from sparsebench.harness.run.validate import validate
-from sparsebench.reports.published import __main__ as published
+from sparsebench.reports import published
 from sparsebench.results import bundle, store
 
 SUITE = """
