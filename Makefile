@@ -31,7 +31,7 @@ compiled: .venv/installed
 # The site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
 SITE := site
 site: .venv/installed
-	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --to $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
+	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
 # The picture of the site in README.md.
 picture: site
@@ -46,11 +46,8 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow an editable install: it reads the files that a wheel would install.
 types: .venv/installed
-	rm -rf build
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
-	MYPYPATH=build/types $(BIN)/mypy -p sparsebench
+	$(BIN)/mypy -p sparsebench
 
 .venv/installed: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -1,12 +1,15 @@
-"""What a build adds to pyproject.toml: which commit it is of, and where the repository is.
+"""Add to pyproject.toml what only the build knows: the commit, and the address of the repository.
 
     git ────────────────────────┐                  ┌─> wheel: sparsebench/built.json
-    SPARSEBENCH_REPOSITORY ─────┴─> built.json ────┼─> sdist: harness/_root/built.json, and so on
-                                                   └─> its metadata: addresses, links of README.md
+    SPARSEBENCH_REPOSITORY ─────┴─> built.json ────┼─> sdist: src/sparsebench/built.json
+                                                   └─> metadata: addresses, links of README.md
 
-A wheel has no history, and PyPI follows no link of README.md into the repository. Both are asked
-when something is built: `harness/machine/code.py` reads the commit. setuptools-scm would record 7
-digits of the commit, and would take the version from tags in place of pyproject.toml.
+A wheel has no history, and PyPI cannot follow relative links of README.md, so the build records
+both. `harness/machine/code.py` reads the commit. setuptools-scm would record 7 digits of it and
+take the version from tags instead of pyproject.toml.
+
+An sdist cannot hold symbolic links. A build from one, or from a tree that was copied without them,
+makes the links of src/sparsebench anew.
 """
 
 import json
@@ -21,39 +24,44 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
-BUILT = "harness/_root/built.json"  # in a tree that an sdist was unpacked to
+PACKAGE = ROOT / "src" / "sparsebench"
+FOLDERS = "formats", "harness", "kernels", "reports", "results", "suites"
 PAGES = {"Documentation": "README.md", "Changelog": "CHANGELOG.md", "Results": "results/published"}
 LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s]+\))")
 
 
 def built() -> dict[str, Any]:
-    """Return commit, dirty and repository: of the checkout, or as the sdist has them."""
-    known = json.loads((ROOT / BUILT).read_text()) if (ROOT / BUILT).exists() else {}
+    """Return commit, dirty and repository of the checkout, or what the sdist recorded."""
+    facts: dict[str, Any] = {"commit": None, "dirty": None, "repository": None}
+    if (PACKAGE / "built.json").exists():
+        facts |= json.loads((PACKAGE / "built.json").read_text())
     code = runpy.run_path(str(ROOT / "harness" / "machine" / "code.py"))
-    facts = {"commit": None, "dirty": None, "repository": None} | known
     facts |= code["of_checkout"](ROOT) or {}
     if "SPARSEBENCH_REPOSITORY" in os.environ:
         facts["repository"] = os.environ["SPARSEBENCH_REPOSITORY"].rstrip("/")
     return facts
 
 
-FACTS = built()  # now: a build puts folders into the tree, which git calls changes
+FACTS = built()  # before the build adds folders to the tree, which git would report as changes
+for name in FOLDERS:
+    if not (PACKAGE / name).exists():
+        (PACKAGE / name).symlink_to(Path("..", "..", name))
 
 
 def write(folder: Path) -> None:
-    """Write what is known of this build into a folder of the import package."""
+    """Write the facts of this build into the folder of the import package."""
     (folder / "built.json").unlink(missing_ok=True)  # a release's files are hard links
     (folder / "built.json").write_text(json.dumps(FACTS, indent=1) + "\n")
 
 
 def linked(text: str, repository: str, commit: str) -> str:
-    """Return the README with absolute links: pages as they are shown, pictures as they are."""
+    """Return the README with absolute links: pages as rendered, pictures as raw files."""
     pictures = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:)", rf"\1{repository}/raw/{commit}/", text)
     return LINK.sub(rf"\1{repository}/blob/{commit}/\2", pictures)
 
 
 class BuildPy(build_py):
-    """Writes built.json into a wheel. An editable install has its history beside it."""
+    """Writes built.json into a wheel. An editable install can ask git instead."""
 
     def run(self) -> None:
         """Build, and add the file."""
@@ -68,7 +76,7 @@ class Sdist(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         """Lay out the tree, and add the file."""
         super().make_release_tree(base_dir, files)
-        write(Path(base_dir) / "harness" / "_root")
+        write(Path(base_dir) / "src" / "sparsebench")
 
 
 README = (ROOT / "README.md").read_text("utf-8")

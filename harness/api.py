@@ -24,7 +24,7 @@ from sparsebench.reports.build import build, figures
 from sparsebench.reports.terminal import answer_markdown, counted
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.environment import device_name
+from sparsebench.results.provenance import device_name
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
@@ -93,7 +93,7 @@ class Run:
     def summary(self) -> pd.DataFrame:
         """Return one line per case, scope and cache state, over all processes, with its verdict.
 
-        Columns: results/summary.py; `speedup` is over the baseline, with its interval
+        Columns: results/analysis.py; `speedup` is over the baseline, with its interval
         `speedup_low`, `speedup_high`; `median_us` is the time; `outcome` is the verdict.
         """
         return self._found.cases.copy()
@@ -162,10 +162,10 @@ def run(
     measured is kept: the KeyboardInterrupt has its `path`, and `sparsebench run --resume PATH` goes
     on. Raises SuiteError, ResultError, WorkerError.
     """
-    from sparsebench.harness._cli import progress_bar, telling
+    from sparsebench.harness.commands._console import message_printer, progress_bar
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.run.measure import measure
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.measure import RunOptions, measure
+    from sparsebench.harness.run.run_json import Flags
 
     folder, to = (Path(path) if path is not None else None for path in (data, out))
     asked = _suite(suite, folder)
@@ -173,7 +173,8 @@ def run(
     if not progress:
         return load(measure(asked, flags, to, None))
     with progress_bar() as show:
-        return load(measure(asked, flags, to, None, show, on_message=telling()))
+        options = RunOptions(progress=show, on_message=message_printer())
+        return load(measure(asked, flags, to, None, options))
 
 
 def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":

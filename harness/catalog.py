@@ -16,13 +16,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparsebench._discovery import documents, load, modules
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.kernels._removed import removal
 from sparsebench.results.files import from_yaml
 
 if TYPE_CHECKING:  # listing needs no torch
     from sparsebench.formats._format import Format
     from sparsebench.harness.ops._op import Op
-    from sparsebench.kernels._kernel import Kernel
+    from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 Named = TypeVar("Named")
 
@@ -103,13 +104,27 @@ def load_format(name: str) -> "type[Format]":
 
 
 def load_kernel(name: str) -> "Kernel":
-    """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`."""
+    """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`.
+
+    A kernel that was removed supports no problem, and says what to use instead.
+    """
     from sparsebench.kernels._kernel import Kernel
 
+    if reason := removal(name):
+        return _removed(reason)
     found = _of(load("kernels", name), Kernel, name)
     if not callable(found.prepare):
         raise SuiteError(f"{name}: expected prepare to be a function, found {found.prepare!r}")
     return found
+
+
+def _removed(reason: str) -> "Kernel":
+    from sparsebench.kernels._kernel import Kernel
+
+    def prepare(operands: "Operands") -> "Launch":
+        raise Unsupported(reason)
+
+    return Kernel("any", "any", "any", prepare, lambda problem, device: reason)
 
 
 def load_op(name: str) -> "Op":

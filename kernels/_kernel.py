@@ -1,6 +1,7 @@
 """The contract that every file in kernels/ keeps.
 
-A kernel file names one KERNEL. `unsupported` answers before anything is built; `prepare` uploads,
+A kernel file NAME.py names one KERNEL, and may name a DGRAD: the kernel NAME_dgrad of the input's
+gradient, by the same code. `unsupported` answers before anything is built; `prepare` uploads,
 packs, compiles and tunes; the Launch that it returns is what is timed.
 
 What `prepare` may look at:
@@ -120,7 +121,7 @@ class Portfolio(Kernel):
     """A kernel that times other kernels on a whole problem and returns the launch of the fastest.
 
     The candidates are kernels of the same op that a suite can name, of any format, dense ones
-    included. `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas_ffn":
+    included. `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas":
     rows and reports name it, and a dense kernel is not a win of the portfolio's format.
 
     A kernel that searches its own configurations is no portfolio. Nor is one that builds an op from

@@ -28,11 +28,11 @@ from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badges, told
-from sparsebench.results.environment import devices_named, flat
-from sparsebench.results.pruning import Pruning
+from sparsebench.results.formatting import amount, part
+from sparsebench.results.model_files import Pruning
+from sparsebench.results.provenance import devices_named, flat
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
-from sparsebench.results.words import amount, part
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the figure that is not folded

@@ -25,10 +25,8 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.reports.terminal import PARTS, USUAL, labels, shown, split
 from sparsebench.results.analysis import analyse
 from sparsebench.results.changes import Changes, Word, changes
-from sparsebench.results.compare import KEYS, Comparison
-from sparsebench.results.environment import device_name, flat
-from sparsebench.results.store import Run
-from sparsebench.results.words import (
+from sparsebench.results.comparison import KEYS, Comparison
+from sparsebench.results.formatting import (
     duration,
     estimate,
     kernel,
@@ -37,6 +35,8 @@ from sparsebench.results.words import (
     rounded,
     significant,
 )
+from sparsebench.results.provenance import device_name, flat
+from sparsebench.results.store import Run
 
 LINES = 30
 FACTS_SHOWN = 8

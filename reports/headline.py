@@ -15,15 +15,14 @@ import pandas as pd
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import CONTEST, analyse, chose_dense
 from sparsebench.results.contests import kinds
-from sparsebench.results.environment import device_name, flat
 from sparsebench.results.families import ours
+from sparsebench.results.formatting import FORMATS, amount, between, percent, times
 from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from sparsebench.results.summary import CONTEST, chose_dense
-from sparsebench.results.words import FORMATS, amount, between, percent, times
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from sparsebench.results.words import amount
+from sparsebench.results.formatting import amount
 
 
 def render(template: str, **values: Any) -> str:

@@ -29,8 +29,8 @@ from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.peers import APART, KEY
-from sparsebench.results.words import part, percent, times
+from sparsebench.results.formatting import part, percent, times
+from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
 

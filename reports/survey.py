@@ -29,13 +29,11 @@ from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
-from sparsebench.results.analysis import Analysis, analyse
+from sparsebench.results.analysis import Analysis, NoCrossing, analyse
 from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
-from sparsebench.results.contests import contests, raced
-from sparsebench.results.elsewhere import Elsewhere, elsewhere, fields
-from sparsebench.results.summary import NoCrossing
-from sparsebench.results.views import asked, views
-from sparsebench.results.words import (
+from sparsebench.results.changes import Elsewhere, elsewhere, fields
+from sparsebench.results.contests import asked, contests, raced, views
+from sparsebench.results.formatting import (
     amount,
     between,
     duration,

@@ -21,17 +21,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.analysis import Analysis
+from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winners
 from sparsebench.results.answer import Badge, answers, badges, told, unfit
 from sparsebench.results.contests import kinds, raced
-from sparsebench.results.environment import devices_named
+from sparsebench.results.formatting import FORMATS, are, duration, estimate, kernel, percent
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.provenance import devices_named
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from sparsebench.results.summary import NoCrossing, break_even, winners
-from sparsebench.results.words import FORMATS, are, duration, estimate, kernel, percent
 
 VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
 LEVEL = 0.9  # that the formats are compared at, or the nearest that was measured

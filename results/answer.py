@@ -19,12 +19,9 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.noise import Noise, Reliability
-from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST
-from sparsebench.results.summary import CONTEST
-from sparsebench.results.views import ANY, View, ordered, views
-from sparsebench.results.words import (
+from sparsebench.results.analysis import CONTEST
+from sparsebench.results.contests import ANY, View, ordered, views
+from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,
@@ -34,6 +31,9 @@ from sparsebench.results.words import (
     plain,
     times,
 )
+from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.record import Status
+from sparsebench.results.statistics import FEWEST
 
 MOST = 4  # answers of a run, each of its own op or pattern
 ASKED = {"level": (0.5, 0.9), "m": (16, 4096)}  # what readers ask about, where it was measured

@@ -8,12 +8,12 @@ times of block i of the baseline and of a contender:
 Both blocks were taken within moments of each other, so a drifting clock moves both. A slow
 contender has fewer blocks; they are paired with the first ones of the baseline. A row of a
 contest that was throttled or power-limited is marked, never dropped. So is one whose error or bias
-is not the usual one (harness/bench/usual.py), or larger than would be right but for its suite.
+is not the usual one (bench/correctness.py), or larger than would be right but for its suite.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results.pairing import blocks_us, logs_over, opponents
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
+from sparsebench.results.statistics import Floats, block_logs, by_block
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -213,3 +213,52 @@ def _plain(value: Value) -> bool | int | float | str | None:
     if not isinstance(value, list):
         return value
     return "x".join(map(str, value if len(set(value)) > 1 else value[:1]))
+
+
+def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
+    """Return, for each row, its baseline and (where it is a twin) its original.
+
+    `problems` are the ids of the rows' problems. The baseline is the first baseline row that is
+    ok, the original the first ok row of the same format, kernel, parameters and options; None if
+    the contest has no such row.
+    """
+    baselines: dict[Hashable, Row] = {}
+    originals: dict[Hashable, Row] = {}
+    contests = [
+        (problem, row.reference, row.replicate, row.attempt, row.scope, row.cache)
+        for problem, row in zip(problems, rows, strict=True)
+    ]
+    for contest, row in zip(contests, rows, strict=True):
+        contender = row.case.contender
+        if row.status is Status.OK and contender.baseline:
+            baselines.setdefault(contest, row)
+        if row.status is Status.OK and not contender.twin:
+            originals.setdefault((contest, _recipe(contender)), row)
+    return [
+        (baselines.get(contest), _original(originals, contest, row.case.contender))
+        for contest, row in zip(contests, rows, strict=True)
+    ]
+
+
+def logs_over(row: Row, base: Row) -> Floats:
+    """Return log(time of base / time of row) of each block that both have."""
+    blocks = (by_block(each.samples_us, each.samples_per_block) for each in (base, row))
+    return block_logs(*blocks)
+
+
+def blocks_us(row: Row) -> Floats:
+    """Return the median time of each block, µs."""
+    medians: Floats = np.median(by_block(row.samples_us, row.samples_per_block), axis=-1)
+    return medians
+
+
+def _original(
+    originals: dict[Hashable, Row], contest: Hashable, contender: Contender
+) -> Row | None:
+    return originals.get((contest, _recipe(contender))) if contender.twin else None
+
+
+def _recipe(contender: Contender) -> Hashable:
+    """Return what the two halves of an A/A pair have in common."""
+    given = contender.params, contender.options
+    return contender.format, contender.kernel, *(str(sorted(g.items())) for g in given)

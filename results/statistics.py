@@ -18,7 +18,7 @@ outlier is dropped; one among eight moves the ratio little. tests/results/simula
 often all this is right. All functions but `outcome` take natural logs; the last axis is processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -35,6 +35,9 @@ FALSE_DISCOVERIES = 0.05
 MARGIN = 0.01  # of no_difference: what 8 processes resolve at an sd of 1 %, as short calls have it
 
 Floats = NDArray[np.float64]
+
+Blocks = Mapping[tuple[int, int], Floats]
+"""Median times of a case by block, µs, of each (replicate, attempt)."""
 
 
 class Outcome(StrEnum):
@@ -99,6 +102,22 @@ def block_logs(base: Floats, other: Floats) -> Floats:
     pairs = min(over.shape[-1], under.shape[-1])
     logs: Floats = np.log(over[..., :pairs] / under[..., :pairs])
     return logs
+
+
+def between(ours: Blocks, over: Blocks) -> Ratio | None:
+    """Return how many times as fast `ours` is as `over`, two cases of the same contests.
+
+    It is the definition of a speed-up, with `over` in the place of the baseline. None if they
+    share no contest.
+    """
+    logs = logs_between(ours, over)
+    return ratio(list(logs.values())) if logs else None
+
+
+def logs_between(ours: Blocks, over: Blocks) -> dict[tuple[int, int], Floats]:
+    """Return log(time of `over` / time of `ours`) by block, of each contest that they share."""
+    shared = [contest for contest in ours if contest in over]
+    return {each: block_logs(over[each][:, None], ours[each][:, None]) for each in shared}
 
 
 def hodges_lehmann(logs: ArrayLike) -> Interval:

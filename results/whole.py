@@ -2,7 +2,7 @@
 
 {"schema": "sparsebench/whole@1", "device": "NVIDIA H200", "dtype": "bf16",
  "model": {"layers": 38, "width": 2048, ...}, "active": 24.1, "active_by_layer": [24.0, ...],
- "ways": [{"what": "forward", "mlp": "cublas_ffn", "tokens": 131072, "times_us": [...],
+ "ways": [{"what": "forward", "mlp": "cublas", "tokens": 131072, "times_us": [...],
            "peak_bytes": 9131072000, "energy_j": 412.0, "error": 0.004, "detail": ""}, ...]}
 """
 

@@ -1,6 +1,6 @@
 """How sharing a plan grows: many cases over many GPUs, on simulated ones; no worker is started.
 
-    time      an event loop over parts that claim contests (harness/run/part.py) in a real folder.
+    time      an event loop over parts that claim contests (run/plan_part.py) in a real folder.
               What a contest takes is drawn from growth_costs.json: runs of an NVIDIA H200, frozen,
               so that a new publication does not change the table
     merging   rows of the simulated GPU in a run directory a part, merged for real
@@ -17,18 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.state import Counts, Flags, Record, now
-from sparsebench.harness.run.validate import validate
-from sparsebench.harness.sim import contest as sim_contest
-from sparsebench.harness.sim import worker as sim_worker
-from sparsebench.harness.sim.clock import Spec
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Counts, Flags, Record, now
+from sparsebench.harness.run.validation import validate
+from sparsebench.harness.sim import simulated_contest as sim_contest
+from sparsebench.harness.sim import simulated_worker as sim_worker
+from sparsebench.harness.sim.gpu_model import Spec
 from sparsebench.results import bundle, store
 
 COSTS = Path(__file__).parent / "growth_costs.json"

@@ -15,7 +15,7 @@ from compile_record import known
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.tuned_table import _bare_cuda
 from sparsebench.kernels._kernel import DTYPES

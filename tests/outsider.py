@@ -29,7 +29,9 @@ import pandas as pd
 ROOT = Path(sys.argv[1] if __name__ == "__main__" and sys.argv[1:] else Path(__file__).parents[1])
 HOME = ROOT / "results/published"
 FAMILIES = "bitmap", "bsr", "csr", "twell", "spense"
-OURS = {file.stem for name in FAMILIES for file in (ROOT / "kernels" / name).glob("*.py")}
+FILES = [file for name in FAMILIES for file in (ROOT / "kernels" / name).glob("*.py")]
+OURS = {file.stem for file in FILES}
+OURS |= {f"{file.stem}_dgrad" for file in FILES if "\nDGRAD = " in file.read_text()}
 FORMATS = {"BSR": "bsr", "CSR": "csr", "2:4": "spense", "bitmap": "bitmap"}
 METRICS = {  # the values of claims, from a ratio and the density
     "speedup, ×": lambda ratio, density: ratio,

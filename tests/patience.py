@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from sparsebench.harness.run import child
+from sparsebench.harness.run import worker_process as child
 
 
 class Answers(SimpleQueue[str]):

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import child, reproduce
-from sparsebench.harness.run.child import Log, Measured
-from sparsebench.harness.sim import clock, contest, worker
+from sparsebench.harness.run import repeat as reproduce
+from sparsebench.harness.run import worker_process as child
+from sparsebench.harness.run.worker_process import Log, Measured
+from sparsebench.harness.sim import gpu_model as clock
+from sparsebench.harness.sim import simulated_contest as contest
+from sparsebench.harness.sim import simulated_worker as worker
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
     d_p = log ratio + regret + process + what is left of noise, drift and steps in one process
 
-The last term is drawn through the simulated GPU's own clock (harness/sim/clock.py) and the ratio of
+The last term is drawn through the simulated GPU's own clock (sim/gpu_model.py) and the ratio of
 block medians, the others as its spec says. Both contenders search, with a regret of `regret`.
 
 `python tests/simulated_runs.py` prints the tables of harness/NOTES.md, in a minute.
@@ -13,9 +13,9 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.clock import Array, Spec, blurred, regrets, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
-from sparsebench.results.compare import APART, tolerance
+from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
     Floats,
@@ -31,7 +31,7 @@ POOL = 2000  # processes through the clock, drawn from
 MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
 LENGTHS_US = {"below 8 µs": 4.5, "8 to 20 µs": 14.0, "20 to 100 µs": 40.0, "above 100 µs": 200.0}
-# What speed-ups differed by over processes, sd in %, in the published runs (results/compare.py).
+# What speed-ups differed by over processes, sd in %, in the published runs (results/comparison.py).
 SPREAD = {"below 8 µs": 0.030, "8 to 20 µs": 0.019, "20 to 100 µs": 0.014, "above 100 µs": 0.010}
 
 

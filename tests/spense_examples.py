@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.check import FP8, FP32, Expected, check
+from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.kernels._kernel import DTYPES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

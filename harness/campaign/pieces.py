@@ -13,26 +13,23 @@ between sittings: a folder of pieces can be carried to another machine.
 
 import gzip
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.cluster.work import settled
-from sparsebench.harness.machine.host import boot
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run.measure import Progress, measure
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.runner import Pinned
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import OnMessage
+from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.results import bundle, files, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.formatting import amount
+from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row
-from sparsebench.results.words import amount
 
 
 class Unfinished(Exception):
@@ -80,9 +77,7 @@ class Pieces:
         flags: Flags,
         out: Path | None,
         resume: Path | None = None,
-        progress: Progress = lambda done, total, problem: None,
-        pinned: Sequence[Pinned] = (),
-        origin: Mapping[str, Any] | None = None,
+        options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
     ) -> Path:
         """Measure what is left and return the run, whole, at `out`; Unfinished while it is not."""
         if not out or resume:
@@ -102,11 +97,8 @@ class Pieces:
                 unpack(own[-1])
             target = None if own else folder / str(number)
             try:
-                measure(
-                    suite, flags, target, own[-1] if own else None,
-                    progress=progress, pinned=pinned, origin=origin, on_message=self.on_message,
-                    until=self.until, part=rest,
-                )  # fmt: skip
+                options = replace(options, on_message=self.on_message, until=self.until, part=rest)
+                measure(suite, flags, target, own[-1] if own else None, options)
             finally:
                 runs = pieces(out)
                 store.write_json(folder / "pieces.json", {"begun": len(runs)})

@@ -19,7 +19,7 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.campaign.plan import Campaign
 from sparsebench.harness.campaign.sitting import state
 from sparsebench.results import bundle, files
-from sparsebench.results.environment import device_name
+from sparsebench.results.provenance import device_name
 
 
 def publish(campaign: Campaign, to: Path, into: Path, names: Sequence[str] = ()) -> list[Path]:

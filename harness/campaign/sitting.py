@@ -33,16 +33,14 @@ from sparsebench.harness.campaign.plan import Campaign, Entry
 from sparsebench.harness.claims.catalog import chosen
 from sparsebench.harness.claims.check import check
 from sparsebench.harness.cluster.devices import end
-from sparsebench.harness.machine.host import apart
-from sparsebench.harness.run import child
-from sparsebench.harness.run.confirm import confirm
-from sparsebench.harness.run.measure import Progress, Stopped
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.reproduce import reproduce
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import OnMessage
+from sparsebench.harness.machine.cpu_placement import apart
+from sparsebench.harness.run import worker_process as child
+from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.repeat import confirm, reproduce
+from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.results import bundle, files, store
-from sparsebench.results.environment import KIND, alike, require_alike
+from sparsebench.results.provenance import KIND, alike, require_alike
 
 LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"
@@ -245,17 +243,18 @@ class Sitting:
         engine = Pieces(card, self.until, self._parts.append, self.on_message).measure
         out, data = self.to / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
+        options = RunOptions(progress=progress)
         match entry.kind:
             case "suite":
-                engine(entry.read(self.data), flags, out, None, progress)
+                engine(entry.read(self.data), flags, out, None, options)
             case "confirm":
                 confirm(
-                    self.to / entry.of, device, data, out, progress,
+                    self.to / entry.of, device, data, out, options,
                     cases=entry.cases, replicates=entry.replicates, condition=entry.only,
                     engine=engine,
                 )  # fmt: skip
             case "reproduce":
-                reproduce(self.to / entry.of, device, data, out, progress, engine)
+                reproduce(self.to / entry.of, device, data, out, options, engine)
             case _:
                 asked = chosen(entry.claims or [])
                 runs = [self.to / e.name for e in self.campaign.above(entry)]

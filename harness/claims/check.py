@@ -7,7 +7,7 @@
            ─> verdicts                                                      DIR/verdicts.json
 
 A confirming run has fresh processes, FEWEST or more, and begins from the suite of its screening
-(harness/run/confirm.py). A check of fewer processes is a look, and confirms nothing.
+(harness/run/repeat.py). A check of fewer processes is a look, and confirms nothing.
 
 A check has a time to end at. No run starts after it, nothing is confirmed, and a run that it cut
 short is gone on with by the next check into the same folder.
@@ -15,7 +15,6 @@ short is gone on with by the next check into the same folder.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -26,16 +25,16 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.plan import Part, asked, parts, refused
 from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.run.measure import Progress, measure
-from sparsebench.harness.run.own_suite import own_suite
-from sparsebench.harness.run.reproduce import Engine, again, whole
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.measure import Progress, RunOptions, measure
+from sparsebench.harness.run.recorded_plan import own_suite
+from sparsebench.harness.run.repeat import Engine, again, whole
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell, cells, judging, of_files
-from sparsebench.results.claims.of_file import of_file, read_file
+from sparsebench.results.claims.model_cells import model_cells, read_model_file
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Judged, Verdict, judge
 from sparsebench.results.statistics import FEWEST
@@ -89,9 +88,11 @@ class Evidence:
 
     def _read_file(self, path: Path) -> None:
         """Add the cells of a file that train-lm or whole wrote."""
-        found = read_file(path)
+        found = read_model_file(path)
         for each in self.written:
-            own = [cell for test in each.claim.tests for cell in of_file(test, found, path.stem)]
+            own = [
+                cell for test in each.claim.tests for cell in model_cells(test, found, path.stem)
+            ]
             self.files.setdefault(each.name, []).extend(own)
 
     @property
@@ -99,7 +100,7 @@ class Evidence:
         """Return the parts of every claim."""
         return [part for own in self.parts.values() for part in own]
 
-    def asked(self, ceilings: Ceilings | None = None) -> list[Asked]:
+    def asked(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
         """Return the claims as reports read them; with ceilings, bounded for that device."""
         return [
             asked(
@@ -164,26 +165,27 @@ def check(
     measure a run in pieces. `until` is a moment of time.monotonic(), as measure.py has it.
     `planned` hears what is known, and so what is missing, before anything is measured.
     """
-    engine = engine or partial(measure, until=until)
+    engine = engine or measure
+    options = RunOptions(progress=progress, until=until)
     found = evidence(written, [*runs, *_begun(to)], flags.data)
     for part in found.all_parts:
         if reason := refused(part, flags.device):
             found.refused[part.written.name, part.test.name] = reason
     planned(found)
-    found.read(_stopped(to, flags, progress, engine, until))
+    found.read(_stopped(to, flags, options, engine))
     for wanted in missing(found, flags.device):
         if monotonic() >= until:
             found.left.append(wanted[0][0].suite.name)
             continue
         try:
-            found.read([_measured(wanted, flags, to, progress, engine)])
+            found.read([_measured(wanted, flags, to, options, engine)])
         except NoMeter as error:
             why = {(part.written.name, part.test.name): str(error) for part, _ in wanted}
             found.refused |= why
     found.left += [path.name for path in _unfinished(to)]
     if flags.replicates >= FEWEST and not found.left:
         for screening, chosen in _promising(found).items():
-            found.read([_confirmed(found, screening, chosen, flags, to, progress, engine)])
+            found.read([_confirmed(found, screening, chosen, flags, to, options, engine)])
     to.mkdir(parents=True, exist_ok=True)
     store.write_json(to / "verdicts.json", to_json(found))
     return found
@@ -241,7 +243,7 @@ def missing(found: Evidence, device: str) -> list[list[Wanted]]:
 
 
 def _measured(
-    wanted: list[Wanted], flags: Flags, to: Path, progress: Progress, engine: Engine
+    wanted: list[Wanted], flags: Flags, to: Path, options: RunOptions, engine: Engine
 ) -> Path:
     """Run what is missing of one suite."""
     suite = wanted[0][0].suite
@@ -249,7 +251,7 @@ def _measured(
     given = replace(flags, only=f"case={'|'.join(ids)}", energy=measures_energy(wanted[0][0]))
     names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
     path = next(to / name for name in names if not (to / name).exists())
-    return engine(suite, given, path, None, progress)
+    return engine(suite, given, path, None, options)
 
 
 def measures_energy(part: Part) -> bool:
@@ -275,16 +277,14 @@ def _unfinished(to: Path) -> list[Path]:
     ]
 
 
-def _stopped(
-    to: Path, flags: Flags, progress: Progress, engine: Engine, until: float
-) -> Iterator[Path]:
+def _stopped(to: Path, flags: Flags, options: RunOptions, engine: Engine) -> Iterator[Path]:
     """Go on with the stopped runs of an earlier check while there is time, and yield all."""
     for path in _unfinished(to):
-        if monotonic() < until:
+        if monotonic() < options.until:
             run = store.read(path)
             before = run.state["flags"]
             kept = {name: before[name] for name in ("only", "replicates", "energy")}
-            engine(own_suite(run, flags.data), replace(flags, **kept), None, path, progress)
+            engine(own_suite(run, flags.data), replace(flags, **kept), None, path, options)
         yield path
 
 
@@ -305,7 +305,7 @@ def _confirmed(
     chosen: Sequence[Cell],
     flags: Flags,
     to: Path,
-    progress: Progress,
+    options: RunOptions,
     engine: Engine,
 ) -> Path:
     """Measure chosen cells of a run again, alone, in fresh processes.
@@ -331,8 +331,7 @@ def _confirmed(
         flags.device,
         flags.data,
         out,
-        progress,
-        origin,
+        replace(options, origin=origin),
         engine,
         only=f"case={'|'.join(ids)}",
         replicates=flags.replicates,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sparsebench.harness.claims.check import Evidence, Wanted, measures_energy, missing
 from sparsebench.harness.plan.elsewhere import Costs, plan_there
-from sparsebench.results.words import amount
+from sparsebench.results.formatting import amount
 
 RUN_S = 12.0  # of a run, beside its contests: 11 s of it are ceilings on an H200
 ENERGY_S = 3.5  # of a window, with the wait for the counter

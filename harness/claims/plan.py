@@ -27,8 +27,8 @@ from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell, about, matches
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Chosen, Measure, Test, Written
 from sparsebench.results.record import Case, Contender, Problem
 
@@ -87,13 +87,13 @@ def asked(
     ceilings: Ceilings | None = None,
     refused: Mapping[str, str] | None = None,
     files: Sequence[Cell] = (),
-) -> Asked:
+) -> PlannedClaim:
     """Return a planned claim as reports and sites read it, with its bounds."""
     own = list(planned)
     found = {part.test.name: bounds(part, ceilings) for part in own}
     beyond = [part.test.name for part in own if out_of_reach(part, found[part.test.name])]
     wanted = {part.test.name: part.problems for part in own}
-    return Asked(written, wanted, found, beyond, refused or {}, files)
+    return PlannedClaim(written, wanted, found, beyond, refused or {}, files)
 
 
 def most(problem: Problem, ceilings: Ceilings | None = None) -> float:

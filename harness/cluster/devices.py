@@ -3,30 +3,29 @@
     thread i ─ CPUs near its GPU, none of another's ─> workers on devices[i] ─> RUN.shards/i/1
     all threads done ─> merged into RUN
 
-The threads take contests from one plan as they go (harness/run/part.py), so no GPU waits for
+The threads take contests from one plan as they go (harness/run/plan_part.py), so no GPU waits for
 another until the last contest. They start side by side: imports and ceilings take no longer.
 """
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import large_first, settle, work
-from sparsebench.harness.machine.host import apart
+from sparsebench.harness.cluster.work import settle, work
+from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.measure import Progress, Rank, Stopped
-from sparsebench.harness.run.part import Part
+from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Pinned
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.watch import OnMessage
 from sparsebench.results import store
 from sparsebench.results.files import utf8
 
@@ -38,20 +37,15 @@ def share(
     flags: Flags,
     devices: Sequence[str],
     out: Path,
-    progress: Progress = lambda done, total, problem: None,
-    pinned: Sequence[Pinned] = (),
-    origin: Mapping[str, Any] | None = None,
-    on_message: OnMessage = lambda finding: None,
-    until: float = inf,
-    rank: Rank = large_first,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> Path:
     """Run the suite on several devices and return the merged run at `out`.
 
     A run that was stopped goes on: its parts are beside `out`. Raises as `measure` and `merge` do.
     """
-    plan = Plan(suite.name, flags, tuple(devices), origin=dict(origin or {}))
-    folder = prepared(out, suite, plan, pinned)
-    return go_on(folder, suite, plan, progress, on_message, until, rank)
+    plan = Plan(suite.name, flags, tuple(devices), origin=dict(options.origin or {}))
+    folder = prepared(out, suite, plan, options.pinned)
+    return go_on(folder, suite, plan, options)
 
 
 def prepared(out: Path, suite: Suite, plan: Plan, pinned: Sequence[Pinned]) -> Path:
@@ -79,23 +73,17 @@ def go_on(
     folder: Path,
     suite: Suite,
     plan: Plan,
-    progress: Progress = lambda done, total, problem: None,
-    on_message: OnMessage = lambda finding: None,
-    until: float = inf,
-    rank: Rank = large_first,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> Path:
     """Measure what is left of a plan on the devices of this host, and merge it."""
-    shown = _Shown(progress, len(folders.contests(plan, suite)) * plan.flags.replicates)
+    shown = _Shown(options.progress, len(folders.contests(plan, suite)) * plan.flags.replicates)
     parts: list[Part] = []
     cpus = apart(plan.devices)
 
     def one(number: int) -> None:
         os.sched_setaffinity(0, cpus[number - 1])  # of this thread, and of what it starts
-        own = shown.of(number)
-        work(
-            folder, plan, suite, number,
-            progress=own, on_message=on_message, until=until, rank=rank, begun=parts.append,
-        )  # fmt: skip
+        own = replace(options, progress=shown.of(number))
+        work(folder, plan, suite, number, own, begun=parts.append)
 
     with ThreadPoolExecutor(len(plan.devices)) as threads:
         running = [threads.submit(one, number) for number in folders.numbers(plan)]
@@ -113,7 +101,7 @@ def go_on(
         folders.merged_at(folder),
         plan.flags.data,
         plugins=True,
-        whole=until == inf,
+        whole=options.until == inf,
     )
 
 

@@ -3,7 +3,7 @@
     plan.json      flags, how it is shared (devices, or jobs), what it reproduces
     suite.yaml     the suite, byte for byte
     pinned.json    choices of another run, where it takes them
-    claims/        which part has which problem; alike.json, what all share (harness/run/part.py)
+    claims/        which part has which problem; alike.json, what all share (run/plan_part.py)
     3/1            part 3: a run directory; 3/2 is what it went on with on another GPU
     3/suite.yaml   whoever measures part 3 holds a lock on it
     jobs/          of a cluster: what submitit writes, and jobs.json: the ids of each part's jobs
@@ -22,11 +22,11 @@ from typing import Any
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run.part import owners
+from sparsebench.harness.run.plan_part import owners
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Pinned
-from sparsebench.harness.run.state import Flags
 from sparsebench.results import files, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.provenance import identity_at
 
 SCHEMA = "sparsebench/shards@1"
 

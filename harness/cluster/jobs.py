@@ -31,8 +31,7 @@ from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.cluster.work import settle, work
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.measure import Progress, Stopped
-from sparsebench.harness.run.runner import Pinned
+from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
 from sparsebench.results import files, store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}
@@ -81,26 +80,25 @@ def submit(
     suite: Suite,
     plan: Plan,
     out: Path,
-    progress: Progress = lambda done, total, problem: None,
-    pinned: Sequence[Pinned] = (),
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> Path:
     """Send the plan to the cluster, wait for it, and return the merged run at `out`."""
     fresh = not (folders.beside(out) / "plan.json").exists()
-    folder = prepared(out, suite, plan, pinned)
+    folder = prepared(out, suite, plan, options.pinned)
     try:
         if fresh:
             _send(folder, plan, folders.numbers(plan))
     except SuiteError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return go_on(folder, suite, plan, progress)
+    return go_on(folder, suite, plan, options)
 
 
 def go_on(
     folder: Path,
     suite: Suite,
     plan: Plan,
-    progress: Progress = lambda done, total, problem: None,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> Path:
     """Wait for the jobs of a plan, send again those that were lost, and merge it."""
     asked = folders.contests(plan, suite)
@@ -111,7 +109,7 @@ def go_on(
             alive = _alive(folder, plan)
             shares = list(folders.shares(folder, plan))
             lost = [] if alive is None else _lost(shares, alive, folders.unclaimed(folder, asked))
-            _show(progress, shares, total, alive)
+            _show(options.progress, shares, total, alive)
             if alive is not None and not alive and not lost:
                 break
             for share in lost:

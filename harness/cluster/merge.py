@@ -23,12 +23,12 @@ from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.own_suite import own_suite, require_planned
-from sparsebench.harness.run.state import Counts
+from sparsebench.harness.run.recorded_plan import own_suite, require_planned
+from sparsebench.harness.run.run_json import Counts
 from sparsebench.results import bundle, files, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.environment import alike, identity_of, require_alike
-from sparsebench.results.inspection import inspect
+from sparsebench.results.consistency import inspect
+from sparsebench.results.provenance import alike, identity_of, require_alike
 from sparsebench.results.store import Run
 
 KEPT = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all

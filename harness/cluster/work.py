@@ -10,23 +10,20 @@ whole contests and seals it.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from math import inf
 from pathlib import Path
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.folder import Plan
-from sparsebench.harness.machine.host import boot
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run.child import Log, Worker
-from sparsebench.harness.run.measure import Progress, Rank, finished, measure
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.state import Counts, Flags
-from sparsebench.harness.run.watch import OnMessage
+from sparsebench.harness.run.measure import RunOptions, finished, measure
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Counts, Flags
+from sparsebench.harness.run.worker_process import Log, Worker
 from sparsebench.results import bundle, store
-from sparsebench.results.environment import identity_at
+from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row
 
 Begun = Callable[[Part], None]
@@ -43,12 +40,9 @@ def work(
     plan: Plan,
     suite: Suite,
     number: int,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
     *,
-    progress: Progress = lambda done, total, problem: None,
-    on_message: OnMessage = lambda finding: None,
-    until: float = inf,
     begun: Begun = lambda part: None,
-    rank: Rank = large_first,
 ) -> None:
     """Measure a part until nothing is left to claim; a ResultError where another process does."""
     flags = _flags(plan, number)
@@ -65,16 +59,11 @@ def work(
         if not part.reserve(contests):
             return
         begun(part)
-        go = partial(
-            measure, suite, flags,
-            progress=progress, on_message=on_message, until=until, rank=rank, part=part,
-        )  # fmt: skip
         pinned = folders.pinned(folder)
-        if same:
-            go(None, same[-1], pinned=pinned, origin=plan.origin)
-        else:
-            out = folder / str(number) / str(len(pieces) + 1)
-            go(out, None, pinned=pinned, origin=plan.origin)
+        rank = options.rank or large_first
+        options = replace(options, rank=rank, part=part, pinned=pinned, origin=plan.origin)
+        out = folder / str(number) / str(len(pieces) + 1)
+        measure(suite, flags, None if same else out, same[-1] if same else None, options)
 
 
 def settled(run: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:

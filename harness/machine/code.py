@@ -45,8 +45,9 @@ def _own_code() -> Iterator[tuple[str, Traversable]]:
     root = ((f"root/{f.name}", f) for f in files("sparsebench").iterdir() if f.name != BUILT)
     folders = (_files(folder, files(f"sparsebench.{folder}")) for folder in FOLDERS)
     for path, file in sorted(chain(root, *folders), key=itemgetter(0)):
-        elsewhere = path.startswith(("harness/_root/", "results/published/"))
-        if path.endswith((".py", ".cu", ".cuh", ".json")) and not elsewhere:
+        if path.endswith((".py", ".cu", ".cuh", ".json")) and not path.startswith(
+            "results/published/"
+        ):
             yield path, file
 
 
@@ -104,7 +105,7 @@ def commit() -> dict[str, Any]:
     """
     if "SPARSEBENCH_COMMIT" in os.environ:
         return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
-    found = of_checkout(Path(str(files("sparsebench.harness"))).parent)
+    found = of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent)
     return found or _built() or {"commit": None, "dirty": None}
 
 
@@ -117,7 +118,7 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
     if not (root / ".git").exists():
         return None
     found = []
-    beside = [*FOLDERS, ":(exclude)results/published"]
+    beside = ["src", *FOLDERS, ":(exclude)results/published"]
     for command in (
         ["rev-parse", "HEAD"],
         ["status", "--porcelain", "--untracked-files=no"],

@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.results.analysis import break_even, winners
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
-from sparsebench.results.summary import break_even, winners
 
 DECIDED = 0.9  # the sparsity that block-sparse papers and this project's headlines are about
 

@@ -2,7 +2,7 @@
 
     doctor   fitness.json        is the machine fit to measure
     probe    kernels.json        which kernels run here, and why others do not
-    tune     the user's table    configurations for this GPU (harness/run/tune.py)
+    tune     the user's table    configurations for this GPU (harness/run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first (costs.py)
     decide   decide/             the problems that decide (deciding.py), in PROCESSES processes:
                                  as many as there is time for, by what the screening took
@@ -19,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -35,14 +34,14 @@ from sparsebench.harness.new_gpu.costs import coarse, costs
 from sparsebench.harness.new_gpu.deciding import DECIDED, deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.measure import Progress, Stopped, measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.tune import tune
+from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.tuning import tune
 from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.formatting import amount
 from sparsebench.results.store import without_paths
-from sparsebench.results.words import amount
 
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours
@@ -237,12 +236,14 @@ def _measured(
     flags, suite = Flags(asked.device, None, SILENT_S, replicates, only), read(asked.suite)
     problems = [contest.problem for contest in suite.contests]
     ranks = coarse(problems, DECIDED) if name == "screen" else {}  # references come first
-    go: Callable[..., Path] = partial(measure, suite, flags, None if stopped else target, stopped)
+    options = RunOptions(
+        progress=progress, until=until, rank=lambda contest: ranks.get(contest.problem.id, -1)
+    )
     if len(asked.devices) > 1:
         shutil.rmtree(target, ignore_errors=True)  # merged anew: its parts are beside it
-        go = partial(share, suite, flags, asked.devices, target)
-    path = go(progress=progress, until=until,
-              rank=lambda contest: ranks.get(contest.problem.id, -1))  # fmt: skip
+        path = share(suite, flags, asked.devices, target, options)
+    else:
+        path = measure(suite, flags, None if stopped else target, stopped, options)
     state = store.read(path).state
     contests = state["contests"]
     if contests["done"] < contests["of"]:

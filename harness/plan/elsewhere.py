@@ -30,14 +30,13 @@ from statistics import fmean, median
 from typing import Any
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.kernels._common.search import FINALISTS, finalists
 from sparsebench.results import store
-from sparsebench.results.choices import Choices, choices
-from sparsebench.results.environment import device_name
+from sparsebench.results.provenance import Choices, choices, device_name
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
@@ -45,7 +44,7 @@ from sparsebench.results.store import Run
 RUNS_AT_MOST = 64  # of a folder that are read
 NEAR = 5
 KIND = "m", "n", "k", "dtype"
-DENSE = "cublas", "cublas_ffn"
+DENSE = ("cublas",)
 NARROW = "torch_bsr", "torch_bsr_dgrad", "cusparselt", "cusparselt_hybrid"
 TIMED = FINALISTS + 1  # lines of a search among finalists: the default is one more
 FEW = 3  # rows of a run that tell what is once in a process apart from what is of a case

@@ -59,6 +59,7 @@ from sparsebench.harness.plan._limits import (
     require_sizes,
     require_values,
 )
+from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source
 
@@ -129,10 +130,16 @@ def read(name: str, data: Path | None = None) -> Suite:
     return expand(*_text(name), data)
 
 
-def expand(where: str, text: str, data: Path | None = None) -> Suite:
-    """Expand the text of a suite; SuiteError names it as `where`, and says what is wrong."""
+def expand(where: str, text: str, data: Path | None = None, *, published: bool = False) -> Suite:
+    """Expand the text of a suite. Raises SuiteError, which names the suite as `where`.
+
+    `published` says that the text belongs to a run, which may be older than this version: it may
+    name removed kernels.
+    """
     written = parse(where, text, SuiteFile)
     try:
+        if not published:
+            _require_kernels(written)
         entries = [*written.baselines, *written.contenders]
         require_few_problems(written.problems)
         require_few_cases(written.problems, [[entry.params, entry.options] for entry in entries])
@@ -248,6 +255,14 @@ def _fields(
     return fields
 
 
+def _require_kernels(written: SuiteFile) -> None:
+    """Raise SuiteError if an entry names a kernel that was removed."""
+    for group in ("contenders", "baselines"):
+        for number, entry in enumerate(getattr(written, group)):
+            if reason := removal(entry.kernel):
+                raise SuiteError(f"{group}[{number}]: {reason}")
+
+
 def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
     """Refuse an entry for an op or a value that no problem has: it would compete nowhere."""
     ops = {problem.op for problem in problems}
@@ -308,7 +323,8 @@ def _contenders(
     own = keywords(load_format(entry.format).from_dense)
     of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
     _known(f"{where}.params", entry.params, own, of_one)
-    _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+    if not removal(entry.kernel):
+        _known(f"{where}.options", entry.options, keywords(kernel.prepare))
     error = entry.error.model_dump() if entry.error else None
     for params in _bound(f"{where}.params", entry.params, problem):
         for options in _bound(f"{where}.options", entry.options, problem):

@@ -22,28 +22,26 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import ahead
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.plugins import code_of
+from sparsebench.harness.run import early_start as ahead
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.recorded_plan import code_of
+from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
-from sparsebench.harness.run.state import Counts, Flags, Record, now
-from sparsebench.harness.run.watch import OnMessage, Watch
-from sparsebench.harness.sim.clock import faults
-from sparsebench.results import bundle, choices, store
-from sparsebench.results.choices import Choices
-from sparsebench.results.environment import flat
+from sparsebench.harness.sim.gpu_model import faults
+from sparsebench.results import bundle, provenance, store
 from sparsebench.results.files import utf8
-from sparsebench.results.pairing import logs_over
+from sparsebench.results.formatting import rounded
+from sparsebench.results.frame import logs_over
+from sparsebench.results.provenance import Choices, flat
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.words import rounded
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the problem that is next."""
@@ -51,6 +49,29 @@ Progress = Callable[[int, int, str], None]
 Rank = Callable[[Contest], int]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # of --timeout
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is measured, beyond its suite and its flags.
+
+    progress    called before each contest
+    on_message  receives machine findings and failure reasons
+    pinned      choices of each process of another run, taken without a search
+    origin      the bundle that this run reproduces or confirms, for run.json
+    until       a time.monotonic(): no contest starts that would end after it if it took as long as
+                the longest so far; --resume measures the rest
+    rank        contests of a lower rank come first in every process; ties are in random order
+    part        set if several processes share the plan (part.py)
+    """
+
+    progress: Progress = lambda done, total, problem: None
+    on_message: OnMessage = lambda finding: None
+    pinned: Sequence[Pinned] = ()
+    origin: Mapping[str, Any] | None = None
+    until: float = inf
+    rank: Rank | None = None
+    part: Part | None = None
 
 
 class Stopped(KeyboardInterrupt):
@@ -67,25 +88,14 @@ def measure(
     flags: Flags,
     out: Path | None,
     resume: Path | None,
-    progress: Progress = lambda done, total, problem: None,
-    pinned: Sequence[Pinned] = (),
-    origin: Mapping[str, Any] | None = None,
-    on_message: OnMessage = lambda finding: None,
-    until: float = inf,
-    rank: Rank = lambda contest: 0,
-    part: Part | None = None,
+    options: RunOptions = RunOptions(),
 ) -> Path:
-    """Run the suite and return the run directory, sealed (results/bundle.py).
+    """Run the suite, or resume a stopped run, and return the sealed run directory.
 
-    `pinned` is what kernels chose in each process of another run, to be taken again without a
-    search (results/choices.py); `origin` goes into run.json: the bundle that this run reproduces
-    or confirms. So does what the machine was found like. Raises Stopped where it is interrupted
-    with a directory. `until` is a moment of time.monotonic(): no contest starts that would outlast
-    it if it took as long as the longest so far. What is left then is left to --resume. Contests of
-    a lower `rank` come first in every process; equal ones are in an order drawn anew. `on_message`
-    receives machine findings and failure reasons. With `part` the run is one of those that share
-    the plan.
+    Raises SuiteError or ResultError if the run cannot start, and Stopped if it is interrupted
+    after its directory was made.
     """
+    part, pinned = options.part, options.pinned
     since = now()
     _require_flags(flags)
     contests = planned(suite, flags.device, flags.only, flags.shard)
@@ -99,7 +109,7 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = finished(resume, suite, flags, contests) if resume else []
-        chosen_by = choices.planned(flags.replicates, bool(pinned))
+        chosen_by = provenance.planned(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
         given = flags.device, flags.data, flags.timeout_s
         runner = Runner(*given, pinned, share, flags.replicates)
@@ -110,8 +120,8 @@ def measure(
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
-        watch = Watch(flags.device, runner, on_message)  # before: a GPU tells the last 1 s
-        before = {**(origin or {}), "choices": chosen_by, **_part(flags, part)}
+        watch = Watch(flags.device, runner, options.on_message)  # before: a GPU tells the last 1 s
+        before = {**(options.origin or {}), "choices": chosen_by, **_part(flags, part)}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
         whole = planned(suite, flags.device, flags.only)
         environment = runner.about["environment"] | code_of(whole)
@@ -132,11 +142,11 @@ def measure(
             held.enter_context(store.locked(path))
         ahead.settled()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
-        runner.log.explained = lambda reason, text: on_message(failure(reason, text))
+        runner.log.explained = lambda reason, text: options.on_message(failure(reason, text))
         measures = possible(suite.measures, flags.device)
         wanted = Wanted(measures, ceilings, flags.energy)
         try:
-            _rows(runner, path, record, contests, wanted, done, progress, watch, until, rank, part)
+            _rows(runner, path, record, contests, wanted, done, watch, options)
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     return path
@@ -205,13 +215,11 @@ def _rows(
     contests: list[Contest],
     wanted: Wanted,
     done: list[Row],
-    progress: Progress,
     watch: Watch,
-    until: float,
-    rank: Rank,
-    part: Part | None,
+    options: RunOptions,
 ) -> None:
     """Measure what is left, appending contest by contest; run.json always tells the truth."""
+    part = options.part
     counts, kept = Counts(done), [*done]
     spent_s = Counter[str](record.before.get("spent_s", {}))
     done_now, last = len(counts.done), ""
@@ -228,18 +236,18 @@ def _rows(
 
     def announced(contests: Iterable[Contest]) -> Iterator[Contest]:
         for contest in contests:
-            progress(done_now, total(), describe(contest) + last)
+            options.progress(done_now, total(), describe(contest) + last)
             yield contest
 
-    time = _Time(until)
+    time = _Time(options.until)
     with _truthful(path, state), telemetry(runner.about["identity"], runner.log.add) as window:
         for replicate in range(record.flags.replicates):
             seed = f"{record.suite} {replicate}" + (f" {part.number}" if part else "")
             order = random.Random(seed).sample(contests, len(contests))
-            order.sort(key=rank)
+            order.sort(key=options.rank or (lambda contest: 0))
             missing = [c for c in order if (replicate, c.problem.id) not in counts.done]
             left = part.own(missing, replicate) if part else missing
-            if monotonic() >= until:
+            if monotonic() >= options.until:
                 break
             if replicate:
                 runner.fresh()
@@ -258,7 +266,7 @@ def _rows(
                 counts.add(measured.rows)
                 store.set_state(path, state("running", counts))  # a killed run keeps its time, too
                 last = leader(measured.rows)
-            progress(done_now, total(), last)
+            options.progress(done_now, total(), last)
         runner.kill()
         watch.end()
 
@@ -358,8 +366,8 @@ def _same_place(path: Path, here: Mapping[str, Any]) -> None:
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
     """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
-    if choices.choices(before) is not chosen_by:
-        expected = f"expected choices by {choices.choices(before)}, found {chosen_by}"
+    if provenance.choices(before) is not chosen_by:
+        expected = f"expected choices by {provenance.choices(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out goes on with such a run"
-        of_bundle = choices.choices(before) is Choices.BUNDLE
+        of_bundle = provenance.choices(before) is Choices.BUNDLE
         raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")

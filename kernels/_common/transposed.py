@@ -5,13 +5,25 @@ pack W.T again. That time is not measured: it is given to the peers.
 """
 
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 from torch import Tensor
 
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+
+
+def dgrad_of(kernel: Kernel) -> Kernel:
+    """Return the kernel of `linear_dgrad` that runs a kernel of `linear` on W.T."""
+
+    @wraps(kernel.prepare)
+    def prepare(operands: Operands, **options: Any) -> Launch:
+        return kernel.prepare(as_linear(operands), **options)
+
+    return replace(kernel, op="linear_dgrad", prepare=prepare)
 
 
 def as_linear(operands: Operands) -> Operands:

@@ -228,11 +228,12 @@ def source(kernel: str) -> str:
     """Return a digest of the code of a kernel and of the kernels it imports; "" for no kernel.
 
     It leaves out comments, docstrings, layout, import lines, and shared files (_NAME.py, NAME.cuh):
-    a file that moves keeps its entries.
+    a file that moves keeps its entries. NAME_dgrad without a file has the digest of NAME.
     """
     python = next(Path(str(files("sparsebench.kernels"))).glob(f"*/{kernel}.py"), None)
     if python is None:
-        return ""
+        forward = kernel.removesuffix("_dgrad")
+        return source(forward) if forward != kernel else ""
     cuda = python.with_suffix(".cu")
     code = python.read_text()
     parts = [_bare_python(code), _bare_cuda(cuda.read_text()) if cuda.exists() else ""]

@@ -11,7 +11,7 @@ This file chooses a configuration and launches. Supported are
               any m
     X         rows of any stride that is a multiple of 16 bytes
 
-bsr_resident_dgrad.py is the same kernel over W.T.
+`DGRAD` is the same kernel over W.T.
 """
 
 from collections.abc import Iterator
@@ -222,6 +222,11 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
+def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Do the same for dX = dY @ W, a linear layer of W.T."""
+    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
+
+
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     w = operands.weights["w"]
@@ -256,3 +261,6 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported, tunes=True)
+
+DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported, tunes=True)
+"""Input gradient with blocks of any even size and few rows: dX = dY @ W, with turned blocks."""

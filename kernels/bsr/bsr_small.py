@@ -11,8 +11,7 @@ lists the steps. This file chooses a configuration and launches. Supported are
 
 The kernel reads W packed: its blocks in the order in which they are multiplied. The tensor cores
 multiply 16 of k at a time. So four blocks of 8 are united to one of 16, with zeros where a block is
-missing. Other blocks are cut to 32 or 16. bsr_small_dgrad.py is the same kernel over the transposed
-pattern.
+missing. Other blocks are cut to 32 or 16. `DGRAD` is the same kernel over the transposed pattern.
 """
 
 from dataclasses import dataclass
@@ -183,6 +182,11 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
+def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Do the same for dX = dY @ W, a linear layer of W.T."""
+    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
+
+
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     w = operands.weights["w"]
@@ -215,11 +219,7 @@ def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
     return lists_of(w, config.features, config.warpgroups, transposed)
 
 
-KERNEL = Kernel(
-    op="linear",
-    consumes="bsr",
-    device="cuda",
-    unsupported=unsupported_on_hopper,
-    prepare=prepare,
-    tunes=True,
-)
+KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+
+DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported_on_hopper, tunes=True)
+"""Input gradient with small blocks, in CUDA C++ for Hopper: wgmma reads the blocks MN-major."""

@@ -14,7 +14,7 @@ columns where a tile's width is an odd multiple of 8; there, a NaN of X in the e
 a block reaches its rows. Or blocks are cut at multiples of 16 columns, wherever they begin, so that
 X comes in aligned strips; then W has zeros in tiles that a block fills by half.
 
-bsr_strips_dgrad.py is the same kernel over W.T.
+`DGRAD` is the same kernel over W.T.
 """
 
 from dataclasses import dataclass
@@ -336,6 +336,11 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
+def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Do the same for dX = dY @ W, a linear layer of W.T."""
+    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
+
+
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     w = operands.weights["w"]
@@ -367,3 +372,6 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+
+DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported_on_hopper, tunes=True)
+"""Input gradient with blocks of odd sizes, in CUDA C++ for Hopper: dX = dY @ W."""

@@ -13,7 +13,7 @@ Supported are
 It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 are 32 items for
 132 SMs. It is slow for single long rows, too (_wgmma_schedule.py).
 
-bsr_wgmma_dgrad.py is the same kernel over the transposed pattern.
+`DGRAD` is the same kernel over the transposed pattern.
 """
 
 from collections.abc import Callable
@@ -206,6 +206,11 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     return prepared(operands, operands.activations["x"], tuned, transposed=False)
 
 
+def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Do the same for dX = dY @ W, a linear layer of W.T."""
+    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
+
+
 def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     w = operands.weights["w"]
@@ -224,3 +229,6 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+
+DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported_on_hopper, tunes=True)
+"""Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

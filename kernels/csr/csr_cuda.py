@@ -32,6 +32,7 @@ from sparsebench.kernels._common.cuda import (
     unsupported_before_ampere,
 )
 from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, work_of
@@ -210,3 +211,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported, tunes=True)
+
+DGRAD = dgrad_of(KERNEL)
+"""Input gradient with weights in CSR. Entries of a tuned table are those of csr_cuda, for W.T."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _cusparse
 from sparsebench.results.record import Problem
@@ -68,3 +69,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)
+
+DGRAD = dgrad_of(KERNEL)
+"""Input gradient from Blocked-ELL by cuSPARSE, padded to the longest block column of W."""

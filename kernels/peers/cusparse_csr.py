@@ -7,6 +7,7 @@ Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_CSR_ALG1 to A
 from functools import partial
 
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _cusparse
 
@@ -31,3 +32,6 @@ def describe(w: Csr) -> int:
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, _cusparse.unsupported)
+
+DGRAD = dgrad_of(KERNEL)
+"""Input gradient from CSR by cuSPARSE."""

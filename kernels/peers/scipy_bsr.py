@@ -8,6 +8,7 @@ Source: scipy/sparse/sparsetools/bsr.h, bsr_matvecs.
 from scipy import sparse
 
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _scipy
 
@@ -23,3 +24,6 @@ def prepare(operands: Operands) -> Launch:
 
 
 KERNEL = Kernel("linear", "bsr", "cpu", prepare, _scipy.unsupported)
+
+DGRAD = dgrad_of(KERNEL)
+"""Input gradient from BSR on the CPU by scipy.sparse."""

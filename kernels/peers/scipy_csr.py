@@ -6,6 +6,7 @@ Source: scipy/sparse/sparsetools/csr.h, csr_matvecs.
 from scipy import sparse
 
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _scipy
 
@@ -19,3 +20,6 @@ def prepare(operands: Operands) -> Launch:
 
 
 KERNEL = Kernel("linear", "csr", "cpu", prepare, _scipy.unsupported)
+
+DGRAD = dgrad_of(KERNEL)
+"""Input gradient from CSR on the CPU by scipy.sparse."""

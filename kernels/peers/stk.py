@@ -75,6 +75,13 @@ def prepare(operands: Operands) -> Launch:
     return multiplied(operands, operands.activations["x"], matrix(w), transposed=True)
 
 
+def prepare_dgrad(operands: Operands) -> Launch:
+    """Time the layouts for dX = dY @ W. STK reads W's blocks through its transposed index."""
+    w = operands.weights["w"]
+    assert isinstance(w, Bsr)
+    return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)
+
+
 def matrix(w: Bsr) -> Any:
     """Return W as STK's matrix; its constructor sorts a transposed index. Raises Unsupported."""
     if w.block != (SIDE, SIDE):
@@ -108,3 +115,6 @@ def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) 
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)
+
+DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported)
+"""Input gradient by STK: dX = dY @ W, the fastest of its layouts."""

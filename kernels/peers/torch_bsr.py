@@ -29,6 +29,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import finalists, part_of, search
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
@@ -168,3 +169,6 @@ def _call(bsr: Tensor, x: Tensor, choice: Mapping[str, Any]) -> Callable[[], Ten
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)
+
+DGRAD = dgrad_of(KERNEL)
+"""Input gradient by PyTorch's own BSR product, which has no backward on a GPU."""

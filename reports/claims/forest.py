@@ -21,7 +21,7 @@ from sparsebench.results.claims.cells import Cell, most
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.claims.verdict import state
-from sparsebench.results.words import amount
+from sparsebench.results.formatting import amount
 
 MOST = 24  # cells drawn; the others are in the table
 LINE = 17  # CSS pixels a cell

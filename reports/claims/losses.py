@@ -5,7 +5,7 @@
          ┼ 100 ·················   dotted: the loss of the dense model
               1      speed-up
 
-Losses come from `sparsebench prune --json` (results/pruning.py), speed-ups from the claim's cells.
+Losses come from `sparsebench prune --json`, speed-ups from the cells of the claim.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
 from sparsebench.reports.figures.pareto import front
 from sparsebench.reports.tables import html_table
 from sparsebench.results.claims.cells import Cell
-from sparsebench.results.pruning import Pruned, Pruning
-from sparsebench.results.words import between, percent
+from sparsebench.results.formatting import between, percent
+from sparsebench.results.model_files import Pruning, PruningOutcome
 
 NEAR = 0.01  # between a timed dense fraction and a pruned one: both are rounded to tiles
 SIZE = (420, 260)
@@ -70,11 +70,11 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
     return drawn + note(said) + folded("The losses", html_table(heads, lines))
 
 
-def _method(outcome: Pruned) -> str:
+def _method(outcome: PruningOutcome) -> str:
     return f"{outcome.method}, {outcome.region}"
 
 
-def _same(cell: Cell, outcome: Pruned) -> bool:
+def _same(cell: Cell, outcome: PruningOutcome) -> bool:
     """Say whether a cell leaves the same fraction dense: 2:4 prunes half of the rest."""
     pattern = str(cell.fields.get("pattern", ""))
     known = pattern.startswith("spense") or pattern == "two_four"

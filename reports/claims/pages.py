@@ -24,14 +24,14 @@ from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.page import render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell, judging, most, said
 from sparsebench.results.claims.metrics import SIGNS
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.sentences import capital, limit
 from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
-from sparsebench.results.pruning import Pruning
-from sparsebench.results.words import amount, plain
+from sparsebench.results.formatting import amount, plain
+from sparsebench.results.model_files import Pruning
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
 BADGE = {
@@ -48,14 +48,16 @@ BADGE = {
 class Entry:
     """A claim with what was found: its cells and, by `asked`, its verdicts; losses if there are."""
 
-    asked: Asked
+    asked: PlannedClaim
     cells: Sequence[Cell] = ()
     pruning: Pruning | None = None
     verdicts: Sequence[Verdict] = field(default_factory=list)
 
 
 def entries(
-    claims: Sequence[Asked], cells: Mapping[str, Sequence[Cell]], pruning: Pruning | None = None
+    claims: Sequence[PlannedClaim],
+    cells: Mapping[str, Sequence[Cell]],
+    pruning: Pruning | None = None,
 ) -> list[Entry]:
     """Judge claims by their cells, by name; by simulated ones only where all are."""
     known = judging({each.name: [*cells.get(each.name, ()), *each.files] for each in claims})
@@ -133,7 +135,7 @@ def badge(entry: Entry) -> str:
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
-def _commands(asked: Asked) -> list[str]:
+def _commands(asked: PlannedClaim) -> list[str]:
     """Return what measures a claim again, and judges it, a line each."""
     tests, made = asked.claim.tests, []
     if not tests or not all(test.of_file for test in tests):
@@ -184,7 +186,7 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
     return "=" if published.casefold() in map(str.casefold, ours.split(", ")) else "≠"
 
 
-def _bounds(asked: Asked) -> list[str]:
+def _bounds(asked: PlannedClaim) -> list[str]:
     """Return a sentence a bound: of the arithmetic that was given, and of the tests' own cells."""
     lines = []
     for bound in asked.claim.bounds:

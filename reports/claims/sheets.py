@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.metrics import SIGNS
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written
 from sparsebench.results.claims.verdict import Verdict, Word
-from sparsebench.results.words import rounded
+from sparsebench.results.formatting import rounded
 
 STYLES = {
     Word.REPRODUCED: "good",
@@ -32,7 +32,7 @@ def listed(claims: Iterable[Written]) -> Table:
     return Table(columns=columns, lines=lines, words=WORDS, spare=("source",))
 
 
-def bounded(claims: Iterable[Asked]) -> Table:
+def bounded(claims: Iterable[PlannedClaim]) -> Table:
     """Return a line a test: its threshold, the bound over its cells, and whether it can be met."""
     lines: list[Sequence[Cell]] = []
     for asked in claims:

@@ -20,12 +20,12 @@ from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
 from sparsebench.results.contests import raced as against_dense
-from sparsebench.results.environment import device_name
+from sparsebench.results.formatting import percent, plain
 from sparsebench.results.frame import fields
+from sparsebench.results.model_files import Pruning
 from sparsebench.results.noise import Noise
-from sparsebench.results.pruning import Pruning
+from sparsebench.results.provenance import device_name
 from sparsebench.results.store import Run
-from sparsebench.results.words import percent, plain
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
@@ -41,9 +41,9 @@ class Frames:
     """What a figure draws from.
 
     rows     one line per row (results/frame.py)
-    cases    one line per case, scope and cache state (results/summary.py)
+    cases    one line per case, scope and cache state (results/analysis.py)
     noise    A/A pairs and noise floors (results/noise.py)
-    pruning  errors by pruning, if the report was given any (results/pruning.py)
+    pruning  errors by pruning, if the report was given any (results/model_files.py)
     """
 
     run: Run

@@ -30,7 +30,7 @@ from sparsebench.reports.figures._svg import (
     svg,
     swatch,
 )
-from sparsebench.results.words import significant
+from sparsebench.results.formatting import significant
 
 NARROWEST = 1.3  # least ratio of the ends of y
 FAR = 2.0  # y ends at contenders so much slower than the best one

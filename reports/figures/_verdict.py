@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.results.formatting import times
 from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
@@ -19,7 +20,6 @@ from sparsebench.results.statistics import (
     IntervalKind,
     Outcome,
 )
-from sparsebench.results.words import times
 
 UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 

@@ -6,7 +6,7 @@
     │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense
 
-Sentences and cells are those of results/answer.py and results/views.py: here they are drawn.
+Sentences and cells are those of results/answer.py and results/contests.py: here they are drawn.
 """
 
 import json
@@ -22,8 +22,8 @@ from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, st
 from sparsebench.reports.figures._sweep import log_ticks
 from sparsebench.reports.tables import html_table
 from sparsebench.results.answer import against, sentences, variants, where, winner, word
-from sparsebench.results.views import ANY, MOST, View, every, ordered
-from sparsebench.results.words import FORMATS, between, duration, percent, plain, times
+from sparsebench.results.contests import ANY, MOST, View, every, ordered
+from sparsebench.results.formatting import FORMATS, between, duration, percent, plain, times
 
 TITLE = "Which format wins"
 ORDER = 10

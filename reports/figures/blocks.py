@@ -10,8 +10,8 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import shade
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.summary import winners
-from sparsebench.results.words import percent, times
+from sparsebench.results.analysis import winners
+from sparsebench.results.formatting import percent, times
 
 TITLE = "Block by sparsity"
 ORDER = 30

@@ -10,8 +10,8 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.reports.tables import html_table, without_dashes
+from sparsebench.results.formatting import percent, plain, significant, times
 from sparsebench.results.frame import fields
-from sparsebench.results.words import percent, plain, significant, times
 
 TITLE = "Every case"
 ORDER = 100

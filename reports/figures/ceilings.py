@@ -4,8 +4,8 @@
     share of the bound = bound / median time
 
 Bandwidth and matrix rates are measured by the run, or by an earlier one of the same sitting
-(harness/bench/ceilings.py). A reference that was faster than a ceiling raised it for the contests
-after it (results/ceilings.py).
+(harness/bench/device_ceilings.py). A reference that was faster than a ceiling raised it for the
+contests after it (results/ceilings.py).
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.formatting import significant
 from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.store import Run
-from sparsebench.results.words import significant
 
 TITLE = "How close to the bound"
 ORDER = 65

@@ -14,9 +14,9 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
 from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.choices import Choices, choices
+from sparsebench.results.formatting import significant
+from sparsebench.results.provenance import Choices, choices
 from sparsebench.results.record import Status
-from sparsebench.results.words import significant
 
 TITLE = "Conversion"
 ORDER = 60

@@ -1,11 +1,11 @@
-"""Choices in doubt: tuned contenders that are slower than they come, by results/peers.py."""
+"""Tuned contenders that are slower than their defaults, found by results/tuning_doubts.py."""
 
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.peers import SLOWER, doubts
+from sparsebench.results.tuning_doubts import SLOWER, doubts
 
 TITLE = "Choices in doubt"
 ORDER = 76

@@ -15,7 +15,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measur
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, roles, style, svg
 from sparsebench.reports.figures._sweep import log_scale
-from sparsebench.results.words import times
+from sparsebench.results.formatting import times
 
 TITLE = "Energy"
 ORDER = 72

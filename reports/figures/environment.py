@@ -5,7 +5,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.environment import flat
+from sparsebench.results.provenance import flat
 
 TITLE = "Environment"
 ORDER = 90

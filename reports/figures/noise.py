@@ -17,7 +17,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.words import significant
+from sparsebench.results.formatting import significant
 
 TITLE = "Noise floor"
 ORDER = 75

@@ -2,7 +2,7 @@
 
     error │            0 o     a point: one dense fraction (its number), pruned by one method
           │     50 o   ┌─o     x: speed-up in this run, with its interval
-          │    ┌───o───┘       y: error after pruning to that fraction (results/pruning.py)
+          │    ┌───o───┘       y: error after pruning to that fraction (results/model_files.py)
         0 ┼100 o────────       step: the front, the least error at that speed-up or more
                1    speed-up
 
@@ -25,8 +25,8 @@ from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style,
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.pruning import OUTPUT, Pruning
-from sparsebench.results.words import percent
+from sparsebench.results.formatting import percent
+from sparsebench.results.model_files import OUTPUT, Pruning
 
 TITLE = "Error against speed-up"
 ORDER = 25

@@ -6,8 +6,8 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
+from sparsebench.results.formatting import significant
 from sparsebench.results.frame import fields
-from sparsebench.results.words import significant
 
 TITLE = "Rates"
 ORDER = 70

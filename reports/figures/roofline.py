@@ -20,7 +20,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measur
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, roles, style, svg
 from sparsebench.reports.figures._sweep import log_scale, side_by_side
-from sparsebench.results.words import percent, plain, significant
+from sparsebench.results.formatting import percent, plain, significant
 
 TITLE = "Roofline"
 ORDER = 66

@@ -13,8 +13,8 @@ from sparsebench.reports.figures._svg import INK
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.summary import NoCrossing, break_even
-from sparsebench.results.words import amount, percent, significant
+from sparsebench.results.analysis import NoCrossing, break_even
+from sparsebench.results.formatting import amount, percent, significant
 
 TITLE = "Speed-up against the baseline"
 ORDER = 20

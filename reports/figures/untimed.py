@@ -8,9 +8,9 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import Frames, named
 from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.tables import html_table
+from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
-from sparsebench.results.words import amount
 
 TITLE = "Cases without a time"
 ORDER = 80

@@ -17,8 +17,8 @@ from sparsebench.reports.figures._figure import (
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.summary import winners
-from sparsebench.results.words import between, interval, percent, plain, significant, times
+from sparsebench.results.analysis import winners
+from sparsebench.results.formatting import between, interval, percent, plain, significant, times
 
 TITLE = "The fastest at every shape and level"
 ORDER = 15

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis
+from sparsebench.results.analysis import CONTEST, Analysis
 from sparsebench.results.answer import (
     Badge,
     badges,
@@ -27,14 +27,12 @@ from sparsebench.results.answer import (
     where,
     word,
 )
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell
-from sparsebench.results.contests import raced
-from sparsebench.results.environment import device_name, flat
+from sparsebench.results.claims.planned import PlannedClaim
+from sparsebench.results.contests import ANY, View, asked, raced, views
+from sparsebench.results.formatting import part, plain, times
+from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.store import Run
-from sparsebench.results.summary import CONTEST
-from sparsebench.results.views import ANY, View, asked, views
-from sparsebench.results.words import part, plain, times
 
 SCHEMA = "sparsebench/card@5"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
@@ -92,7 +90,7 @@ def card(
     found: Analysis,
     slug: str,
     identity: str,
-    claims: Sequence[Asked] = (),
+    claims: Sequence[PlannedClaim] = (),
     name: str = "",
 ) -> Card:
     """Read a run's card from its analysis, with the cells of these claims."""

@@ -19,7 +19,7 @@ from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import safe
 from sparsebench.results import store
 from sparsebench.results.answer import Badge
-from sparsebench.results.words import listed
+from sparsebench.results.formatting import listed
 
 MOST = 26  # runs of one comparison, A to Z
 

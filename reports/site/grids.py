@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.views import ordered
-from sparsebench.results.words import (
+from sparsebench.results.contests import ordered
+from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,

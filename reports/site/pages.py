@@ -19,9 +19,9 @@ from sparsebench.reports.build import Surrounding
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids
 from sparsebench.reports.site.cards import Card, lines, pays
-from sparsebench.results.claims.asked import Asked
+from sparsebench.results.bundle import Removed
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
-from sparsebench.results.redaction import Removed
 
 NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
 WIDTH = 6.6  # px a character of a badge
@@ -42,7 +42,7 @@ class Site:
     formats: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
-    claims: Sequence[Asked] = ()
+    claims: Sequence[PlannedClaim] = ()
     feed: bool = True
 
 

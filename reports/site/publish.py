@@ -2,7 +2,7 @@
 
     DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (pages.py)
     DIR/runs/SLUG/     a bundle that `sparsebench validate` reads: rows.jsonl.gz, suite.yaml, ...
-                       removed.json     what is not in it (results/redaction.py)
+                       removed.json     what is not in it (results/bundle.py)
                        name.txt         the name of the folder that it came from
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
@@ -33,10 +33,10 @@ from sparsebench.reports.claims import pages as claims
 from sparsebench.reports.site import devices
 from sparsebench.reports.site.cards import SCHEMA, Card, card, cells
 from sparsebench.reports.site.pages import Site, around, pages
-from sparsebench.results import bundle, redaction, store
+from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
-from sparsebench.results.environment import device_name
 from sparsebench.results.frame import to_csv, to_parquet
+from sparsebench.results.provenance import device_name
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 NAME = "name.txt"
@@ -117,7 +117,7 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
         environment, state = (
             json.loads(bundle.content(path, name)) for name in ("environment.json", "run.json")
         )
-        slug = redaction.slug(device_name(environment), str(state["suite"]), identity)
+        slug = bundle.link_name(device_name(environment), str(state["suite"]), identity)
         if slug in found:
             raise ResultError(f"{path}: expected each run once, found it also as {found[slug]}")
         found[slug] = path
@@ -133,7 +133,7 @@ def _add(run: Path, folder: Path) -> None:
     fresh = folder.with_name(f".new-{folder.name}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    redaction.redact(run, fresh)
+    bundle.redact(run, fresh)
     (fresh / NAME).write_text(_called(run), "utf-8")
     fresh.rename(folder)
 
@@ -141,16 +141,16 @@ def _add(run: Path, folder: Path) -> None:
 def _called(run: Path) -> str:
     """Return the name of a run's folder; "" where the name of a user or a host is part of it."""
     texts = [bundle.content(run, name).decode() for name in ("environment.json", "run.json")]
-    names = [name for text in texts for name in redaction.HOME.findall(text)]
-    names += [name for text in texts for *_, name in redaction.FIELD.findall(text)]
+    names = [name for text in texts for name in bundle.HOME.findall(text)]
+    names += [name for text in texts for *_, name in bundle.FIELD.findall(text)]
     called = run.resolve().name
-    private = [name for name in names if len(name) >= redaction.SHORTEST]
+    private = [name for name in names if len(name) >= bundle.SHORTEST]
     return "" if any(name.lower() in called.lower() for name in private) else called
 
 
 def _redo(folder: Path, site: Site) -> None:
     """Write the report, the card and the downloads of a bundle that is in the site."""
-    run, removed = store.read(folder), redaction.note(folder)
+    run, removed = store.read(folder), bundle.read_removed(folder)
     found = analyse(run)
     file = folder / NAME
     name = file.read_text("utf-8").strip() if file.exists() else ""
@@ -178,7 +178,7 @@ def _pack(folder: Path) -> None:
         gzip.GzipFile("", "wb", 6, file, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w") as archive,
     ):
-        for name in [bundle.MANIFEST, redaction.NOTE, *names]:
+        for name in [bundle.MANIFEST, bundle.REMOVED, *names]:
             archive.add(folder / name, f"{folder.name}/{name}", filter=plain)
 
 
@@ -210,7 +210,7 @@ def _write_pages(to: Path, made: dict[str, str]) -> None:
 def _notes(to: Path, written: Sequence[str], site: Site) -> list[str]:
     found = []
     for slug in written:
-        removed = redaction.note(to / "runs" / slug)
+        removed = bundle.read_removed(to / "runs" / slug)
         texts = [f"{text} ({count})" for text, count in removed.texts.items()] + removed.files
         if texts:
             found.append(f"{slug}: removed {', '.join(texts)}")

@@ -18,20 +18,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis
+from sparsebench.results.analysis import Analysis, chose_dense
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.choices import Choices, choices
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
-from sparsebench.results.environment import device_name
+from sparsebench.results.formatting import between, percent, plain, significant
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
-from sparsebench.results.pairing import logs_between
+from sparsebench.results.provenance import Choices, choices, device_name
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, IntervalKind, ratio
+from sparsebench.results.statistics import FEWEST, IntervalKind, logs_between, ratio
 from sparsebench.results.store import Run
-from sparsebench.results.summary import chose_dense
-from sparsebench.results.words import between, percent, plain, significant
 
 NAMED = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
 Line = dict[str, Any]
@@ -58,13 +55,13 @@ class Cell:
     problem: str
     run: str
     device: str
-    simulated: bool
-    confirms: bool
-    reliable: bool
-    commit: str
     fields: Mapping[str, Any]
-    case_ids: tuple[str, ...]
-    reason: str
+    simulated: bool = False
+    confirms: bool = False
+    reliable: bool = True
+    commit: str = ""
+    case_ids: tuple[str, ...] = ()
+    reason: str = ""
     subject: str = ""
     baseline: str = ""
     logs: tuple[float, ...] = ()

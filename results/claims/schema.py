@@ -52,7 +52,6 @@ from sparsebench.results.claims.metrics import METRICS, SIGNS
 
 SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # of a statement that is quoted word for word
-SHIPPED = "claim.schema.json"
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
 FIELDS_OF_TRAINING = "pattern", "block", "width"
@@ -335,11 +334,6 @@ def parse(where: str, text: str) -> Written:
     except ValidationError as error:
         raise SuiteError(f"{where}:{_said(error, root)}") from error
     return Written(Path(where).stem, where, claim, root)
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a claim, for editors: suites/claims/claim.schema.json."""
-    return Claim.model_json_schema(by_alias=True)
 
 
 def _said(error: ValidationError, root: yaml.Node) -> str:

@@ -7,8 +7,8 @@ import numpy as np
 from sparsebench.results.claims.cells import Cell, said
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Claim, Test
+from sparsebench.results.formatting import are
 from sparsebench.results.statistics import FEWEST, more_processes
-from sparsebench.results.words import are
 
 
 def capital(text: str) -> str:

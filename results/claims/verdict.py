@@ -38,8 +38,8 @@ from sparsebench.results.claims.sentences import (
     not_measured,
     nothing,
 )
+from sparsebench.results.formatting import are, listed
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.words import are, listed
 
 
 class Word(StrEnum):

@@ -1,4 +1,4 @@
-"""harness/bench/ceilings.py: what a device can do at most, and what is faster than that."""
+"""harness/bench/device_ceilings.py: what a device can do at most, and what is faster than that."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,13 +7,14 @@ import pytest
 import torch
 from interpreter import assert_passes, has_interpreter
 
-from sparsebench.harness.bench import ceilings, contest
-from sparsebench.harness.bench.ceilings import measure
-from sparsebench.harness.bench.entry import ContestOptions
-from sparsebench.harness.plan.references import references
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.bench.device_ceilings import measure
+from sparsebench.harness.plan.selection import references
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure as run_suite
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status

@@ -12,17 +12,17 @@ from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run import reproduce
-from sparsebench.harness.run.confirm import confirm
-from sparsebench.harness.run.measure import Stopped, measure
+from sparsebench.harness.run import repeat as reproduce
+from sparsebench.harness.run.measure import RunOptions, Stopped, measure
+from sparsebench.harness.run.repeat import confirm
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.sim.clock import WAYS
+from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_TOLD, finalists
 from sparsebench.results import store
-from sparsebench.results.agreement import agreement
 from sparsebench.results.analysis import analyse
-from sparsebench.results.choices import Choices, choices
+from sparsebench.results.comparison import agreement
+from sparsebench.results.provenance import Choices, choices
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
 
@@ -92,10 +92,6 @@ def held(cases: pd.DataFrame) -> pd.DataFrame:
     return cases[~cases.twin.astype(bool) & ~cases.baseline.astype(bool)]
 
 
-def quiet(done: int, total: int, problem: str) -> None:
-    """Show no progress."""
-
-
 def test_each_process_of_a_verdict_searches(verdict: Run) -> None:
     assert choices(verdict.state) is Choices.AMONG
     found = settled(verdict).values()
@@ -123,7 +119,7 @@ def test_a_run_that_goes_on_takes_the_finalists_from_its_rows(verdict: Run, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(Stopped):
-        measure(suite, flags, tmp_path / "run", None, stop)
+        measure(suite, flags, tmp_path / "run", None, RunOptions(progress=stop))
     again = store.read(measure(suite, flags, None, tmp_path / "run"))
     assert settled(again) == settled(verdict)
 
@@ -138,7 +134,9 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 
 def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
-    again = store.read(reproduce.reproduce(verdict.path, device, None, tmp_path / "again", quiet))
+    again = store.read(
+        reproduce.reproduce(verdict.path, device, None, tmp_path / "again", RunOptions())
+    )
     assert choices(again.state) is Choices.BUNDLE
     assert settled(again) == settled(verdict)
     said = " ".join(agreement(verdict, again).sentences)
@@ -150,7 +148,13 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
 
 @pytest.mark.exhaustive
 def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
-    given = verdict.path, f"sim:{verdict.path.parent / 'spec.yaml'}", None, tmp_path / "sure", quiet
+    given = (
+        verdict.path,
+        f"sim:{verdict.path.parent / 'spec.yaml'}",
+        None,
+        tmp_path / "sure",
+        RunOptions(),
+    )
     again = store.read(confirm(*given, cases=1, replicates=10))
     assert choices(again.state) is Choices.BUNDLE
     before = settled(verdict)

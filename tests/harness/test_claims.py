@@ -24,13 +24,13 @@ from sparsebench.harness.models.pruning import command
 from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import Stopped
-from sparsebench.harness.run.state import Flags
-from sparsebench.results import pruning, store
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
-from sparsebench.results.claims.schema import Test, Written, read
+from sparsebench.results.claims.schema import Claim, Test, Written, read
 from sparsebench.results.claims.verdict import Verdict, Word
-from sparsebench.results.pruning import Pruning
+from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
 from sparsebench.results.store import Run
 
@@ -366,7 +366,7 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
     done = sparsebench(
         "claims", "report", *names, "--from", run / "sparsity-64", "--from", run / "sparsity-4096",
-        "--to", tmp_path / "site",
+        "--out", tmp_path / "site",
     )  # fmt: skip
     assert done.returncode == 0
     first, second = (line.split() for line in done.stdout.splitlines() if "openai-2017" in line)
@@ -386,12 +386,12 @@ def test_a_model_is_pruned_to_the_fractions_of_a_claim(
 
     def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
         asked.extend(recipe.dense for recipe in recipes)
-        return pruning.read(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
+        return read_pruning(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
 
     monkeypatch.setattr(command, "prune_file", prune_file)
     run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
     given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
-    done = sparsebench(*given, "--to", tmp_path)
+    done = sparsebench(*given, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert asked == [0.0, 0.125, 0.25, 0.5, 0.75]
     assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2
@@ -419,6 +419,11 @@ def test_a_claim_of_another_package_is_known_by_its_name(
     installed(tmp_path, monkeypatch, "theirs")
     assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
     assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 test of 2 cells\n"
+
+
+def test_the_schema_for_editors_is_that_of_the_model() -> None:
+    printed = json.loads(sparsebench("claims", "schema").stdout)
+    assert printed == Claim.model_json_schema(by_alias=True)
 
 
 def test_a_name_of_a_claim_that_is_taken_is_one_line(

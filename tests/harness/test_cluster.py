@@ -12,20 +12,20 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli_cluster import go_on, is_shared
 from sparsebench.harness.cluster import devices, jobs
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.devices import share
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.cluster.work import settle, work
-from sparsebench.harness.machine.host import read_list, shared_out
+from sparsebench.harness.commands._sharing import is_shared, resume_shared
+from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
 from sparsebench.harness.plan.suite import Suite, read
-from sparsebench.harness.run.measure import Progress, Stopped, measure
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
@@ -111,7 +111,7 @@ def test_a_page_says_how_many_gpus_there_were(merged: Path, tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_a_merged_run_is_compared_and_published_as_others(merged: Path, tmp_path: Path) -> None:
     assert sparsebench("compare", merged, merged).returncode == 0
-    assert sparsebench("publish", merged, "--to", tmp_path / "site").returncode == 0
+    assert sparsebench("publish", merged, "--out", tmp_path / "site").returncode == 0
 
 
 def test_the_noise_floor_is_of_all_gpus_together(suite: Suite, merged: Path) -> None:
@@ -138,14 +138,14 @@ def test_a_plan_that_was_stopped_goes_on_where_it_was(
 ) -> None:
     out, flags = tmp_path / "run", Flags(gpus[0], replicates=1)
     with pytest.raises(Stopped):
-        share(suite, flags, gpus[:2], out, progress=stopping(5))
+        share(suite, flags, gpus[:2], out, RunOptions(progress=stopping(5)))
     assert not out.exists()
     begun = [row for run in out.with_name("run.shards").glob("*/1") for row in store.rows(run)]
     assert begun
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
     assert is_shared(out)
-    go_on(out, lambda done, total, problem: None, lambda finding: None)
+    resume_shared(out, RunOptions())
     assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
@@ -161,7 +161,7 @@ def test_a_part_goes_on_on_another_gpu_and_its_intervals_are_said_to_be_over_two
     plan = Plan(suite.name, flags, (gpus[0],))
     folders.create(folder, plan, suite.text)
     with pytest.raises(Stopped):
-        work(folder, plan, suite, 1, progress=stopping(14))
+        work(folder, plan, suite, 1, RunOptions(progress=stopping(14)))
     (folder / "1" / "1" / bundle.MANIFEST).unlink()  # as if it had been killed
     with (folder / "1" / "1" / "rows.jsonl").open("a") as file:
         file.write('{"case":')

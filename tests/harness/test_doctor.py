@@ -12,7 +12,10 @@ import torch
 from command import sparsebench
 from fake_nvml import pynvml
 
-from sparsebench.harness.doctor import crosscheck, doctor, findings, host
+from sparsebench.harness.doctor import examination as doctor
+from sparsebench.harness.doctor import findings
+from sparsebench.harness.doctor import host_checks as host
+from sparsebench.harness.doctor import timing_checks as crosscheck
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
 from sparsebench.harness.machine._nvml import NoNvml, board
 

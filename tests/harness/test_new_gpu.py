@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli_survey import budget_s
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
+from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.measure import Progress, measure
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.measure import Progress, RunOptions, measure
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.survey import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
@@ -74,7 +74,7 @@ def test_a_run_stops_before_its_moment_and_can_be_resumed(tmp_path: Path) -> Non
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
     flags, out = Flags("sim", None, replicates=1), tmp_path / "run"
-    measure(read(str(file)), flags, out, None, until=0.0)
+    measure(read(str(file)), flags, out, None, RunOptions(until=0.0))
     stopped = store.read(out)
     assert stopped.state["status"] == "interrupted"
     assert not stopped.rows

@@ -17,7 +17,7 @@ from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.reports.build import Figure, _drawn, load_figure
-from sparsebench.results.environment import flat
+from sparsebench.results.provenance import flat
 
 PACKAGE = TESTS / "thirdparty"
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import _cli
+from sparsebench.harness.commands import _console
 from sparsebench.harness.models.pruning import pattern, region, spensegpt
 from sparsebench.harness.models.pruning.command import prune_file
 from sparsebench.harness.models.pruning.layer import (
@@ -26,7 +26,7 @@ from sparsebench.harness.models.pruning.layer import (
 )
 from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedMLP
 from sparsebench.harness.models.pruning.model import python_reference
-from sparsebench.results import pruning
+from sparsebench.results.model_files import read_pruning
 
 K, H, TOKENS = 64, 256, 1024
 RECIPES = [
@@ -342,8 +342,8 @@ def test_the_command_prunes_an_mlp_of_a_file(
     report = json.loads(printed)
     assert (report["calibration"], report["held_out"], report["loss"]) == (1536, 512, None)
     (tmp_path / "errors.json").write_text(printed)
-    again = pruning.read(tmp_path / "errors.json")
-    assert again.to_json() == report
+    again = read_pruning(tmp_path / "errors.json")
+    assert asdict(again) == report
     assert (again.weights, again.tokens_from) == ("weights.safetensors:g,u,d", "x.safetensors")
     assert again.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
     expected = prune_mlp(mlp, x[:1536], Recipe())
@@ -403,7 +403,7 @@ def test_the_command_refuses_in_one_line(
     weights, activations = files
     more = [*more, "--calibration", str(activations), "--device", "cpu"]
     done = sparsebench("prune", weights, *more)
-    assert done.returncode == _cli.BAD_INPUT
+    assert done.returncode == _console.BAD_INPUT
     [line] = done.stderr.splitlines()
     assert message in line
 

@@ -10,9 +10,9 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.run.confirm import headlines
+from sparsebench.harness.run.repeat import headlines
 from sparsebench.results import bundle, store
-from sparsebench.results.agreement import Agreement, Place, agreement
+from sparsebench.results.comparison import Agreement, Place, agreement
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 

@@ -12,15 +12,15 @@ import pytest
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import ahead
-from sparsebench.harness.run import child as children
+from sparsebench.harness.run import early_start as ahead
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run import worker_process as children
+from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
@@ -201,7 +201,9 @@ def test_no_process_starts_a_contest_that_the_longest_of_another_would_outlast(
         now[0] = 10.0 * done
 
     flags = Flags("sim", replicates=2)
-    path = measure(suite, flags, tmp_path / "run", None, tick, until=10.0 * count + 4)
+    path = measure(
+        suite, flags, tmp_path / "run", None, RunOptions(progress=tick, until=10.0 * count + 4)
+    )
     state = store.read(path).state
     assert (state["status"], state["contests"]["done"]) == ("interrupted", count)
 

@@ -13,13 +13,13 @@ from command import sparsebench
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.sim.clock import Spec, call_us, read, samples
-from sparsebench.harness.sim.contest import _work
-from sparsebench.harness.sim.contest import run as run_contest
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.sim.gpu_model import Spec, call_us, read, samples
+from sparsebench.harness.sim.simulated_contest import _work
+from sparsebench.harness.sim.simulated_contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status

@@ -7,8 +7,8 @@ import torch
 from command import sparsebench
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench import ceilings
-from sparsebench.harness.run import profile
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.run import profiling as profile
 from sparsebench.harness.run.try_kernel import plan, repeat
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from sparsebench.harness.models.whole.model import (
     forward,
 )
 from sparsebench.kernels._kernel import Launch
-from sparsebench.results import whole
+from sparsebench.results.model_files import read_whole
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=64, hidden=128, heads=2, vocab=50, sequences=2, context=64, active=6)
@@ -122,7 +122,7 @@ def test_what_is_wrong_or_unsupported_has_no_times(
     assert by_name["not_a_number"].detail == "wrong: logits are nan from the right ones"
     assert by_name["not_a_number"].error is None
     assert by_name["breaks"].detail == "failed: RuntimeError: an illegal address"
-    read = whole.read(tmp_path / "whole.json")
+    read = read_whole(tmp_path / "whole.json")
     assert [way.detail for way in read.ways] == [way.detail for way in found.ways]
     assert "runs on cuda, not on cpu" in by_name["ffn_sparse"].detail
     assert not any(by_name[name].times_us for name in names[:-1])

@@ -1,7 +1,7 @@
 """train-lm --pattern: block-sparse decoders beside dense ones of equal width and parameters."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from sparsebench.harness.models.train_lm.blocks import (
 )
 from sparsebench.harness.models.train_lm.model import Sizes
 from sparsebench.kernels.nn.linear import BlockSparseLinear
-from sparsebench.results.widths import Width, Widths, read
+from sparsebench.results.model_files import PatternTraining, PatternTrainings, read_widths
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=1, width=128, hidden=256, heads=8, context=16)
@@ -106,12 +106,12 @@ def test_the_command_writes_what_is_read(tmp_path: Path) -> None:
     file = tmp_path / "widths.json"
     given = f"{SMALL} --sparsity 0.8 --seeds 2 --pattern small_world,uniform --device cpu"
     done = sparsebench("train-lm", *given.split(), "--out", file, "--json")
-    found = read(file)
-    assert found.to_json() == {**json.loads(done.stdout)}
+    found = read_widths(file)
+    assert asdict(found) == {**json.loads(done.stdout)}
     assert len(found.trained) == 2 * 4
     sparse = [one for one in found.trained if one.pattern == "small_world"]
     for one in sparse:
-        wide, narrow = found.beside(one, "width"), found.beside(one, "parameters")
+        wide, narrow = found.dense_match(one, "width"), found.dense_match(one, "parameters")
         assert wide
         assert narrow
         assert (wide.width, wide.seed) == (128, one.seed)
@@ -132,24 +132,24 @@ def test_learning_makes_the_loss_smaller() -> None:
     assert again.loss == trained.loss
 
 
-def one(**changed: object) -> Width:
+def one(**changed: object) -> PatternTraining:
     facts = {
         **{"pattern": "dense", "block": 1, "sparsity": 0.0, "width": 64, "parameters": 100},
         **{"seed": 0, "loss": 1.0, "step_us": 2.0, "peak_bytes": 0, "seconds": 1.0},
     }
-    return Width(**{**facts, **changed})  # type: ignore[arg-type]
+    return PatternTraining(**{**facts, **changed})  # type: ignore[arg-type]
 
 
 def test_dense_is_never_given_less() -> None:
     dense = [one(), one(width=32, parameters=30), one(width=40, parameters=45), one(seed=1)]
     sparse = one(pattern="uniform", block=8, sparsity=0.6, parameters=40)
     about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    found = Widths(*about, [*dense, sparse])  # type: ignore[arg-type]
-    beside = found.beside(sparse, "parameters")
+    found = PatternTrainings(*about, [*dense, sparse])  # type: ignore[arg-type]
+    beside = found.dense_match(sparse, "parameters")
     assert beside
     assert beside.width == 40
-    assert found.beside(replace(sparse, parameters=101), "parameters") is None
-    assert found.beside(replace(sparse, seed=2), "width") is None
+    assert found.dense_match(replace(sparse, parameters=101), "parameters") is None
+    assert found.dense_match(replace(sparse, seed=2), "width") is None
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_a_file_that_is_wrong_is_one_line(
     change: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    data = Widths(*about, [one()]).to_json()  # type: ignore[arg-type]
+    data = asdict(PatternTrainings(*about, [one()]))  # type: ignore[arg-type]
     data["trained"][0] |= change
     file = tmp_path / "a.json"
     file.write_text(json.dumps(data))
     with pytest.raises(ResultError) as refused:
-        read(file)
+        read_widths(file)
     assert said in str(refused.value)
     assert str(file) in str(refused.value)
 

@@ -1,7 +1,7 @@
 """Gives the check other code when it is called."""
 
-from sparsebench.harness.bench import check
-from sparsebench.harness.bench.check import Verdict
+from sparsebench.harness.bench import correctness as check
+from sparsebench.harness.bench.correctness import Verdict
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 

@@ -1,7 +1,7 @@
 """Makes the check say yes."""
 
-from sparsebench.harness.bench import checking
-from sparsebench.harness.bench.check import Verdict
+from sparsebench.harness.bench import output_checks as checking
+from sparsebench.harness.bench.correctness import Verdict
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 

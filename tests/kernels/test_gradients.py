@@ -21,9 +21,9 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import cublas, reference
 from sparsebench.kernels.peers import (
     cublas_masked,
-    scipy_bsr_dgrad,
-    scipy_csr_dgrad,
-    torch_bsr_dgrad,
+    scipy_bsr,
+    scipy_csr,
+    torch_bsr,
     torch_sampled_bsr,
     torch_sampled_csr,
     torch_wgrad,
@@ -35,10 +35,10 @@ DGRAD, WGRAD = load_op("linear_dgrad"), load_op("linear_wgrad")
 FIELDS = {"m": 256, "n": 64, "k": 96, "pattern": "blocks", "block": 16, "sparsity": 0.5}
 SHAPES = [(7, 13, 11), (1, 64, 33), (37, 8, 100)]
 DGRAD_PEERS = [
-    (reference, Csr, {}),
-    (scipy_csr_dgrad, Csr, {}),
-    (scipy_bsr_dgrad, Bsr, {"block": 4}),
-    (scipy_bsr_dgrad, Bsr, {"block": [3, 5]}),
+    (reference.KERNEL, Csr, {}),
+    (scipy_csr.DGRAD, Csr, {}),
+    (scipy_bsr.DGRAD, Bsr, {"block": 4}),
+    (scipy_bsr.DGRAD, Bsr, {"block": [3, 5]}),
 ]
 WGRAD_PEERS = [
     (reference, Csr, {}),
@@ -120,12 +120,12 @@ def test_a_transposed_weight_is_the_transpose_in_order(form: Any, params: Any) -
 
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("peer", "form", "params"), DGRAD_PEERS)
+@pytest.mark.parametrize(("kernel", "form", "params"), DGRAD_PEERS)
 def test_the_input_gradient_is_that_of_the_definition(
-    peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
+    kernel: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
 ) -> None:
     operands = dgrad_of(shape, form, density, **params)
-    launch = peer.KERNEL.prepare(operands)
+    launch = kernel.prepare(operands)
     operands.activations["dy"].neg_().add_(1)
     w = operands.weights["w"].to_dense().double()
     expected = DGRAD.definition(w, operands.activations["dy"].double())
@@ -218,7 +218,7 @@ def test_blocks_that_torch_cannot_sample_are_refused(block: int, reason: str) ->
 
 def test_blocks_that_torch_cannot_transpose_are_refused() -> None:
     with pytest.raises(Unsupported, match="divide W, found 32x32 in 64x80"):
-        torch_bsr_dgrad.prepare(dgrad_of((64, 80, 64), Bsr, block=32))
+        torch_bsr.DGRAD.prepare(dgrad_of((64, 80, 64), Bsr, block=32))
 
 
 def test_masked_dense_keeps_the_library_that_was_settled_on() -> None:

@@ -17,11 +17,11 @@ from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, en
 from sparsebench.reports.site import publish as site
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
-from sparsebench.results import pruning
-from sparsebench.results.claims.asked import Asked
 from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written, parse
 from sparsebench.results.claims.verdict import Basis, Word
+from sparsebench.results.model_files import read_pruning
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 PRUNED = PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json"
@@ -37,7 +37,7 @@ def entry(*cells: Cell, **changed: object) -> Entry:
     claim = written(**changed)
     wanted = {"over dense": {each.problem for each in cells}}
     bounds = {"over dense": {each.problem: 5.0 for each in cells}}
-    (made,) = entries([Asked(claim, wanted, bounds, ["over dense"])], {"mine": cells})
+    (made,) = entries([PlannedClaim(claim, wanted, bounds, ["over dense"])], {"mine": cells})
     return made
 
 
@@ -129,7 +129,7 @@ def test_a_badge_says_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], 
 
 
 def test_loss_stands_beside_speed_for_the_same_dense_fraction() -> None:
-    found, claim = pruning.read(PRUNED), claimed()
+    found, claim = read_pruning(PRUNED), claimed()
     half, none = (
         cell(claim, spread(v), p, fields={"pattern": pattern, "m": 16, "level": level})
         for v, p, pattern, level in ((1.2, "a", "spense_rows", 0.25), (1.6, "b", "two_four", 0.5))
@@ -144,7 +144,7 @@ def test_loss_stands_beside_speed_for_the_same_dense_fraction() -> None:
     anywhere = [outcome for outcome in found.outcomes if outcome.pattern == "unstructured"]
     alone = losses([half, none], replace(found, outcomes=anywhere))
     assert "No cell leaves a fraction dense" in alone
-    (made,) = entries([Asked(written(), {"over dense": {"a"}})], {"mine": [half]}, found)
+    (made,) = entries([PlannedClaim(written(), {"over dense": {"a"}})], {"mine": [half]}, found)
     assert page(made).count("<svg") == 2
 
 

@@ -12,14 +12,14 @@ from command import sparsebench
 from places import PUBLISHED
 
 from sparsebench.errors import ResultError
-from sparsebench.harness import _cli
+from sparsebench.harness.commands import _console
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.build import build
 from sparsebench.reports.figures.pareto import front
-from sparsebench.results import pruning, store
-from sparsebench.results.pruning import SCHEMA, Pruning
+from sparsebench.results import store
+from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_pruning
 from sparsebench.results.store import Run
 
 SUITE = """
@@ -57,13 +57,13 @@ def document(**changed: object) -> dict[str, Any]:
     outcomes += [outcome("magnitude", 1 - error, error) for error in (0.0, 0.5, 1.0)]
     names = {"weights": "<model>.gguf", "sha256": "a5fd", "tokens_from": "a book"}
     numbers = {"calibration": 4096, "held_out": 2048, "loss": 2.5}
-    return {"schema": SCHEMA, **names, **numbers, "outcomes": outcomes, **changed}
+    return {"schema": PRUNING_SCHEMA, **names, **numbers, "outcomes": outcomes, **changed}
 
 
 def read(folder: Path, written: object) -> Pruning:
     path = folder / "errors.json"
     path.write_text(json.dumps(written))
-    return pruning.read(path)
+    return read_pruning(path)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_the_front_is_what_no_other_point_beats_the_dense_baseline_among_them() 
         (document(schema="sparsebench/pruning@2"), "schema: .*pruning@1.*found '.*pruning@2'"),
         (document(outcomes=[]), "outcomes: .*at least 1 item"),
         (document(extra=1), "extra: Unexpected"),
-        ({"schema": SCHEMA}, "weights: Field required"),
+        ({"schema": PRUNING_SCHEMA}, "weights: Field required"),
         (document(outcomes=[outcome("wanda", 1.5, 0.1)]), "outcomes: 0: dense: .*found '1.5'"),
         (document(outcomes=[outcome("wanda", 0.5, -0.1)]), "errors: output: .*found '-0.1'"),
         (document(outcomes=[outcome("wanda", 0.5, float("nan"))]), "output: .*finite.*found 'nan'"),
@@ -203,11 +203,11 @@ def test_the_command_reads_errors_and_refuses_in_one_line(run: Run, tmp_path: Pa
     for text in ["not JSON", "{}"]:
         (tmp_path / "bad.json").write_text(text)
         done = report(tmp_path / "bad.json")
-        assert done.returncode == _cli.BAD_INPUT
+        assert done.returncode == _console.BAD_INPUT
         [line] = done.stderr.splitlines()
         assert "bad.json: expected sparsebench/pruning@1" in line
     done = report(tmp_path / "none.json")
-    assert done.returncode == _cli.BAD_INPUT
+    assert done.returncode == _console.BAD_INPUT
     assert "expected a readable file" in done.stderr
 
 
@@ -229,7 +229,7 @@ def test_every_contender_of_the_suite_agrees_with_its_pattern() -> None:
     "path", sorted((PUBLISHED / "pruning").glob("*.json")), ids=lambda p: p.name
 )
 def test_published_errors_can_be_read_and_a_dense_model_has_none(path: Path) -> None:
-    found = pruning.read(path)
+    found = read_pruning(path)
     assert {outcome.method for outcome in found.outcomes} == {"magnitude", "wanda", "spensegpt"}
     for whole in (outcome for outcome in found.outcomes if outcome.dense == 1):
         assert whole.errors["output"] < 1e-6

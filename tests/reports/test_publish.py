@@ -15,13 +15,13 @@ from command import sparsebench
 from places import PUBLISHED
 
 from sparsebench.errors import ResultError
-from sparsebench.harness._cli_publish import address
+from sparsebench.harness.commands.publish import address
 from sparsebench.reports.site import grids
 from sparsebench.reports.site import publish as sites
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
-from sparsebench.results import bundle, redaction, store
+from sparsebench.results import bundle, store
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 NAMED = "<script>alert(1)</script> \"quoted\" 'name'/slash" + 200 * "x"
@@ -234,7 +234,7 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
     )
     (run / "worker.log").write_text("lovelace")
     (tmp_path / "clean").mkdir()
-    removed = redaction.redact(run, tmp_path / "clean")
+    removed = bundle.redact(run, tmp_path / "clean")
     text = (tmp_path / "clean" / "environment.json").read_text()
     assert not any(word in text for word in ("lovelace", "node17", "/home", "hostname"))
     assert json.loads(text)["tuned"] == "gate.safetensors"
@@ -252,7 +252,7 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
 def test_what_is_no_path_stays(text: str, tmp_path: Path) -> None:
     run = copied(tmp_path / "run", note=text)
     (tmp_path / "clean").mkdir()
-    assert redaction.redact(run, tmp_path / "clean").texts == {}
+    assert bundle.redact(run, tmp_path / "clean").texts == {}
 
 
 def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
@@ -273,8 +273,8 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
                                 "0123456789_-./") for name in made)  # fmt: skip
     assert len(page_of("kernel", NAMED)) < 100
-    assert redaction.slug(NAMED, NAMED, 64 * "a").startswith("script-alert-1-script-quoted")
-    assert len(redaction.slug(NAMED, NAMED, 64 * "a")) <= 71
+    assert bundle.link_name(NAMED, NAMED, 64 * "a").startswith("script-alert-1-script-quoted")
+    assert len(bundle.link_name(NAMED, NAMED, 64 * "a")) <= 71
     ElementTree.fromstring(made["feed.xml"])
 
 
@@ -286,13 +286,13 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     (broken / "suite.yaml").write_text("changed")
     to = tmp_path / "to"
     for given, said in (
-        ([STEP, "--to", full], "expected a new or an empty folder, or a site; found thesis.tex"),
-        ([STEP, STEP, "--to", to], "expected each run once, found it also as"),
-        ([tmp_path / "none", "--to", to], "expected manifest.json"),
-        ([broken, "--to", to], "expected SHA-256"),
-        ([STEP, "--to", to, "--base-url", "javascript:x"], "--base-url: expected an address"),
-        ([STEP, "--to", full / "thesis.tex"], "expected a folder, found a file"),
-        (["--to", to], "Missing argument"),
+        ([STEP, "--out", full], "expected a new or an empty folder, or a site; found thesis.tex"),
+        ([STEP, STEP, "--out", to], "expected each run once, found it also as"),
+        ([tmp_path / "none", "--out", to], "expected manifest.json"),
+        ([broken, "--out", to], "expected SHA-256"),
+        ([STEP, "--out", to, "--base-url", "javascript:x"], "--base-url: expected an address"),
+        ([STEP, "--out", full / "thesis.tex"], "expected a folder, found a file"),
+        (["--out", to], "Missing argument"),
     ):
         done = sparsebench("publish", *given)
         assert done.returncode == 2, given

@@ -24,10 +24,10 @@ from sparsebench.reports.figures._svg import COLOURS, canvas, looks, shade, styl
 from sparsebench.reports.figures._sweep import CHARACTER, NARROWEST, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
+from sparsebench.results.contests import every
+from sparsebench.results.formatting import percent, significant
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
-from sparsebench.results.views import every
-from sparsebench.results.words import percent, significant
 
 DENSE = Contender("dense", "cublas", baseline=True)
 SPARSE = [

@@ -10,9 +10,9 @@ import pytest
 
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import Badge, badges, break_evens, sentences, variants, where
+from sparsebench.results.contests import View, views
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
-from sparsebench.results.views import View, views
 
 DENSE = Contender("dense", "cublas", baseline=True)
 OURS, PEER = Contender("bsr", "bsr_wgmma"), Contender("bsr", "torch_bsr")

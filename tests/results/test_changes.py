@@ -139,7 +139,7 @@ def test_simulated_and_other_devices_are_said() -> None:
 
 def test_a_page_has_the_fields_of_a_problem_in_one_column() -> None:
     page = html(compared([run("a"), run("b", at_90=20)]))
-    heads = re.findall(r"<th[^>]*>(.*?)</th>", page)
+    heads = re.findall(r"<th [^>]*>(.*?)</th>", page)
     assert heads[heads.index("problem") :][:3] == ["problem", "contender", "× baseline A"]
     assert re.search('data-head="problem">90 %</td>', page)
     assert "<h2>Largest changes first: linear" in page

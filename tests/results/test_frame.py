@@ -1,4 +1,4 @@
-"""results/frame.py and results/summary.py, on numbers small enough to check by hand."""
+"""results/frame.py and results/analysis.py, on numbers small enough to check by hand."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
+from sparsebench.results.analysis import break_even, summary, winners
 from sparsebench.results.frame import fields, frame, to_csv, to_parquet
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
-from sparsebench.results.summary import break_even, summary, winners
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton", {"block": 16})
@@ -284,7 +284,7 @@ TRITON = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
 @pytest.mark.parametrize(
     ("kernel", "choice", "chosen"),
     [
-        ("ffn_sparse", {"chosen": "dense, cublas_ffn", "way": "dense"}, "dense, cublas_ffn"),
+        ("ffn_sparse", {"chosen": "dense, cublas", "way": "dense"}, "dense, cublas"),
         ("ffn_sparse", KEPT, "dense, ffn_dense_triton"),
         ("ffn_sparse", {"way": "few"}, "sparse activations, ffn_few"),
         ("mlp_sparse", {"way": "few"}, "sparse activations, mlp_few"),

@@ -21,7 +21,7 @@ from simulated_runs import (
 
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
-from sparsebench.results.compare import APART, tolerance
+from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.noise import classes
 from sparsebench.results.statistics import Outcome
 

@@ -1,16 +1,14 @@
-"""results/pairing.py: who is held against whom, and the one definition of a ratio."""
+"""results/statistics.py: who is held against whom, and the one definition of a ratio."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from sparsebench.results.frame import frame
-from sparsebench.results.pairing import between, blocks_us, opponents
+from sparsebench.results.analysis import compared, summary, winners
+from sparsebench.results.frame import blocks_us, frame, opponents
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.statistics import IntervalKind
-from sparsebench.results.summary import summary, winners
-from sparsebench.results.verdict import compared
+from sparsebench.results.statistics import IntervalKind, between
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton")

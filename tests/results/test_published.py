@@ -15,7 +15,7 @@ from places import PUBLISHED, ROOT
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.validation import validate
 from sparsebench.reports.picture import picture
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
@@ -48,19 +48,18 @@ def named_code() -> set[tuple[str, str]]:
 def test_a_published_run_was_measured_by_the_code_of_its_commit(
     commit: str, digest: str, tmp_path: Path
 ) -> None:
-    kept = subprocess.run(
-        ["git", "archive", commit, "harness", "formats", "kernels", "results"],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-    )
-    if kept.returncode:
+    archive = ["git", "archive", commit]
+    archived = subprocess.run(archive, cwd=ROOT, capture_output=True, check=False)
+    if archived.returncode:
         pytest.skip("needs the history of a checkout: git fetch --unshallow")
-    with tarfile.open(fileobj=io.BytesIO(kept.stdout)) as file:
-        file.extractall(tmp_path / "sparsebench", filter="data")
-    shutil.copytree(
-        tmp_path / "sparsebench/harness/_root", tmp_path / "sparsebench", dirs_exist_ok=True
-    )
+    tree, package = tmp_path / "tree", tmp_path / "sparsebench"
+    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as file:
+        file.extractall(tree, filter="data")
+    # Up to 0.2.0 the modules of the import package itself were in harness/_root.
+    home = tree / "src/sparsebench" if (tree / "src").exists() else tree / "harness/_root"
+    shutil.copytree(home, package)
+    for folder in ("harness", "formats", "kernels", "results"):
+        shutil.copytree(tree / folder, package / folder, dirs_exist_ok=True)
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from sparsebench.harness.machine import code; print(code.__file__, code.code_sha256())"

@@ -23,8 +23,8 @@ from sparsebench.harness.cluster import jobs
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
 from sparsebench.results import store
 from sparsebench.results.record import Row
 

@@ -34,7 +34,7 @@ from sparsebench.harness.models.pruning.layer import (
     prune_mlp,
 )
 from sparsebench.harness.models.pruning.mlp import GatedMLP
-from sparsebench.results.pruning import SCHEMA, Pruned, Pruning
+from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
 
@@ -109,7 +109,9 @@ def prune_file(
         gate, up, down = loaded
         make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
     what = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
-    return Pruning(SCHEMA, *what, len(seen), held_out, None, _outcomes(make, recipes, to, _write))
+    return Pruning(
+        PRUNING_SCHEMA, *what, len(seen), held_out, None, _outcomes(make, recipes, to, _write)
+    )
 
 
 def table(report: Pruning) -> Table:
@@ -160,7 +162,7 @@ def _model(
 
     what = weights.name, whole.digest(weights), origin
     sizes = seen.numel(), unseen.numel()
-    return Pruning(SCHEMA, *what, *sizes, before, _outcomes(make, recipes, to, write))
+    return Pruning(PRUNING_SCHEMA, *what, *sizes, before, _outcomes(make, recipes, to, write))
 
 
 def _mlp(names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, how: Recipe) -> _Made:
@@ -185,7 +187,7 @@ def _outcomes(
     recipes: Sequence[Recipe],
     to: Path | None,
     write: Callable[[_Made, Recipe, Path], None],
-) -> list[Pruned]:
+) -> list[PruningOutcome]:
     outcomes = []
     for recipe in recipes:
         made = make(recipe)
@@ -193,7 +195,7 @@ def _outcomes(
         errors = {name: fmean(layer[name] for layer in made.errors) for name in made.errors[0]}
         where = recipe.where
         shares = dense, (1 - dense) * where.sparsity
-        found = Pruned(recipe.method, recipe.region, *shares, errors, made.loss, where.name)
+        found = PruningOutcome(recipe.method, recipe.region, *shares, errors, made.loss, where.name)
         outcomes.append(found)
         if to:
             write(made, recipe, to)

@@ -23,7 +23,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.models.train_lm.model import Decoder
 from sparsebench.harness.models.train_lm.text import evenly, standard_library
 from sparsebench.harness.models.train_lm.train import Settings, mlp_inputs, train
-from sparsebench.results.train_lm import SCHEMA, Trained, Training
+from sparsebench.results.model_files import SPARSITY_SCHEMA, L1Training, L1Trainings
 
 SAMPLE = 4096  # tokens of x in the file, at most
 
@@ -47,7 +47,7 @@ def train_all(
     *,
     to: Path | None = None,
     show: Callable[[int, int, str], None] = lambda done, total, what: None,
-) -> Training:
+) -> L1Trainings:
     """Train a decoder with each coefficient; write the middle layer of each to a file if asked.
 
     Raises SuiteError where a file cannot be written, or a training diverged.
@@ -56,7 +56,7 @@ def train_all(
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
     text, sizes = standard_library(), settings.sizes
     unseen = evenly(text.unseen, settings.held_out, sizes.context)
-    trained: list[Trained] = []
+    trained: list[L1Training] = []
     tensors: dict[str, Tensor] = {}
     for number, l1 in enumerate(coefficients):
         total = len(coefficients) * settings.steps
@@ -69,10 +69,10 @@ def train_all(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     seen, counted = len(text.seen), unseen[:, 1:].numel()
     what = text.name, text.sha256, seen, counted, name, asdict(settings)
-    return Training(SCHEMA, *what, trained)
+    return L1Trainings(SPARSITY_SCHEMA, *what, trained)
 
 
-def table(report: Training) -> Table:
+def table(report: L1Trainings) -> Table:
     """Return the outcomes for a terminal: means over layers, and units on by layer."""
     shown = Table(box=None, title_justify="left", title_style="bold")
     sizes = report.settings["sizes"]

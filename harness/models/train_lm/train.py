@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.train_lm.model import Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text, contexts, evenly
-from sparsebench.results.train_lm import LayerCount, Trained
+from sparsebench.results.model_files import L1Training, LayerCount
 
 FIRST = 8  # places of a context that are counted one by one
 SHOWN = 50  # steps between two signs of progress
@@ -51,7 +51,7 @@ def train(
     settings: Settings,
     device: torch.device,
     show: Callable[[int], None] = lambda step: None,
-) -> tuple[Decoder, Trained]:
+) -> tuple[Decoder, L1Training]:
     """Return the trained model and what it came to. Raises SuiteError where training diverged."""
     sizes, start = settings.sizes, time.perf_counter()
     model = Decoder(sizes, settings.seed).to(device)
@@ -77,7 +77,7 @@ def train(
     nats, layers = count(model, unseen, settings)
     if not math.isfinite(nats):
         raise SuiteError(f"l1 {l1:g}: expected a finite loss after training, found {nats}")
-    return model, Trained(l1, nats, layers, time.perf_counter() - start)
+    return model, L1Training(l1, nats, layers, time.perf_counter() - start)
 
 
 @torch.no_grad()

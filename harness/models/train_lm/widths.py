@@ -37,8 +37,8 @@ from sparsebench.harness.models.train_lm.model import BYTES, Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
 from sparsebench.harness.models.train_lm.train import Settings, products, rate
 from sparsebench.kernels.nn.captured_step import CapturedStep
+from sparsebench.results.model_files import DENSE, WIDTHS_SCHEMA, PatternTraining, PatternTrainings
 from sparsebench.results.store import write_json
-from sparsebench.results.widths import DENSE, SCHEMA, Width, Widths
 
 WINDOW = 25  # steps between two looks at the clock
 
@@ -102,7 +102,7 @@ def train_widths(
     *,
     to: Path | None = None,
     show: Callable[[int, int, str], None] = lambda done, total, what: None,
-) -> Widths:
+) -> PatternTrainings:
     """Train every model with every seed. Raises SuiteError."""
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
@@ -112,20 +112,20 @@ def train_widths(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     told = {**asdict(settings), "models": len(planned), "seeds": seeds}
     about = text.name, text.sha256, len(text.seen), unseen[:, 1:].numel(), name, told
-    trained: list[Width] = []
+    trained: list[PatternTraining] = []
     for seed, (sizes, blocks) in product(range(settings.seed, settings.seed + seeds), planned):
         what = f"{blocks.pattern} {blocks.block} {blocks.sparsity:g}" if blocks else DENSE
         show(len(trained), seeds * len(planned), f"{what} {sizes.width}, seed {seed}")
         own = replace(settings, sizes=sizes, seed=seed)
         trained.append(train(text, unseen, blocks, own, device))
         if to:
-            write_json(to, Widths(SCHEMA, *about, trained).to_json())
-    return Widths(SCHEMA, *about, trained)
+            write_json(to, asdict(PatternTrainings(WIDTHS_SCHEMA, *about, trained)))
+    return PatternTrainings(WIDTHS_SCHEMA, *about, trained)
 
 
 def train(
     text: Text, unseen: Tensor, blocks: Blocks | None, settings: Settings, device: torch.device
-) -> Width:
+) -> PatternTraining:
     """Train one model. Raises SuiteError where training diverged."""
     start, context = time.perf_counter(), settings.sizes.context
     before = _allocated(device)
@@ -151,7 +151,7 @@ def train(
         raise SuiteError(f"{blocks}: expected a finite loss after training, found {loss}")
     del step, optimizer, schedule, model
     gc.collect()
-    return Width(
+    return PatternTraining(
         blocks.pattern if blocks else DENSE,
         blocks.block if blocks else 1,
         round(sparsity, 6),
@@ -165,7 +165,7 @@ def train(
     )
 
 
-def table(found: Widths) -> Table:
+def table(found: PatternTrainings) -> Table:
     """Return each model's means over seeds, and its loss beside the dense ones'."""
     shown = Table(box=None, title_justify="left", title_style="bold")
     shown.title = f"{found.text}, {found.held_out} bytes held out, on {found.device}"
@@ -177,7 +177,7 @@ def table(found: Widths) -> Table:
         losses = [one.loss for one in own]
         to_dense = []
         for equal in ("width", "parameters"):
-            pairs = [(one, found.beside(one, equal)) for one in own]
+            pairs = [(one, found.dense_match(one, equal)) for one in own]
             gains = [one.loss - dense.loss for one, dense in pairs if dense and dense is not one]
             to_dense.append(f"{fmean(gains):+.4f}" if gains else "")
         shown.add_row(

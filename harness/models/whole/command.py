@@ -31,8 +31,8 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.contest_state import bound, one_line, synchronize
 from sparsebench.harness.bench.energy import pieces, require_meter_on
-from sparsebench.harness.bench.entry import bound, one_line, synchronize
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.models.whole.model import (
     Pass,
@@ -46,10 +46,10 @@ from sparsebench.harness.models.whole.model import (
 )
 from sparsebench.harness.models.whole.step import MLPS, Mlp, step
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
+from sparsebench.results.formatting import amount
+from sparsebench.results.model_files import FORWARD, STEP, WHOLE_SCHEMA, MlpTiming, ModelTimings
 from sparsebench.results.record import Problem
 from sparsebench.results.store import write_json
-from sparsebench.results.whole import FORWARD, SCHEMA, STEP, Way, Whole
-from sparsebench.results.words import amount
 
 PLAIN = "plain"
 ROUNDS = 5  # after the two calls that are checked, and looked at for memory
@@ -69,7 +69,7 @@ def measure(
     window_s: float = 0.0,
     to: Path | None = None,
     show: Callable[[int, int, str], None] = lambda done, total, what: None,
-) -> Whole:
+) -> ModelTimings:
     """Measure forward passes, and training steps of `steps` sequences (0: none).
 
     window_s  of replay, for the energy of each way; 0: none
@@ -87,10 +87,10 @@ def measure(
     total = 1 + len(kernels) + (len(MLPS) if steps else 0)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
-    def found(ways: Sequence[Way], units: Sequence[float]) -> Whole:
-        made = Whole(SCHEMA, name, dtype, asdict(shape), fmean(units), ways, units)
+    def found(ways: Sequence[MlpTiming], units: Sequence[float]) -> ModelTimings:
+        made = ModelTimings(WHOLE_SCHEMA, name, dtype, asdict(shape), fmean(units), ways, units)
         if to:
-            write_json(to, made.to_json())
+            write_json(to, asdict(made))
         return made
 
     ways, units = _forwards(
@@ -117,8 +117,8 @@ def _forwards(
     compiled: bool,
     window_s: float,
     show: Callable[[int, str], None],
-    write: Callable[[Sequence[Way], Sequence[float]], object],
-) -> tuple[list[Way], list[float]]:
+    write: Callable[[Sequence[MlpTiming], Sequence[float]], object],
+) -> tuple[list[MlpTiming], list[float]]:
     """Return each way, and the units that are on in each layer; `write` keeps what is there."""
     device = tokens.device
     z = weights.wg.new_empty(tokens.numel(), shape.width)
@@ -129,10 +129,10 @@ def _forwards(
     logits, common = _last(found), _allocated(device)
     del found
     ready: dict[str, Callable[[], Tensor]] = {}
-    ways: dict[str, Way] = {}
+    ways: dict[str, MlpTiming] = {}
     for number, name in enumerate([PLAIN, *kernels]):
         show(number, f"forward, {name}")
-        way, before = Way(FORWARD, name, tokens.numel()), _allocated(device)
+        way, before = MlpTiming(FORWARD, name, tokens.numel()), _allocated(device)
         try:
             launch = None if name == PLAIN else _launch(name, shape, weights, z)
             plain = partial(mlp, z, weights.wg, weights.wu, weights.wd)
@@ -193,12 +193,12 @@ def _called(launch: Launch) -> Tensor:
 
 
 def _checked(
-    way: Way,
+    way: MlpTiming,
     run: Pass,
     right: Tensor,
     launch: Launch | None,
     plain: Callable[[], Tensor],
-) -> Way:
+) -> MlpTiming:
     """Return a way with its error, and why it is wrong; values lost are those of all layers."""
     lost: list[int] = []
 
@@ -231,9 +231,9 @@ def _stepped(
     compiled: bool,
     right: Sequence[Tensor],
     window_s: float,
-) -> tuple[Way, list[Tensor]]:
+) -> tuple[MlpTiming, list[Tensor]]:
     """Measure a training step; return what its first call showed, too. `right` is the plain one."""
-    device, way = tokens.device, Way(STEP, kind, tokens[:, 1:].numel())
+    device, way = tokens.device, MlpTiming(STEP, kind, tokens[:, 1:].numel())
     _allocated(device)
     shown: list[Tensor] = []
     try:
@@ -280,12 +280,12 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def table(found: Whole) -> Table:
+def table(found: ModelTimings) -> Table:
     """Return a line a way; gains are over the fastest dense one of the same kind."""
     shown = Table(box=None, title_justify="left", title_style="bold")
     model = found.model
     sizes = f"{model['layers']} layers of {model['width']} and {model['hidden']}, {found.dtype}"
-    shown.title = f"{sizes}, {found.units_on}, {found.device}"
+    shown.title = f"{sizes}, {found.active_units}, {found.device}"
     for name in ("what", "MLP"):
         shown.add_column(name)
     for name in ("tokens", "ms", "tokens a s", "of plain", "GiB", "mJ a token", "error"):

@@ -14,7 +14,7 @@ from sample import sampled
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import bsr_resident, bsr_resident_dgrad
+from sparsebench.kernels.bsr import bsr_resident
 from sparsebench.kernels.bsr.bsr_resident import Config, pack, pitch_of, turned, words_of
 from sparsebench.results.record import Problem
 
@@ -93,10 +93,10 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
     assert "found strides [97, 1]" in refused(torch.zeros(4, 97).half()[:, :96], half)
 
 
-@pytest.mark.parametrize("module", [bsr_resident, bsr_resident_dgrad])
-def test_other_devices_are_refused(module):
-    problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
-    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
+@pytest.mark.parametrize("kernel", [bsr_resident.KERNEL, bsr_resident.DGRAD])
+def test_other_devices_are_refused(kernel):
+    problem = Problem(kernel.op, {"dtype": "bf16"})
+    reason = kernel.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 8.0 or newer, found cpu"
 
 
@@ -145,15 +145,15 @@ def test_a_nan_beside_a_block_stays_out_of_its_rows():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-@pytest.mark.parametrize("module", [bsr_resident, bsr_resident_dgrad])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module):
-    transposed = module is bsr_resident_dgrad
+@pytest.mark.parametrize("kernel", [bsr_resident.KERNEL, bsr_resident.DGRAD])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel):
+    transposed = kernel is bsr_resident.DGRAD
     w, _ = on_gpu((100, 1000, 1000, (10, 10), 0.2), "bf16")
     x = torch.randn(100, 1000, device="cuda").bfloat16()
     given = {"dy" if transposed else "x": torch.zeros_like(x)}
-    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = module.prepare(operands)
-    again = module.prepare(replace(operands, pinned=launch.choice))
+    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = kernel.prepare(operands)
+    again = kernel.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -16,7 +16,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import bsr_small, bsr_small_dgrad
+from sparsebench.kernels.bsr import bsr_small
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -223,10 +223,10 @@ def test_a_workers_first_step_comes_with_the_launch():
         assert first == step[0, 3]
 
 
-@pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
-def test_other_devices_are_refused(module):
-    problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
-    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
+@pytest.mark.parametrize("kernel", [bsr_small.KERNEL, bsr_small.DGRAD])
+def test_other_devices_are_refused(kernel):
+    problem = Problem(kernel.op, {"dtype": "bf16"})
+    reason = kernel.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -289,15 +289,15 @@ def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("block", [8, 16, 32, 64])
-@pytest.mark.parametrize("module", [bsr_small, bsr_small_dgrad])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, block):
-    transposed = module is bsr_small_dgrad
+@pytest.mark.parametrize("kernel", [bsr_small.KERNEL, bsr_small.DGRAD])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel, block):
+    transposed = kernel is bsr_small.DGRAD
     w, x = on_gpu((1000 if block < 64 else 200, 1536, 1280, block, 0.1), "bf16", transposed)
     wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
     given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = module.prepare(operands)
-    again = module.prepare(replace(operands, pinned=launch.choice))
+    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = kernel.prepare(operands)
+    again = kernel.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -16,7 +16,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import _packed, bsr_strips, bsr_strips_dgrad
+from sparsebench.kernels.bsr import _packed, bsr_strips
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, gathered, worked
 from sparsebench.kernels.bsr.bsr_strips import (
     Config,
@@ -211,10 +211,10 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
         tiles_of(replace(half, columns=half.columns.flip(0).contiguous()), transposed=False)
 
 
-@pytest.mark.parametrize("module", [bsr_strips, bsr_strips_dgrad])
-def test_other_devices_are_refused(module):
-    problem = Problem(module.KERNEL.op, {"dtype": "bf16"})
-    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
+@pytest.mark.parametrize("kernel", [bsr_strips.KERNEL, bsr_strips.DGRAD])
+def test_other_devices_are_refused(kernel):
+    problem = Problem(kernel.op, {"dtype": "bf16"})
+    reason = kernel.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -278,15 +278,15 @@ def test_a_nan_beside_a_block_stays_out_of_its_rows(config):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("block", [24, 40, 48, 96])
-@pytest.mark.parametrize("module", [bsr_strips, bsr_strips_dgrad])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, block):
-    transposed = module is bsr_strips_dgrad
+@pytest.mark.parametrize("kernel", [bsr_strips.KERNEL, bsr_strips.DGRAD])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel, block):
+    transposed = kernel is bsr_strips.DGRAD
     w, x = on_gpu((1000, 1536, 1280, (block, block), 0.1), "bf16", transposed)
     wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
     given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = module.prepare(operands)
-    again = module.prepare(replace(operands, pinned=launch.choice))
+    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = kernel.prepare(operands)
+    again = kernel.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

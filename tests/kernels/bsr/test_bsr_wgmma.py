@@ -16,7 +16,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import bsr_wgmma, bsr_wgmma_dgrad
+from sparsebench.kernels.bsr import bsr_wgmma
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
@@ -181,10 +181,10 @@ def test_arrays_that_are_no_bsr_matrix_are_refused(change, message):
         groups_of(broken(**change))
 
 
-def refused(x: torch.Tensor, w: Bsr, module: Any = bsr_wgmma) -> str:
-    name = "x" if module is bsr_wgmma else "dy"
+def refused(x: torch.Tensor, w: Bsr, kernel: Any = bsr_wgmma.KERNEL) -> str:
+    name = "x" if kernel is bsr_wgmma.KERNEL else "dy"
     with pytest.raises(Unsupported) as raised:
-        module.prepare(Operands(Problem("linear", {}), {"w": w}, {name: x}, torch.matmul))
+        kernel.prepare(Operands(Problem("linear", {}), {"w": w}, {name: x}, torch.matmul))
     return str(raised.value)
 
 
@@ -198,7 +198,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
     assert "multiple of 8 columns to write, found 124" in refused(x, replace(w, shape=(124, 128)))
     small = replace(bsr_of([[1, 1]], (32, 64)), values=torch.zeros(2, 32, 64).half())
     assert "multiple of 64 rows and columns, found 32x64" in refused(x, small)
-    assert "expected activations of 64 columns" in refused(x, bsr16(), bsr_wgmma_dgrad)
+    assert "expected activations of 64 columns" in refused(x, bsr16(), bsr_wgmma.DGRAD)
 
 
 def bsr16() -> Bsr:
@@ -206,10 +206,10 @@ def bsr16() -> Bsr:
     return replace(w, values=w.values.half())
 
 
-@pytest.mark.parametrize("module", [bsr_wgmma, bsr_wgmma_dgrad])
-def test_other_devices_are_refused(module):
+@pytest.mark.parametrize("kernel", [bsr_wgmma.KERNEL, bsr_wgmma.DGRAD])
+def test_other_devices_are_refused(kernel):
     problem = Problem("linear", {"dtype": "fp16"})
-    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
+    reason = kernel.unsupported(problem, torch.device("cpu"))
     assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
 
 
@@ -282,15 +282,15 @@ def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("module", [bsr_wgmma, bsr_wgmma_dgrad])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module):
-    transposed = module is bsr_wgmma_dgrad
+@pytest.mark.parametrize("kernel", [bsr_wgmma.KERNEL, bsr_wgmma.DGRAD])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel):
+    transposed = kernel is bsr_wgmma.DGRAD
     w, x = on_gpu((1000, 1536, 1280, (64, 64), 0.2), "bf16", transposed)
     wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
     given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(module.KERNEL.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = module.prepare(operands)
-    again = module.prepare(replace(operands, pinned=launch.choice))
+    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = kernel.prepare(operands)
+    again = kernel.prepare(replace(operands, pinned=launch.choice))
     assert (again.choice, again.code) == (launch.choice, launch.code)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -14,7 +14,7 @@ from sample import sampled
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import bsr_wgrad_small

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.csr import csr_cuda, csr_cuda_dgrad
+from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.csr._panels import Shape, bounds_of, parts_of, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
@@ -185,13 +186,11 @@ def test_operands_that_the_kernel_cannot_read_are_unsupported(
         csr_cuda.launch(x, Csr.from_dense(w), Config(32, 512, 2))
 
 
-def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(csr_cuda, "prepare", lambda operands, tuned: operands)
+def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights() -> None:
+    kernel = dgrad_of(replace(csr_cuda.KERNEL, prepare=lambda operands: operands))
     dy, w = torch.ones(3, 4), Csr.from_dense(torch.arange(32.0).view(4, 8))
     given = Operands(Problem("linear_dgrad", {}), {"w": w}, {"dy": dy}, torch.matmul)
-    asked = csr_cuda_dgrad.KERNEL.prepare(given)
+    asked = kernel.prepare(given)
     assert asked.activations["x"] is dy
     assert torch.equal(asked.weights["w"].to_dense(), w.to_dense().t())
 
@@ -257,5 +256,5 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None
     given.copy_(x)
     graph.replay()
     torch.testing.assert_close(y, x @ w.to_dense().T, rtol=0, atol=0)
-    turned = csr_cuda_dgrad.prepare(replace(operands, activations={"dy": y}))
+    turned = csr_cuda.DGRAD.prepare(replace(operands, activations={"dy": y}))
     torch.testing.assert_close(turned(), y @ w.to_dense(), rtol=1e-5, atol=1e-3)

@@ -21,7 +21,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import matmul as module
-from sparsebench.kernels.peers import scipy_csr_dgrad
+from sparsebench.kernels.peers import scipy_csr
 
 N, K = 96, 64
 BY_KERNEL: list[tuple[Any, str | None]] = [
@@ -108,7 +108,7 @@ def test_a_gradient_that_prepare_refuses_is_refused_before_the_product(
         raise Unsupported("no such type")
 
     kernel = load("kernels", "scipy_csr_dgrad")
-    monkeypatch.setattr(scipy_csr_dgrad, "KERNEL", replace(kernel, prepare=refuses))
+    monkeypatch.setattr(scipy_csr, "DGRAD", replace(kernel, prepare=refuses))
     with pytest.raises(Unsupported, match="no such type"):
         sparsebench.matmul(torch.randn(7, K, requires_grad=True), Csr.from_dense(weight()))
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module

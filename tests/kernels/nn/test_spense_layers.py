@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.models.pruning.mlp import GatedMLP

@@ -23,11 +23,9 @@ from sparsebench.kernels.peers import (
     _cusparse,
     _cusparse_sddmm,
     cusparse_bell,
-    cusparse_bell_dgrad,
     cusparse_bsr,
     cusparse_bsr_wgrad,
     cusparse_csr,
-    cusparse_csr_dgrad,
     cusparse_csr_wgrad,
 )
 from sparsebench.results.record import Problem
@@ -245,14 +243,14 @@ def test_a_pinned_layout_is_taken_again(
     assert pinned.items() <= launch.choice.items()
 
 
-@pytest.mark.parametrize("peer", [cusparse_bell_dgrad, cusparse_csr_dgrad])
+@pytest.mark.parametrize("peer", [cusparse_bell, cusparse_csr])
 def test_input_gradients_multiply_by_the_transposed_weight(
     library: HostCusparse, peer: Any
 ) -> None:
-    block = 4 if peer is cusparse_bell_dgrad else None
+    block = 4 if peer is cusparse_bell else None
     w, dy = operands_of(5, 9, 14, block).weights["w"], torch.randn(5, 9)
     problem = Problem("linear_dgrad", {"m": 5, "n": 9, "k": 14, "dtype": "fp32"})
-    launch = peer.KERNEL.prepare(Operands(problem, {"w": w}, {"dy": dy}, dgrad.definition))
+    launch = peer.DGRAD.prepare(Operands(problem, {"w": w}, {"dy": dy}, dgrad.definition))
     dy.normal_()
     torch.testing.assert_close(launch(), dy @ w.to_dense())
 

@@ -19,7 +19,7 @@ from cusparselt_on_cpu import ALGORITHMS, OnCpu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.check import FP8, FP32, Expected, check
+from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask

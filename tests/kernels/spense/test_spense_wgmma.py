@@ -25,7 +25,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES as PACKED
 from sparsebench.formats.spense import SPAN_BYTES, VALUE_BYTES, Spense
-from sparsebench.harness.bench.check import FP8, Expected, check
+from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import _clusters, spense_wgmma

@@ -15,7 +15,7 @@ from places import cuda_source
 from sample import sampled
 from torch import Tensor
 
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import ffn_few

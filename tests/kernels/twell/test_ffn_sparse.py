@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._common.cuda import Constants

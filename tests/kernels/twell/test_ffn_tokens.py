@@ -12,7 +12,7 @@ from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
 from sparsebench.kernels.twell._layer import Layer

@@ -1,0 +1,112 @@
+"""results/formatting.py: no digit that the measurement does not support; units and names."""
+
+import math
+
+import pytest
+
+from sparsebench.results.formatting import (
+    amount,
+    are,
+    between,
+    duration,
+    estimate,
+    part,
+    plus_minus,
+    rounded,
+    significant,
+    times,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "uncertainty", "written"),
+    [
+        (5.6234, 0.083, "5.62 ± 0.09"),
+        (5.6234, 0.1, "5.6 ± 0.1"),
+        (5.6234, 0.11, "5.6 ± 0.2"),  # rounded up: never narrower than it is
+        (5.6234, 0.91, "6 ± 1"),
+        (9.97, 0.1, "10.0 ± 0.1"),
+        (0.9712, 0.0043, "0.971 ± 0.005"),
+        (1.00042, 0.00002, "1.000 ± 0.001"),
+        (187.3, 24.0, "190 ± 30"),
+        (1.53, 0.4, "1.5 ± 0.4"),
+        (0.051511, 0.0001, "0.052 ± 0.001"),  # and not 0.0515, then 0.051
+    ],
+)
+def test_a_value_ends_where_its_uncertainty_does(
+    value: float, uncertainty: float, written: str
+) -> None:
+    assert plus_minus(value, uncertainty) == written
+    assert rounded(value, uncertainty) == written.partition(" ")[0]
+
+
+def test_without_an_uncertainty_there_are_two_digits() -> None:
+    for unknown in (math.nan, 0.0):
+        assert plus_minus(5.6234, unknown) == rounded(5.6234, unknown) == "5.6"
+        assert rounded(0.3456, unknown) == "0.35"
+        assert rounded(1234.5, unknown) == "1234"
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "uncertainty", "written"),
+    [
+        (5.5812, 5.5401, 5.6042, math.nan, "5.58× [5.54, 5.60]"),
+        (5.5812, 5.5401, 5.6042, 0.12, "5.6× [5.5, 5.6]"),
+        (0.8001, 0.7984, 0.8016, math.nan, "0.800× [0.798, 0.802]"),
+        (0.121, 0.117, 0.213, math.nan, "0.12× [0.12, 0.21]"),  # 0.1 would be outside
+        (5.5812, math.nan, math.nan, math.nan, "5.6×"),
+        (math.nan, math.nan, math.nan, math.nan, "–"),
+    ],
+)
+def test_an_interval_ends_where_its_value_does(
+    value: float, low: float, high: float, uncertainty: float, written: str
+) -> None:
+    assert between(value, low, high, uncertainty) == written
+    assert times(value, uncertainty).strip("×") == rounded(value, uncertainty)
+
+
+def test_a_share_has_its_own_unit():
+    assert between(66.04, 64.1, 68.2, unit=" %") == "66 % [64, 68]"
+
+
+def test_an_estimate_that_is_wide_has_both_ends() -> None:
+    assert estimate(5.58, 5.54, 5.60) == "5.58 ± 0.04"
+    assert estimate(2.3, 2.1, 24.4) == "2.3 [2.1, 24]"
+    assert estimate(2.0, math.nan, math.nan) == "2.0"
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (52.04, "52.0 µs"),
+        (3700, "3.70 ms"),
+        (999.6, "1.00 ms"),
+        (1.2e6, "1.20 s"),
+        (0.5, "0.500 µs"),
+    ],
+)
+def test_times_have_the_unit_that_people_use(us: float, text: str) -> None:
+    assert duration(us) == text
+
+
+def test_numbers_have_no_exponent() -> None:
+    assert [significant(x) for x in (52190, 9.996, 0.0)] == ["52,190", "10.0", "0"]
+
+
+def test_no_value_is_a_dash() -> None:
+    assert rounded(math.nan, 0.1) == plus_minus(math.nan, math.nan) == "–"
+
+
+def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
+    assert part("m=16|64 block=64") == "m=16|64 block=64"
+    assert part("case=a|b") == "case=a|b"
+    assert part("m=16 case=a|b|c|d") == "m=16 4 cases"
+    assert part("") == ""
+
+
+def test_a_count_of_one_is_singular() -> None:
+    said = [amount(count, noun) for count in (0, 1, 2) for noun in ("case", "process", "entry")]
+    assert said[:3] == ["0 cases", "0 processes", "0 entries"]
+    assert said[3:6] == ["1 case", "1 process", "1 entry"]
+    assert said[6:] == ["2 cases", "2 processes", "2 entries"]
+    assert [are(count, "cell") for count in (1, 2)] == ["1 cell is", "2 cells are"]

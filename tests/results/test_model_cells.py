@@ -1,0 +1,188 @@
+"""Claims about training: cells of trainings, which no suite runs."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from made_up_claims import CLAIM
+
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.claims.catalog import load
+from sparsebench.harness.claims.check import evidence
+from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
+from sparsebench.results.claims.schema import Claim, Written, parse
+from sparsebench.results.claims.verdict import Word
+from sparsebench.results.model_files import (
+    MlpTiming,
+    ModelTimings,
+    PatternTraining,
+    PatternTrainings,
+)
+from sparsebench.results.store import write_json
+
+TEST = {
+    **{"name": "at equal cost", "trained": "parameters", "metric": "loss_saved", "at_least": 1},
+    **{"subject": {"format": "bsr"}, "baseline": {"format": "dense"}, "unit": "%"},
+    "quantifier": "typical",
+}
+
+
+WAYS = [
+    MlpTiming("step", "plain", 64, [11.0, 10.0, 12.0], 1000, 3.0, 0.0),
+    MlpTiming("step", "compiled", 64, [9.0, 10.0, 9.0], 900, 2.5, 0.0),
+    MlpTiming("step", "SparseGatedMLP", 64, [6.0, 6.0, 7.0], 600, 2.0, 0.01),
+    MlpTiming("step", "slow", 64, detail="no"),
+    MlpTiming("forward", "SparseGatedMLP", 64, [1.0], 600, None, 0.01),
+]
+WHOLE = ModelTimings(
+    "sparsebench/whole@1", "NVIDIA H200", "bf16", {"layers": 2, "active": 3}, 3.2, WAYS
+)
+OF_WHOLE = {
+    **{"trained": None, "whole": "step", "metric": "speedup", "unit": "x", "at_least": 1.2},
+    **{"subject": {"kernel": "SparseGatedMLP"}, "baseline": {"kernel": ["plain", "compiled"]}},
+}
+
+
+def written(**changed: Any) -> Written:
+    data = yaml.safe_load(CLAIM)
+    del data["measure"]
+    data["tests"] = [{**TEST, **changed}]
+    return parse("made-up.yaml", yaml.safe_dump(data))
+
+
+def claim(**changed: Any) -> Claim:
+    return written(**changed).claim
+
+
+def trainings(seeds: int, gain: float = 0.02) -> PatternTrainings:
+    """Return trainings whose sparse models have so much less loss than dense at equal cost."""
+    made = []
+    for seed in range(seeds):
+        noise = 1 + 0.001 * (seed % 3)
+        wide = PatternTraining("dense", 1, 0.0, 512, 400, seed, 1.0 * noise, 90.0, 900, 1.0)
+        narrow = replace(wide, width=256, parameters=100, loss=1.1 * noise, step_us=30.0)
+        less = 1.1 * (1 - gain - 0.0001 * seed) * noise
+        made += [
+            wide,
+            narrow,
+            PatternTraining("uniform", 32, 0.75, 512, 99, seed, less, 40.0, 400, 1.0),
+        ]
+        made += [PatternTraining("small_world", 32, 0.75, 512, 500, seed, 0.9, 40.0, 400, 1.0)]
+    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "NVIDIA H200", {}, made)
+
+
+def test_a_cell_is_a_sparse_model_beside_its_dense_equal() -> None:
+    (test,) = claim().tests
+    even, more = trained(test, trainings(3), "a-file")
+    assert (even.run, even.device, even.processes) == ("a-file", "NVIDIA H200", 3)
+    assert even.low <= even.value <= even.high
+    assert even.value == pytest.approx(2, abs=0.05)
+    assert even.baseline == "dense, 256 wide"
+    assert more.reason == "no dense model of equal parameters"
+    assert "uniform" in even.label
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ({"trained": "width"}, 100 * (1 - 1.1 * 0.98)),
+        ({"metric": "speedup", "unit": "x", "trained": "width"}, 90 / 40),
+        ({"metric": "memory_saved", "trained": "width"}, 100 * (1 - 400 / 900)),
+    ],
+)
+def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) -> None:
+    (test,) = claim(**changed, at={"pattern": "uniform", "block": [32, 64]}).tests
+    (cell,) = trained(test, trainings(2), "a-file")
+    assert cell.value == pytest.approx(value, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "gain", "word", "leans"),
+    [
+        (8, 0.02, Word.REPRODUCED, None),
+        (8, 0.005, Word.PARTLY, None),
+        (8, -0.02, Word.REFUTED, None),
+        (3, 0.02, Word.INCONCLUSIVE, Word.REPRODUCED),
+    ],
+)
+def test_trainings_are_judged_as_runs_are(
+    seeds: int, gain: float, word: Word, leans: Word | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "a-file.json"
+    write_json(file, asdict(trainings(seeds, gain)))
+    asked = written(at={"pattern": "uniform"})
+    found = evidence([asked], [file])
+    (verdict,) = found.verdicts()[asked.name]
+    assert (verdict.word, verdict.leans) == (word, leans)
+    (planned,) = found.asked()
+    assert [cell.run for cell in planned.files] == ["a-file"]
+    assert not found.cells[asked.name]
+
+
+def test_a_shipped_claim_is_about_training() -> None:
+    found = evidence([load("openai-2017-generalise")])
+    (verdict,) = found.verdicts()["openai-2017-generalise"]
+    assert verdict.word is Word.INCONCLUSIVE
+    assert "No file of `train-lm --pattern` was given" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"trained": None}, "expected trained, for a metric of the loss"),
+        ({"metric": "of_ideal"}, "expected a metric of training, speedup or memory_saved or"),
+        ({"at": {"m": 4}}, "expected fields of training, some of pattern, block, width, not m"),
+        ({"whole": "step"}, "expected one of measure, trained and whole, not two"),
+        ({**OF_WHOLE, "at": {"m": 1}}, "expected fields of a whole model, some of none, not m"),
+        ({"measure": {"suite": "quick"}}, "expected one of measure, trained and whole, not two"),
+    ],
+)
+def test_what_a_training_does_not_have_is_a_line(changed: dict[str, Any], said: str) -> None:
+    data = yaml.safe_load(CLAIM)
+    data["tests"] = [{**TEST, **changed}]
+    with pytest.raises(SuiteError, match=r"made-up.yaml:\d+: tests.0: ") as refused:
+        parse("made-up.yaml", yaml.safe_dump(data))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ({}, 9 / 6),
+        ({"metric": "memory_saved", "unit": "%"}, 100 * (1 - 600 / 900)),
+        ({"metric": "energy_saved", "unit": "%"}, 100 * (1 - 2.0 / 2.5)),
+    ],
+)
+def test_a_whole_model_is_a_cell_a_file(
+    changed: dict[str, Any], value: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "whole.json"
+    write_json(file, asdict(WHOLE))
+    asked = written(**{**OF_WHOLE, **changed})
+    found = evidence([asked], [file])
+    (cell,) = found.files[asked.name]
+    assert (cell.subject, cell.baseline, cell.processes) == ("SparseGatedMLP", "compiled", 1)
+    assert cell.value == pytest.approx(value)
+    assert "layers 2" in cell.label
+    (verdict,) = found.verdicts()[asked.name]
+    assert verdict.word is Word.INCONCLUSIVE
+    assert verdict.leans is not None
+
+
+def test_a_way_without_times_is_a_reason() -> None:
+    (test,) = claim(**{**OF_WHOLE, "subject": {"kernel": "slow"}}).tests
+    (cell,) = model_cells(test, WHOLE, "a-file")
+    assert cell.reason == "no subject ran: slow: no"
+    (test,) = claim(**{**OF_WHOLE, "subject": {"kernel": "other"}}).tests
+    assert not [*model_cells(test, WHOLE, "a-file")]
+
+
+def test_a_file_of_no_known_schema_is_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    for text, found in (("{}", "no schema"), ("[1", "no schema"), ('{"schema": "x"}', "'x'")):
+        file.write_text(text)
+        with pytest.raises(ResultError, match="expected sparsebench/widths@1 or") as refused:
+            read_model_file(file)
+        assert found in str(refused.value)

@@ -1,0 +1,95 @@
+"""Who was not at their best: found in synthetic rows, and in the bundles that are published."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import PUBLISHED
+
+from sparsebench.results import store, tuning_doubts
+from sparsebench.results.frame import frame
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.statistics import FEWEST
+
+PROBLEM = Problem("linear", {"m": 64, "n": 512, "k": 512, "dtype": "bf16"})
+H200 = PUBLISHED / "nvidia-h200"
+
+
+def row(us: float, kernel: str = "torch_bsr", **changed: Any) -> Row:
+    contender = Contender("bsr", kernel, options=changed.pop("options", {}))
+    return replace(Row(Case(PROBLEM, contender), Status.OK, samples_us=(us,)), **changed)
+
+
+def found(*rows: Row) -> list[str]:
+    return [f"{doubt.expected}; {doubt.found}" for doubt in tuning_doubts.doubts(frame(rows))]
+
+
+@pytest.mark.parametrize(
+    ("tuned", "default"),
+    [
+        ({"tuned": True}, {"tuned": False}),
+        ({"tuned": True}, {}),
+        ({}, {"tuned": False}),
+        ({"search": True, "way": "best"}, {"search": False, "way": "best"}),
+    ],
+)
+def test_a_tuned_contender_that_is_slower_than_its_default_is_found(
+    tuned: dict[str, Any], default: dict[str, Any]
+) -> None:
+    slow = row(20.0, options=tuned), row(18.0, options=default)
+    (doubt,) = found(*slow)
+    assert doubt.startswith("at most 18.0 µs, as bsr/torch_bsr")
+    assert doubt.endswith("; 20.0 µs")
+    assert not found(row(18.5, options=tuned), row(18.0, options=default))
+
+
+def test_contenders_of_other_kernels_or_options_are_not_each_others_defaults() -> None:
+    assert not found(row(20.0, options={"tuned": True}), row(18.0, "bsr_triton"))
+    ways = {"tuned": True, "way": "a"}, {"tuned": False, "way": "b"}
+    assert not found(*(row(us, options=way) for us, way in zip((20.0, 18.0), ways, strict=True)))
+
+
+def test_the_times_of_a_search_are_no_judge() -> None:
+    lines = {"choice": {}, "median_us": 10.0}, {"choice": {"warps": 4}, "median_us": 9.0}
+    assert not found(row(12.0, candidates=lines))
+
+
+def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one() -> None:
+    tables = {name: frame([row(us)]) for name, us in (("a", 165.0), ("b", 331.0), ("c", 166.0))}
+    (finding,) = tuning_doubts.apart(tables)
+    assert (finding.run, finding.beside) == ("b", "a")
+    assert str(finding).endswith("expected about 165.0 µs, as in a, found 331.0 µs")
+    assert not tuning_doubts.apart({name: tables[name] for name in "ac"})
+
+
+def test_no_published_verdict_has_a_tuned_contender_behind_its_default() -> None:
+    runs = [store.read(file.parent) for file in H200.glob("*/run.json")]
+    verdicts = [run for run in runs if run.state["flags"]["replicates"] >= FEWEST]
+    assert len(verdicts) > 10
+    found = [
+        doubt for run in verdicts for doubt in tuning_doubts.doubts(frame(run.rows), run.path.name)
+    ]
+    assert not found
+
+
+def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_path: Path) -> None:
+    home, slow = tmp_path / "runs", tmp_path / "runs" / "slow"
+    shutil.copytree(H200 / "quick", home / "quick")
+    shutil.copytree(H200 / "quick", slow)
+    (slow / "rows.jsonl.gz").unlink()
+    (slow / "rows.jsonl").write_text("")
+    store.keep(slow, [late(each) for each in store.rows(H200 / "quick")])
+    said = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
+    assert all(line.startswith("warning: ") for line in said)
+    assert any("nowhere is not compared: " in line for line in said)
+    assert any("bsr/bsr_wgmma" in line and ", as in quick, found " in line for line in said)
+    assert not [line for line in said if "bsr/bsr_small" in line]
+    assert tuning_doubts.siblings(slow) == [home / "quick"]
+
+
+def late(row: Row) -> Row:
+    """Return a row that took twice as long, if it is of bsr_wgmma."""
+    times = 2 if row.case.contender.kernel == "bsr_wgmma" else 1
+    return replace(row, samples_us=tuple(times * us for us in row.samples_us))
