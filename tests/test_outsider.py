@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import outsider
 import pytest
-from command import sparsebench
-from places import PUBLISHED, ROOT, TESTS
+
+from tests import outsider
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED, ROOT, TESTS
 
 PAGE = PUBLISHED / "README.md"
 CLAIMS, RUN = ("cusparse-slower", "openai-2017-cublas"), PUBLISHED / "nvidia-h200/sparsity-4096"

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from places import KERNELS, ROOT
 
 from sparsebench.errors import ResultError
 from sparsebench.reports import published
@@ -20,6 +19,7 @@ from sparsebench.reports.headline import (
 from sparsebench.results.analysis import analyse
 from sparsebench.results.families import ours
 from sparsebench.results.noise import Noise, Reliability
+from tests.tools.paths import KERNELS, ROOT
 
 LARGE = QUESTIONS[0]
 
