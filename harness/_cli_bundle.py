@@ -93,7 +93,7 @@ def confirm(
     from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
-    from sparsebench.results.provenance import choices
+    from sparsebench.results.provenance import choices_of
 
     with measuring() as show:
         options = RunOptions(progress=show)
@@ -105,12 +105,12 @@ def confirm(
     found = headlines(again)
     if as_json:
         said = [asdict(headline) for headline in found]
-        print_json({"run": str(fresh), "headlines": said, "choices": choices(again.state)})
+        print_json({"run": str(fresh), "headlines": said, "choices": choices_of(again.state)})
     else:
         sentences = [headline.sentence for headline in found]
         screened = f"Chosen among {again.state['confirms']['screened']} cells of a screening"
         sentences.append(f"{screened}, of which no number is used.")
-        sentences.append(choices(again.state).sentence)
+        sentences.append(choices_of(again.state).sentence)
         out.print("\n".join(sentences), soft_wrap=True, highlight=False, markup=False)
     if not all(headline.confirmed for headline in found):
         raise typer.Exit(GATE_FAILED)
