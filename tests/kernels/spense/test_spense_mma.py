@@ -16,11 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
-from on_hopper import CLEAN, known_by_nvcc
-from places import KERNELS, cuda_source
-from sample import sampled
-from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -30,6 +25,19 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import CLEAN, known_by_nvcc
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    LARGE,
+    SHAPES,
+    Shape,
+    assert_right,
+    example,
+    on_gpu,
+)
+from tests.tools.marks import sampled
+from tests.tools.paths import KERNELS
 
 KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 CONFIGS = spense_mma.space(KIB["sm_90"])
@@ -69,10 +77,7 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
-    source = cuda_source("spense_mma.cu")
-    head, _, rest = source.partition("// ---- PTX ----")
-    source = '#include "mma_on_cpu.h"\n' + head + rest[rest.index("// ---- a warp's part") :]
-    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }
