@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import assert_passes, has_interpreter
 
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
@@ -18,6 +17,7 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, judged
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.emulation.triton_interpreter import assert_passes, has_interpreter
 
 SUITE = """
 schema: sparsebench/suite@1

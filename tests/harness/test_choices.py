@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
@@ -25,6 +24,7 @@ from sparsebench.results.comparison import agreement
 from sparsebench.results.provenance import Choices, choices
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import sparsebench
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.run.repeat import headlines
@@ -15,6 +14,7 @@ from sparsebench.results import bundle, store
 from sparsebench.results.comparison import Agreement, Place, agreement
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
+from tests.tools.command_line import sparsebench
 
 DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)

@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import sparsebench
 from packaging.requirements import Requirement
-from right_rows import right_rows
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._console import UNCHECKED
@@ -19,6 +17,8 @@ from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validation import validate
 from sparsebench.results import bundle, store
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row, Status
+from tests.tools.command_line import sparsebench
+from tests.tools.rows import right_rows
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import PUBLISHED
 
 from sparsebench.results import store, tuning_doubts
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
+from tests.tools.paths import PUBLISHED
 
 PROBLEM = Problem("linear", {"m": 64, "n": 512, "k": 512, "dtype": "bf16"})
 H200 = PUBLISHED / "nvidia-h200"

@@ -8,9 +8,6 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from bsr_examples import Shape, example
-from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
-from sample import sampled
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -27,6 +24,9 @@ from sparsebench.kernels.bsr.bsr_strips import (
     tiles_of,
 )
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.examples import Shape, assert_right, example, moved
+from tests.tools.marks import sampled
 
 # Few rows and many, one warpgroup; every number of strips in a step; aligned strips.
 CONFIGS = [Config(128, 2, 2), Config(64, 1, 1), Config(64, 3, 2), Config(256, 1, 2)]

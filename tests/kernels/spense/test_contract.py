@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from spense_examples import LARGE, ODD, SHAPES, WGMMA_CONFIGS, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -16,6 +15,15 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma, spense_wgmma
 from sparsebench.results.record import Problem
+from tests.kernels.spense.examples import (
+    LARGE,
+    ODD,
+    SHAPES,
+    WGMMA_CONFIGS,
+    assert_right,
+    example,
+    on_gpu,
+)
 
 KERNELS = [spense_mma, spense_wgmma]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__[-5:])

@@ -15,11 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built, device_code
-from on_hopper import CLEAN, known_by_nvcc
-from places import KERNELS
-from sample import sampled
-from spense_examples import CUOBJDUMP, ODD, SHAPES, Shape, example
 from torch import Tensor
 
 from sparsebench.formats.spense import ROW_STEP, ROWS, VALUE_BYTES, Spense
@@ -28,6 +23,17 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import CLEAN, known_by_nvcc
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    ODD,
+    SHAPES,
+    Shape,
+    example,
+)
+from tests.tools.marks import sampled
+from tests.tools.paths import KERNELS
 
 KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 CONFIGS = spense_mma.space(KIB["sm_90"])

@@ -17,11 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, hopper
-from sample import sampled
-from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, example, on_gpu
-from spense_examples import WGMMA_CONFIGS as CONFIGS
-from spense_examples import WGMMA_SPLIT as SPLIT
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -32,6 +27,18 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    LARGE,
+    SHAPES,
+    Shape,
+    example,
+    on_gpu,
+)
+from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
+from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
+from tests.tools.marks import sampled
 
 # ---- what the instructions read ----
 
