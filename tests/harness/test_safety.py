@@ -230,7 +230,7 @@ def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
     before = (run / "rows.jsonl").read_bytes()
     with (
         store.locked(run),
-        pytest.raises(ResultError, match="expected no other process, found another"),
+        pytest.raises(ResultError, match="expected no other process, found one"),
     ):
         measure(suite, Flags("sim", replicates=1), None, run)
     assert (run / "rows.jsonl").read_bytes() == before
