@@ -29,7 +29,7 @@ from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.formatting import part, percent, times
+from sparsebench.results.formatting import percent, selection, times
 from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
@@ -191,7 +191,7 @@ def _about(run: PublishedRun) -> list[str]:
     timed = cases[cases.status == "ok"]
     limited = timed.mark.str.contains("power-limited").sum()
     minutes, seconds = divmod(round(state["seconds"]), 60)
-    only = part(state["flags"]["only"]).replace("|", "\\|")
+    only = selection(state["flags"]["only"]).replace("|", "\\|")
     dirty = " +" if run.facts.get("dirty") == "True" else ""
     return [
         f"[{run.name}](/{run.home})",
