@@ -31,7 +31,7 @@ compiled: .venv/installed
 # The site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
 SITE := site
 site: .venv/installed
-	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --to $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
+	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
 # The picture of the site in README.md.
 picture: site

@@ -9,12 +9,17 @@ from functools import cache
 
 from sparsebench._discovery import modules
 
+REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
+"""Families of removed kernels that published rows name (kernels/_removed.py)."""
+
 OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
 
 
 @cache
 def family(kernel: str) -> str:
     """Return the folder of a kernel in this project; "peers" for any other."""
+    if kernel in REMOVED:
+        return REMOVED[kernel]
     parts = modules("kernels").get(kernel, kernel).split(".")
     return parts[2] if parts[:2] == ["sparsebench", "kernels"] else "peers"
 

@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
 
 
 def sparsebench(*arguments: object) -> CompletedProcess[str]:

@@ -1,11 +1,10 @@
 """What the tests of csr's kernels share: examples, and their source for this machine."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-from places import cuda_source
+from cuda_on_cpu import device_code
 from torch import Tensor
 
 from sparsebench.formats.csr import Csr
@@ -41,16 +40,15 @@ def example(shape: tuple[int, int, int, float], dtype: torch.dtype) -> tuple[Ten
 
 def on_this_machine(name: str, dtype: torch.dtype) -> str:
     """Return the source of a kernel, with what stands in for the device."""
-    panel = cuda_source("panel.cuh").replace("#pragma once", "")
-    head, _, rest = panel.partition("// ---- PTX ----")
     narrowing = "__float_as_uint(f)" if dtype == FP32 else "(u16)narrow(f)"
-    panel = f"{head}\n#define narrow(f) {narrowing}\n{rest[rest.index('extern __shared__') :]}"
-    source = cuda_source(name).replace('#include "panel.cuh"', panel)
-    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
-    return (
-        '#define __align__(n)\n#include "mma_on_cpu.h"\nstatic void prefetch_l2(const void*) {}\n'
-        + source
-    )
+    return f"""
+      #define __align__(n)
+      #include "mma_on_cpu.h"
+      static void prefetch_l2(const void*) {{}}
+      using u16 = unsigned short;
+      #define narrow(f) {narrowing}
+      {device_code(name, "narrow")}
+    """
 
 
 ampere = pytest.mark.skipif(

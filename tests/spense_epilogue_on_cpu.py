@@ -4,13 +4,12 @@ Taken from the text: structs, scales, activations, stores, partial sums and the 
 for a TMA store reads shared memory as late as it may.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cuda_on_cpu import built
+from cuda_on_cpu import built, without_ptx
 from places import cuda_source
 
 from sparsebench.kernels.spense.spense_wgmma import Config
@@ -83,6 +82,12 @@ class Case:
     ctas: int
 
 
+EPILOGUE = (  # from its first function to the first one that follows it
+    "template <int FRAGMENTS>\n__device__ __forceinline__ void apply_scales(",
+    "__device__ __forceinline__ void zero(",
+)
+
+
 def section(source: str, start: str, end: str) -> str:
     return source[source.index(start) : source.index(end)]
 
@@ -91,12 +96,9 @@ def section(source: str, start: str, end: str) -> str:
 def on_cpu(own: str, constants: Any, folder: Path) -> Any:
     """Build what follows the products, and `own`; PTX is IN_CPP's and cuda_on_cpu.h's."""
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
-    parts = section(kernel, "constexpr int SPARSE_BYTES", "// ---- a pipeline of stages")
+    parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
     parts += "using Accumulators = float[TOKENS / 2];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
-    parts += section(kernel, "// ---- epilogue: scales ----", "// ---- the kernel")
-    function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
-    parts = re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", parts)
-    assert "asm" not in parts
+    parts += section(kernel, *EPILOGUE)
     source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
-    return built(source + own.replace(KERNEL, parts), constants, folder)
+    return built(source + own.replace(KERNEL, without_ptx(parts)), constants, folder)

@@ -17,6 +17,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "-c":
         exec(sys.argv[2])
     else:
-        from sparsebench.harness.cli import main
+        from sparsebench.harness.commands._app import main
 
         sys.exit(main())

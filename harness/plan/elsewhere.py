@@ -44,7 +44,7 @@ from sparsebench.results.store import Run
 RUNS_AT_MOST = 64  # of a folder that are read
 NEAR = 5
 KIND = "m", "n", "k", "dtype"
-DENSE = "cublas", "cublas_ffn"
+DENSE = ("cublas",)
 NARROW = "torch_bsr", "torch_bsr_dgrad", "cusparselt", "cusparselt_hybrid"
 TIMED = FINALISTS + 1  # lines of a search among finalists: the default is one more
 FEW = 3  # rows of a run that tell what is once in a process apart from what is of a case

@@ -131,7 +131,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             both = tuple(contender for pair in pairs.values() for contender in pair)
             found.append(Contest(contest.problem, both))
     if not found:
-        expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, dense_triton ...)"
+        expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
     return random.Random(suite.name).sample(found, len(found))  # little time: a bit of everything
 

@@ -115,6 +115,6 @@ def report(runs: list[Path]) -> Path:
 @pytest.fixture(scope="session")
 def site(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = sparsebench("publish", *runs, "--to", folder)
+    done = sparsebench("publish", *runs, "--out", folder)
     assert done.returncode == 0, done.stderr
     return folder

@@ -113,10 +113,10 @@ def test_importing_sparsebench_imports_nothing_else() -> None:
 
 
 def test_listing_imports_no_library_that_computes() -> None:
-    code = (
-        "import sys; from sparsebench.harness.cli import main; sys.argv = ['sparsebench', 'list', "
+    code = "import sys; from sparsebench.harness.commands._app import main; "
+    code += (
+        "sys.argv = ['sparsebench', 'list', '--json']; main(); print(*sys.modules, file=sys.stderr)"
     )
-    code += "'--json']; main(); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
@@ -130,7 +130,7 @@ def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) 
     run = str(measured.path)
     commands = [["list"], ["report", run, "--out", str(tmp_path / "page.html")]]
     commands += [["compare", run, run], ["validate", run]]
-    code = "import sys, sparsebench\nfrom sparsebench.harness.cli import main\n"
+    code = "import sys, sparsebench\nfrom sparsebench.harness.commands._app import main\n"
     for command in commands:
         code += f"sys.argv = {['sparsebench', *command]!r}; print('ended with', main())\n"
     code += f"run = sparsebench.load({run!r})\n"

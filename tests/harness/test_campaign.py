@@ -400,7 +400,7 @@ def test_a_dense_product_is_searched_once_in_a_verdict() -> None:
 def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_path: Path) -> None:
     asked()
     file, to = tmp_path / "campaign.yaml", tmp_path / "runs"
-    status = sparsebench("campaign", "status", file, "--to", to)
+    status = sparsebench("campaign", "status", file, "--out", to)
     assert "0 of 2 entries are whole" in status.stdout
     cost = sparsebench("campaign", "plan", file, "--gpu", PUBLISHED / "nvidia-h200")
     assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
@@ -412,9 +412,9 @@ def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_pa
     assert said in elsewhere.stderr
     told = " ".join(sparsebench("campaign", "run", "--help").stdout.split())
     assert "90s, 10m, 2h; default: as long as it takes" in told
-    wrong = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--budget", "1s")
+    wrong = sparsebench("campaign", "run", file, "--out", to, "--device", "sim", "--budget", "1s")
     assert "--budget: expected 60s or more" in wrong.stderr
-    run = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--entry", "other")
+    run = sparsebench("campaign", "run", file, "--out", to, "--device", "sim", "--entry", "other")
     assert run.returncode == 0, run.stderr
     assert "1 of 1 entry is whole" in run.stdout
 

@@ -366,7 +366,7 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
     done = sparsebench(
         "claims", "report", *names, "--from", run / "sparsity-64", "--from", run / "sparsity-4096",
-        "--to", tmp_path / "site",
+        "--out", tmp_path / "site",
     )  # fmt: skip
     assert done.returncode == 0
     first, second = (line.split() for line in done.stdout.splitlines() if "openai-2017" in line)
@@ -391,7 +391,7 @@ def test_a_model_is_pruned_to_the_fractions_of_a_claim(
     monkeypatch.setattr(command, "prune_file", prune_file)
     run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
     given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
-    done = sparsebench(*given, "--to", tmp_path)
+    done = sparsebench(*given, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert asked == [0.0, 0.125, 0.25, 0.5, 0.75]
     assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2

@@ -12,13 +12,13 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli_cluster import go_on, is_shared
 from sparsebench.harness.cluster import devices, jobs
 from sparsebench.harness.cluster import folder as folders
 from sparsebench.harness.cluster.devices import share
 from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.cluster.work import settle, work
+from sparsebench.harness.commands._sharing import is_shared, resume_shared
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
 from sparsebench.harness.plan.suite import Suite, read
@@ -111,7 +111,7 @@ def test_a_page_says_how_many_gpus_there_were(merged: Path, tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_a_merged_run_is_compared_and_published_as_others(merged: Path, tmp_path: Path) -> None:
     assert sparsebench("compare", merged, merged).returncode == 0
-    assert sparsebench("publish", merged, "--to", tmp_path / "site").returncode == 0
+    assert sparsebench("publish", merged, "--out", tmp_path / "site").returncode == 0
 
 
 def test_the_noise_floor_is_of_all_gpus_together(suite: Suite, merged: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_plan_that_was_stopped_goes_on_where_it_was(
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
     assert is_shared(out)
-    go_on(out, RunOptions())
+    resume_shared(out, RunOptions())
     assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli_survey import budget_s
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
+from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import _cli
+from sparsebench.harness.commands import _console
 from sparsebench.harness.models.pruning import pattern, region, spensegpt
 from sparsebench.harness.models.pruning.command import prune_file
 from sparsebench.harness.models.pruning.layer import (
@@ -403,7 +403,7 @@ def test_the_command_refuses_in_one_line(
     weights, activations = files
     more = [*more, "--calibration", str(activations), "--device", "cpu"]
     done = sparsebench("prune", weights, *more)
-    assert done.returncode == _cli.BAD_INPUT
+    assert done.returncode == _console.BAD_INPUT
     [line] = done.stderr.splitlines()
     assert message in line
 

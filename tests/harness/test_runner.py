@@ -12,7 +12,7 @@ import pytest
 from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start as ahead

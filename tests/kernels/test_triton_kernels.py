@@ -14,10 +14,9 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.triton import precision_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-from sparsebench.kernels.dense import dense_triton
 from sparsebench.results.record import Problem
 
-KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton]
+KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad]
 
 
 @has_interpreter

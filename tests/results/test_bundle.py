@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from right_rows import right_rows
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli import UNCHECKED
+from sparsebench.harness.commands._console import UNCHECKED
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validation import validate

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
+from cuda_on_cpu import built, device_code
 from on_hopper import assert_compiles_cleanly, hopper
-from places import cuda_source
 from sample import sampled
 from torch import Tensor
 
@@ -76,9 +75,7 @@ STAND_INS = """
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
-    head, _, rest = cuda_source("bitmap_mma.cu").partition("// ---- PTX ----")
-    source = STAND_INS + head + rest[rest.index("// ---- the decode") :]
-    source = re.sub("extern __shared__.*", "char* shared = dynamic_shared();", source)
+    source = STAND_INS + device_code("bitmap_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }

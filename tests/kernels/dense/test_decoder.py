@@ -25,7 +25,7 @@ from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.bsr import decoder_bsr
-from sparsebench.kernels.dense import _decoder, _decoder_glue, cublas, decoder_dense
+from sparsebench.kernels.dense import _decoder, _decoder_glue, _gemm, decoder_dense
 from sparsebench.results.record import Problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -46,7 +46,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():  # a build of torch without cuBLASLt refuses its name
-        monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+        monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
 
 
 def problem(**fields: Any) -> Problem:

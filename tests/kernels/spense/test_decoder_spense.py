@@ -20,7 +20,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops.ffn import act_of
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
-from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.spense import decoder_spense, spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import parted
 from sparsebench.results.record import Problem
@@ -99,7 +99,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
     monkeypatch.setattr(spense_wgmma, "prepare", prepare)
     monkeypatch.setattr(spense_wgmma, "plan", lambda w, m, config, activation: activation)
     monkeypatch.setattr(spense_wgmma, "bind", lambda plan, x, w, scales: product(x, w, plan))
-    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
     return made
 
 

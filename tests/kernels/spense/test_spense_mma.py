@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
+from cuda_on_cpu import built, device_code
 from on_hopper import CLEAN, known_by_nvcc
-from places import KERNELS, cuda_source
+from places import KERNELS
 from sample import sampled
 from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
@@ -69,10 +69,7 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
-    source = cuda_source("spense_mma.cu")
-    head, _, rest = source.partition("// ---- PTX ----")
-    source = '#include "mma_on_cpu.h"\n' + head + rest[rest.index("// ---- a warp's part") :]
-    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }

@@ -20,7 +20,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
-from sparsebench.kernels.dense import _decoder, cublas
+from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
 
@@ -89,7 +89,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
         return made[-1]
 
     monkeypatch.setattr(ffn_few, "launch", launch)
-    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
     return made
 
 

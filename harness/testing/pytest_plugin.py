@@ -39,6 +39,6 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     named = file_path.suffix in (".yaml", ".yml") and parent.session.isinitpath(file_path)
     if not named or not OURS.search(file_path.read_bytes()):
         return None
-    from sparsebench.harness._pytest_nodes import SuiteFile
+    from sparsebench.harness.testing._pytest_nodes import SuiteFile
 
     return SuiteFile.from_parent(parent, path=file_path)
