@@ -17,7 +17,8 @@ from threading import Thread
 
 from sparsebench.harness.machine.parent_watch import WAIT
 
-WORKER = "sparsebench.harness.run.worker"
+PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
+COMMAND = *PYTHON, "sparsebench.harness.run.worker"
 AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import while another one starts
 
 Process = subprocess.Popen[str]
@@ -26,16 +27,12 @@ _waiting: list[Process] = []
 _importing: list[Thread] = []
 
 
-def spawn(module: str, *arguments: str) -> Process:
-    """Start a module as a process of its own session, connected by pipes.
-
-    Ctrl-C then reaches the parent alone, which ends the process. With -P, the repository's folders
-    do not shadow installed packages of the same name.
-    """
+def spawn(*command: str) -> Process:
+    """Start a process connected by pipes, in its own session: Ctrl-C reaches the parent alone."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        (sys.executable, "-P", "-m", module, *arguments),
-        stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True,
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -43,7 +40,7 @@ def start(device: str | None, devices: int, processes: int) -> None:
     """Start the first workers of a run; they import and wait. A simulated device needs none."""
     if not (device or "").startswith("sim"):
         count = devices and max(devices, min(processes, 1 + AHEAD))
-        _waiting.extend(spawn(WORKER, WAIT) for _ in range(count))
+        _waiting.extend(spawn(*COMMAND, WAIT) for _ in range(count))
 
 
 def take() -> Process | None:

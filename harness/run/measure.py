@@ -1,8 +1,8 @@
 """Measure a whole run: a suite's contests, through workers, into a run directory.
 
-The run directory is made once a worker has answered, and it is valid from then on: the rows of every
-contest are on disk before the next contest starts, and run.json says whether the run has finished.
-The directory stays locked meanwhile.
+The run directory is made once a worker has answered, and it is valid from then on: the rows of
+every contest are on disk before the next contest starts, and run.json says whether the run has
+finished. The directory stays locked meanwhile.
 """
 
 import os
@@ -92,7 +92,7 @@ def measure(
     flags: Flags,
     out: Path | None,
     resume: Path | None,
-    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
+    options: RunOptions = RunOptions(),
 ) -> Path:
     """Run the suite, or resume a stopped run, and return the sealed run directory.
 

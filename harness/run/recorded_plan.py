@@ -1,9 +1,9 @@
 """The plan that a recorded run followed: rebuilt from the run, and compared with what is here.
 
-    code_of           contests ─> names of other packages ─> environment.json: plugins, code_sha256
-    own_suite         suite.yaml of the run, expanded again
-    require_planned   the rows of the run are those that its plan asks for
-    completed_rows    of a stopped run: the contests that need not be measured again
+code_of           contests ─> names of other packages ─> environment.json: plugins, code_sha256
+own_suite         suite.yaml of the run, expanded again
+require_planned   the rows of the run are those that its plan asks for
+completed_rows    of a stopped run: the contests that need not be measured again
 """
 
 from collections.abc import Iterable, Mapping

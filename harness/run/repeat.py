@@ -127,9 +127,7 @@ def _headline(run: Run, cell: dict[str, Any], names: list[str], reliable: bool) 
     values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
     place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
     problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
-    return Headline(
-        cell["case_id"], confirmed, f"{verdict}: {cell['label']} {outcome}: {problem}."
-    )
+    return Headline(cell["case_id"], confirmed, f"{verdict}: {cell['label']} {outcome}: {problem}.")
 
 
 def whole(path: Path) -> Run:

@@ -7,8 +7,8 @@
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 
 A second attempt announces every sample and waits for it, so that an error while contenders take
-turns is charged to the right one. If that fails too, or if no worker starts, the contest is given up
-and every row says why. worker_process.py talks to the worker.
+turns is charged to the right one. If that fails too, or if no worker starts, the contest is given
+up and every row says why. worker_process.py talks to the worker.
 
 While a worker takes its device, the workers of the next processes import everything, which takes
 seconds. They then idle without a device: nothing is imported while a contest runs.
@@ -35,7 +35,7 @@ from sparsebench.harness.run.worker_process import (
     start_worker,
 )
 from sparsebench.results.ceilings import FP32, TF32, Ceilings
-from sparsebench.results.record import Case, Contender, Row, Status
+from sparsebench.results.record import Case, Row, Status
 
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
 CEILINGS_KEPT_S = 600.0  # clocks settle within a minute, but other users of a machine come and go

@@ -28,7 +28,7 @@ from sparsebench.harness.bench.sampling import (
 from sparsebench.results import bundle, store, tuning_doubts
 from sparsebench.results.consistency import inspect
 from sparsebench.results.formatting import amount
-from sparsebench.results.record import Row, Status
+from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)

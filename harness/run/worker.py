@@ -9,8 +9,8 @@
                                        or {"fatal": [case id, reason]}, and the process ends
 
 The first line describes the device. With --wait the worker first reports that everything is
-imported, CUDA_PACKAGES included, and then waits for a line [DEVICE, DATA]. What a kernel prints goes
-to stderr; answers have a file descriptor of their own.
+imported, CUDA_PACKAGES included, and then waits for a line [DEVICE, DATA]. What a kernel prints
+goes to stderr; answers have a file descriptor of their own.
 
 Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
 """

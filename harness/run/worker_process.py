@@ -30,6 +30,7 @@ from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import without_paths
 
+COMMAND = early_start.COMMAND
 SIMULATOR = "sparsebench.harness.sim.simulated_worker"  # loaded only for a simulated device
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 END_TIMEOUT_S = 60.0  # for a child whose answer is no longer needed; writing a core takes seconds
@@ -130,10 +131,10 @@ class Worker:
         Raises WorkerError.
         """
         self._arguments = [device, *([str(data)] if data else [])]
-        module = SIMULATOR if simulated(device) else early_start.WORKER
+        command = (*early_start.PYTHON, SIMULATOR) if simulated(device) else COMMAND
         arguments = [WAIT] if spare else self._arguments
         try:
-            self._child = process or early_start.spawn(module, *arguments)
+            self._child = process or early_start.spawn(*command, *arguments)
         except OSError as error:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()

@@ -3,8 +3,8 @@
     contenders   take the times of gpu_model.py; the spec plans faults
     rows         are marked: clock `sim`, device `sim-SEED`, a GPU named `simulated ...`
 
-Everything above it is real: runner, timeouts, rows on disk, statistics, report. The same spec, suite
-and process number give the same rows; another seed is another device.
+Everything above it is real: runner, timeouts, rows on disk, statistics, report. The same spec,
+suite and process number give the same rows; another seed is another device.
 
 Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:FILE.yaml] [DATA] | --wait
 """
