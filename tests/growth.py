@@ -18,14 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.folder import Plan
-from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Counts, Flags, Record, now
 from sparsebench.harness.run.validation import validate
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.sim import simulated_contest as sim_contest
 from sparsebench.harness.sim import simulated_worker as sim_worker
 from sparsebench.harness.sim.gpu_model import Spec

@@ -63,9 +63,9 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
-    "cluster": {"machine", "plan", "run"},
-    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
-    "campaign": {"machine", "plan", "run", "claims", "cluster"},
+    "shared_runs": {"machine", "plan", "run", "claims"},
+    "costs": {"catalog", "bench", "plan", "claims", "shared_runs"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "shared_runs", "costs"},
     "models": {"inputs", "machine", "patterns", "catalog", "bench"},
 }
 MOST_GROUPS, MOST_IMPORTS = 20, 95

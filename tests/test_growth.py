@@ -7,8 +7,8 @@ import growth
 import pytest
 from places import ROOT
 
-from sparsebench.harness.cluster.merge import merge
 from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.results import store
 
 

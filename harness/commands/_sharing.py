@@ -86,9 +86,9 @@ class Sharing:
         options: "RunOptions",
     ) -> Path:
         """Measure a suite as run/measure.py does, shared out; resume a stopped run at `out`."""
-        from sparsebench.harness.cluster.devices import share
-        from sparsebench.harness.cluster.folder import Plan
-        from sparsebench.harness.cluster.jobs import job_name, read_options, submit
+        from sparsebench.harness.shared_runs.cluster_jobs import job_name, read_options, submit
+        from sparsebench.harness.shared_runs.local_gpus import share
+        from sparsebench.harness.shared_runs.shared_folder import Plan
 
         if resume:
             raise SuiteError(f"--resume {resume}: expected a run that is shared out, found another")
@@ -110,19 +110,19 @@ class Sharing:
 
 def is_shared(run: Path) -> bool:
     """Return whether a run is shared out and not merged yet."""
-    from sparsebench.harness.cluster import folder as folders
+    from sparsebench.harness.shared_runs import shared_folder as folders
 
     return (folders.beside(run) / "plan.json").exists() and not (run / "run.json").exists()
 
 
 def resume_shared(run: Path, options: "RunOptions") -> Path:
     """Resume a run that is shared out, and return the merged run."""
-    from sparsebench.harness.cluster import devices, jobs
-    from sparsebench.harness.cluster import folder as folders
+    from sparsebench.harness.shared_runs import cluster_jobs, local_gpus
+    from sparsebench.harness.shared_runs import shared_folder as folders
 
     folder = folders.beside(run)
     plan = folders.read(folder)
     suite = folders.suite(folder, plan)
     if plan.by == "devices":
-        return devices.go_on(folder, suite, plan, options)
-    return jobs.go_on(folder, suite, plan, options)
+        return local_gpus.go_on(folder, suite, plan, options)
+    return cluster_jobs.go_on(folder, suite, plan, options)

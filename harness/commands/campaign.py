@@ -58,8 +58,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate the GPU time of each entry and of all of them, and compare it with the budget."""
-    from sparsebench.harness.campaign.costs import estimates
-    from sparsebench.harness.campaign.plan import campaign as read
+    from sparsebench.harness.costs.campaign_estimates import estimates
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
 
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
@@ -99,8 +99,8 @@ def run(
     peers: Peers = None,
 ) -> None:
     """Measure the rest of a campaign until the budget ends; the same command resumes it."""
-    from sparsebench.harness.campaign.plan import campaign as read
-    from sparsebench.harness.campaign.sitting import Sitting
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+    from sparsebench.harness.shared_runs.sitting import Sitting
 
     until = monotonic() + budget_s(budget) if budget else inf
     requested, sharing = read(file), Sharing(devices)
@@ -122,9 +122,9 @@ def status(
     out: Folder, file: File = "published", names: Names = None, as_json: Json = False
 ) -> None:
     """Show how far each entry of a campaign is, without a GPU."""
-    from sparsebench.harness.campaign.plan import campaign as read
-    from sparsebench.harness.campaign.publish import published
-    from sparsebench.harness.campaign.sitting import state
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+    from sparsebench.harness.shared_runs.publication import published
+    from sparsebench.harness.shared_runs.sitting import state
     from sparsebench.results.formatting import are
 
     requested = read(file)
@@ -157,8 +157,8 @@ def publish(
 
     With --entry, replace only the runs of those entries, each of which must be whole.
     """
-    from sparsebench.harness.campaign.plan import campaign as read
-    from sparsebench.harness.campaign.publish import publish as replace
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+    from sparsebench.harness.shared_runs.publication import publish as replace
 
     for page in replace(read(file), out, into, names or []):
         stdout.line(f"{page}: written")

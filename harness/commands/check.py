@@ -35,8 +35,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Estimate the run time of a suite, and list unsupported cases."""
+    from sparsebench.harness.costs.suite_estimates import costs, plan_there
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.plan.elsewhere import costs, plan_there
     from sparsebench.harness.plan.preview import plan, uncontested
     from sparsebench.harness.plan.suite import read
     from sparsebench.results.formatting import amount

@@ -30,7 +30,7 @@ from sparsebench.harness.commands._options import (
 )
 
 if TYPE_CHECKING:
-    from sparsebench.harness.claims.check import Evidence
+    from sparsebench.harness.claims.checking import Evidence
     from sparsebench.results.ceilings import Ceilings
     from sparsebench.results.model_files import Pruning
 
@@ -59,7 +59,7 @@ Losses = Annotated[
 @claims.command("list")
 def list_(names: Names = None, as_json: Json = False) -> None:
     """List the known claims and what each one says."""
-    from sparsebench.harness.claims.catalog import chosen
+    from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.reports.claims.sheets import listed
 
     selected = chosen(names or [])
@@ -80,9 +80,9 @@ def schema() -> None:
 @claims.command()
 def lint(names: Names = None, data: Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
-    from sparsebench.harness.claims.catalog import claims as known
-    from sparsebench.harness.claims.catalog import load
-    from sparsebench.harness.claims.plan import parts
+    from sparsebench.harness.claims.claim_catalog import claims as known
+    from sparsebench.harness.claims.claim_catalog import load
+    from sparsebench.harness.claims.claim_plan import parts
     from sparsebench.results.formatting import amount
 
     valid = True
@@ -112,8 +112,8 @@ def bound(
     as_json: Json = False,
 ) -> None:
     """Compute the best possible result of each claim, and which tests no kernel can meet."""
-    from sparsebench.harness.claims.catalog import chosen
-    from sparsebench.harness.claims.check import evidence
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.reports.claims.sheets import bounded
 
     planned = evidence(chosen(names or []), data=data).asked(_ceilings(gpu))
@@ -161,12 +161,12 @@ def check(
     the best cell of each claim that needs one is measured again, alone. If --budget ends the check
     early, the same command with --out resumes it.
     """
-    from sparsebench.harness.claims.catalog import chosen
-    from sparsebench.harness.claims.check import check as measure
-    from sparsebench.harness.claims.check import evidence, to_json
-    from sparsebench.harness.claims.costs import left_out, looks
+    from sparsebench.harness.claims.checking import check as measure
+    from sparsebench.harness.claims.checking import evidence, to_json
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.costs.claim_estimates import left_out, looks
+    from sparsebench.harness.costs.suite_estimates import costs
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.plan.elsewhere import costs
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
@@ -211,8 +211,8 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
-    from sparsebench.harness.claims.catalog import chosen
-    from sparsebench.harness.claims.check import evidence, to_json
+    from sparsebench.harness.claims.checking import evidence, to_json
+    from sparsebench.harness.claims.claim_catalog import chosen
 
     result = evidence(chosen(names or []), _runs(runs), data)
     if as_json:

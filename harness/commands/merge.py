@@ -16,7 +16,7 @@ def merge(
     plugins: Plugins = False,
 ) -> None:
     """Join the parts of one plan into a run, and write its report."""
-    from sparsebench.harness.cluster.merge import merge as join
+    from sparsebench.harness.shared_runs.merging import merge as join
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer
     from sparsebench.results import store

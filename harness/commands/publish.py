@@ -30,8 +30,8 @@ def publish(
     names, host names and paths are left out.
     """
     from sparsebench.harness.catalog import listing
-    from sparsebench.harness.claims.catalog import chosen
-    from sparsebench.harness.claims.check import evidence
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.harness.run.validation import validate
     from sparsebench.reports.site.pages import Site
     from sparsebench.reports.site.publish import publish as add

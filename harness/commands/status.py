@@ -17,8 +17,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show how far a run is, from any host that sees its folder."""
-    from sparsebench.harness.cluster import folder as folders
-    from sparsebench.harness.cluster.jobs import jobs
+    from sparsebench.harness.shared_runs import shared_folder as folders
+    from sparsebench.harness.shared_runs.cluster_jobs import jobs
     from sparsebench.results import store
     from sparsebench.results.formatting import amount
 

@@ -32,7 +32,7 @@ from sparsebench.results.record import Row
 class Part:
     """One of the processes that share a plan.
 
-    folder    what the parts share (harness/cluster/folder.py)
+    folder    what the parts share (harness/shared_runs/shared_folder.py)
     number    of this part, from 1 on
     host      what tells its host from others (machine/cpu_placement.py)
     earlier   rows of this part that were measured on another GPU, whole contests

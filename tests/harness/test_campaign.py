@@ -14,19 +14,19 @@ from places import PUBLISHED
 from simulated_here import in_this_process
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.campaign import costs as costing
-from sparsebench.harness.campaign import pieces as piecewise
-from sparsebench.harness.campaign import sitting as sittings
-from sparsebench.harness.campaign.plan import Campaign, campaign, campaigns
-from sparsebench.harness.campaign.publish import publish
-from sparsebench.harness.campaign.publish import published as published_before
-from sparsebench.harness.campaign.sitting import Sitting, state
-from sparsebench.harness.plan.elsewhere import costs as known_costs
+from sparsebench.harness.costs import campaign_estimates as costing
+from sparsebench.harness.costs.suite_estimates import costs as known_costs
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
+from sparsebench.harness.shared_runs import pieces as piecewise
+from sparsebench.harness.shared_runs import sitting as sittings
+from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign, campaigns
+from sparsebench.harness.shared_runs.publication import publish
+from sparsebench.harness.shared_runs.publication import published as published_before
+from sparsebench.harness.shared_runs.sitting import Sitting, state
 from sparsebench.reports.published import __main__ as published
 from sparsebench.results import bundle, store
 

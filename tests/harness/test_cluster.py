@@ -12,12 +12,6 @@ import pytest
 from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.cluster import devices, jobs
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.devices import share
-from sparsebench.harness.cluster.folder import Plan
-from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import settle, work
 from sparsebench.harness.commands._sharing import is_shared, resume_shared
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
@@ -26,6 +20,12 @@ from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measu
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
+from sparsebench.harness.shared_runs import cluster_jobs, local_gpus
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.local_gpus import share
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.part_work import settle, work
+from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
@@ -316,12 +316,12 @@ def test_a_cluster_that_is_not_there_is_an_error_and_nothing_is_left(
 ) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
-    plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, jobs.job_name())
+    plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, cluster_jobs.job_name())
     with pytest.raises(SuiteError, match="--slurm: expected a cluster and options of it"):
-        jobs.submit(suite, plan, tmp_path / "run")
+        cluster_jobs.submit(suite, plan, tmp_path / "run")
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(SuiteError, match="--submit local: expected submitit, found none"):
-        jobs.submit(suite, replace(plan, by="local"), tmp_path / "run")
+        cluster_jobs.submit(suite, replace(plan, by="local"), tmp_path / "run")
     assert not [*tmp_path.iterdir()]
 
 
@@ -332,4 +332,4 @@ def test_a_folder_of_another_plan_is_not_gone_on_with(
     folders.create(tmp_path / "run.shards", plan, suite.text)
     assert folders.read(tmp_path / "run.shards") == plan
     with pytest.raises(SuiteError, match="expected the plan that is shared out there"):
-        devices.prepared(tmp_path / "run", suite, replace(plan, devices=tuple(gpus[1:])), ())
+        local_gpus.prepared(tmp_path / "run", suite, replace(plan, devices=tuple(gpus[1:])), ())

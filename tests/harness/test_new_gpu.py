@@ -11,8 +11,8 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._app import main
 from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import survey as surveys
-from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
+from sparsebench.harness.new_gpu.problem_choice import deciding
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags

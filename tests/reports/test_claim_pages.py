@@ -10,8 +10,8 @@ import pytest
 from made_up_claims import CLAIM, cell, claimed, spread
 from places import PUBLISHED
 
-from sparsebench.harness.claims.catalog import chosen
-from sparsebench.harness.claims.check import evidence
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
 from sparsebench.reports.site import publish as site

@@ -11,11 +11,11 @@ import outsider
 import pytest
 from simulated_here import in_this_process
 
-from sparsebench.harness.campaign.pieces import pack
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.shared_runs.pieces import pack
 from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline

@@ -9,8 +9,8 @@ import yaml
 from made_up_claims import CLAIM
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.claims.catalog import load
-from sparsebench.harness.claims.check import evidence
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_catalog import load
 from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
 from sparsebench.results.claims.schema import Claim, Written, parse
 from sparsebench.results.claims.verdict import Word

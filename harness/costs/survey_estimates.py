@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from sparsebench.harness.plan.elsewhere import kind_of
+from sparsebench.harness.costs.suite_estimates import kind_of
 from sparsebench.results.record import Problem, Row
 from sparsebench.results.store import Run
 

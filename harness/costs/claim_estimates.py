@@ -1,6 +1,6 @@
 """What a check has left to measure, a run for each suite, and about how long that will take.
 
-    run = RUN_S + what plan/elsewhere.py says of its cases + ENERGY_S a case and process
+    run = RUN_S + what suite_estimates.py says of its cases + ENERGY_S a case and process
 
 Kernels without rows on that GPU are taken as typical, and named. A suite of files below --data that
 are not given is left out, and named as well.
@@ -9,8 +9,8 @@ are not given is left out, and named as well.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsebench.harness.claims.check import Evidence, Wanted, measures_energy, missing
-from sparsebench.harness.plan.elsewhere import Costs, plan_there
+from sparsebench.harness.claims.checking import Evidence, Wanted, measures_energy, missing
+from sparsebench.harness.costs.suite_estimates import Costs, plan_there
 from sparsebench.results.formatting import amount
 
 RUN_S = 12.0  # of a run, beside its contests: 11 s of it are ceilings on an H200

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import settled
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags, OnMessage
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.part_work import settled
 from sparsebench.results import bundle, files, store
 from sparsebench.results.formatting import amount
 from sparsebench.results.provenance import identity_at

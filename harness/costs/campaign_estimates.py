@@ -1,6 +1,6 @@
 """What a campaign will cost on one GPU, entry by entry, from rows that were published from it.
 
-suite       as `check --gpu` estimates it (harness/plan/elsewhere.py); where its source files are
+suite       as `check --gpu` estimates it (suite_estimates.py); where its source files are
             not here, a published run of the suite, process by process
 confirm     its cells alone, with the noise floor that every run has
 reproduce   as what it repeats, without a search
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.campaign.plan import Campaign, Entry
-from sparsebench.harness.claims.catalog import chosen
-from sparsebench.harness.claims.check import evidence
-from sparsebench.harness.claims.plan import Part
-from sparsebench.harness.plan.elsewhere import Costs, plan_there
-from sparsebench.harness.plan.elsewhere import costs as known_costs
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import Part
+from sparsebench.harness.costs.suite_estimates import Costs, plan_there
+from sparsebench.harness.costs.suite_estimates import costs as known_costs
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
 from sparsebench.results import files
 from sparsebench.results.record import Case
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.devices import prepared
-from sparsebench.harness.cluster.folder import Plan, Share
-from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import settle, work
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.local_gpus import prepared
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.part_work import settle, work
+from sparsebench.harness.shared_runs.shared_folder import Plan, Share
 from sparsebench.results import files, store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}

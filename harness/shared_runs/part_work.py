@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
@@ -23,6 +21,8 @@ from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.worker_process import Log, Worker
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, store
 from sparsebench.results.provenance import identity_at
 from sparsebench.results.record import Row

@@ -23,7 +23,7 @@ from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
-from sparsebench.harness.claims.plan import Part, asked, parts, refused
+from sparsebench.harness.claims.claim_plan import Part, asked, parts, refused
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite

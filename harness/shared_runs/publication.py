@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.campaign.plan import Campaign
-from sparsebench.harness.campaign.sitting import state
+from sparsebench.harness.shared_runs.campaign_file import Campaign
+from sparsebench.harness.shared_runs.sitting import state
 from sparsebench.results import bundle, files
 from sparsebench.results.provenance import device_name
 

@@ -22,23 +22,23 @@ from threading import Condition
 from time import monotonic
 
 from sparsebench.errors import ResultError, SparsebenchError
-from sparsebench.harness.campaign.pieces import (
-    Pieces,
-    Unfinished,
-    card_of,
-    done_in,
-    pieces,
-)
-from sparsebench.harness.campaign.plan import Campaign, Entry
-from sparsebench.harness.claims.catalog import chosen
-from sparsebench.harness.claims.check import check
-from sparsebench.harness.cluster.devices import end
+from sparsebench.harness.claims.checking import check
+from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
+from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
+from sparsebench.harness.shared_runs.local_gpus import end
+from sparsebench.harness.shared_runs.pieces import (
+    Pieces,
+    Unfinished,
+    card_of,
+    done_in,
+    pieces,
+)
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, alike, require_alike
 

@@ -16,16 +16,16 @@ from math import inf
 from pathlib import Path
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.folder import Plan
-from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import settle, work
 from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Pinned
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.part_work import settle, work
+from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import store
 from sparsebench.results.files import utf8
 
