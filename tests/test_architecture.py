@@ -5,7 +5,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from places import ROOT
+
+from tests.tools.paths import ROOT
 
 MAY_IMPORT = {
     "formats": set(),

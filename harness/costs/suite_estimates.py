@@ -36,7 +36,7 @@ from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.kernels._common.search import FINALISTS, finalists
 from sparsebench.results import store
-from sparsebench.results.provenance import Choices, choices, device_name
+from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
@@ -135,11 +135,11 @@ def costs(path: Path) -> Costs:
             expected = "runs with the seconds of each stage (spent_s)"
             raise ResultError(f"--gpu {run.path}: expected {expected}, found none")
     first = _kernels(runs, first=True)
-    pinned = [run for run in runs if choices(run.state) is Choices.FIRST]
+    pinned = [run for run in runs if choices_of(run.state) is Choices.FIRST]
     later = _kernels(pinned, first=False)
     shares = {name: _share(groups) for name, groups in _groups(runs, (True, False)).items()}
     again = {n: _again(n, kernel, later.get(n), shares) for n, kernel in first.items()}
-    searched = [run for run in runs if choices(run.state) in (Choices.EACH, Choices.AMONG)]
+    searched = [run for run in runs if choices_of(run.state) in (Choices.EACH, Choices.AMONG)]
     return Costs(
         names.pop(),
         int(runs[0].environment["gpu"].get("memory_bytes", 0)),
@@ -269,7 +269,7 @@ def _searched(rows: Sequence[Row]) -> bool:
 
 def _searching(runs: Sequence[Run], again: Mapping[str, Kernel]) -> dict[str, Kernel]:
     """Return what kernels took in later processes of verdicts, or would take among finalists."""
-    among = [run for run in runs if choices(run.state) is Choices.AMONG]
+    among = [run for run in runs if choices_of(run.state) is Choices.AMONG]
     anew = [run for run in runs if run not in among]
     found = {}
     for name, groups in _groups(runs, (True, False)).items():

@@ -112,7 +112,7 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = completed_rows(resume, suite, flags, contests) if resume else []
-        chosen_by = provenance.planned(flags.replicates, bool(options.pinned))
+        chosen_by = provenance.planned_choices(flags.replicates, bool(options.pinned))
         runner = Runner(
             flags.device,
             flags.data,
@@ -143,7 +143,7 @@ def measure(
             require_same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
             bundle.unseal(resume)
-            store.keep(resume, done)
+            store.replace_rows(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings(contests)

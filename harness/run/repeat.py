@@ -32,7 +32,7 @@ from sparsebench.harness.run.worker_process import Log, Worker, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
 from sparsebench.results.comparison import KEYS
-from sparsebench.results.consistency import inspect
+from sparsebench.results.consistency import check_consistency
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.provenance import device_name
@@ -134,7 +134,7 @@ def whole(path: Path) -> Run:
     """Read a bundle. Raises ResultError if a file or a row is not as it should be."""
     bundle.verify(path)
     run = store.read(path)
-    for _ in inspect(run):
+    for _ in check_consistency(run):
         pass
     return run
 

@@ -26,7 +26,6 @@ from sparsebench.harness.bench.sampling import (
     layers_of,
 )
 from sparsebench.results import bundle, store, tuning_doubts
-from sparsebench.results.consistency import inspect
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run

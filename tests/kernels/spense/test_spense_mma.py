@@ -16,11 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built, device_code
-from on_hopper import CLEAN, known_by_nvcc
-from places import KERNELS
-from sample import sampled
-from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -30,6 +25,19 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import CLEAN, known_by_nvcc
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    LARGE,
+    SHAPES,
+    Shape,
+    assert_right,
+    example,
+    on_gpu,
+)
+from tests.tools.marks import sampled
+from tests.tools.paths import KERNELS
 
 KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 CONFIGS = spense_mma.space(KIB["sm_90"])

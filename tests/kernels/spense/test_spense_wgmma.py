@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, hopper
-from sample import sampled
-from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -32,6 +29,17 @@ from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    LARGE,
+    SHAPES,
+    Shape,
+    assert_right,
+    example,
+    on_gpu,
+)
+from tests.tools.marks import sampled
 
 CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
 CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
