@@ -59,7 +59,7 @@ def validate(
     yield CheckResult(f"files: {', '.join(bundle.verify(path))}: unchanged since they were sealed")
     yield CheckResult(f"bundle: {_published(path)}")
     run = store.read(path)
-    for line in inspect(run):
+    for line in check_consistency(run):
         yield CheckResult(line)
     rows = amount(_require_plausible(run), "row")
     yield CheckResult(f"time taken: {rows} with about as many samples as their times allow")
