@@ -26,6 +26,7 @@ from sparsebench.harness.bench.sampling import (
     layers_of,
 )
 from sparsebench.results import bundle, store, tuning_doubts
+from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
