@@ -24,7 +24,7 @@ test: .venv/installed
 test-all: .venv/installed
 	$(PYTEST)
 
-# Write tests/compiled.txt, the record of what is known to compile; what is in it stays uncompiled.
+# Write tests/compiling/record.txt, the record of what is known to compile; what is in it stays uncompiled.
 compiled: .venv/installed
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal -m compiles --record
 

@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from places import ROOT
+
+from tests.tools.paths import ROOT
 
 MAY_IMPORT = {
     "formats": set(),

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import outsider
 import pytest
-from command import sparsebench
-from places import PUBLISHED, ROOT, TESTS
 
 from sparsebench.reports.published._summary import modelled, widened
 from sparsebench.results import model_files
@@ -21,6 +18,9 @@ from sparsebench.results.model_files import (
     PatternTrainings,
 )
 from sparsebench.results.store import write_json
+from tests import outsider
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED, ROOT, TESTS
 
 PAGE = PUBLISHED / "README.md"
 CLAIMS, RUN = ("cusparse-slower", "openai-2017-cublas"), PUBLISHED / "nvidia-h200/sparsity-4096"

@@ -53,7 +53,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.results.ceilings import judged
+from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 
@@ -298,7 +298,7 @@ def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
         bound_us, by = least or (None, None)
         row = replace(row, bound_us=bound_us, bound_by=by)
         if row.reference or contest.device.type == "cuda":
-            row = judged(row, median(taken.times_us))
+            row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
     return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)

@@ -109,7 +109,7 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = finished(resume, suite, flags, contests) if resume else []
-        chosen_by = provenance.planned(flags.replicates, bool(pinned))
+        chosen_by = provenance.planned_choices(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
         given = flags.device, flags.data, flags.timeout_s
         runner = Runner(*given, pinned, share, flags.replicates)
@@ -133,7 +133,7 @@ def measure(
             _same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
             bundle.unseal(resume)
-            store.keep(resume, done)
+            store.replace_rows(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings(contests)
@@ -366,8 +366,8 @@ def _same_place(path: Path, here: Mapping[str, Any]) -> None:
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
     """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
-    if provenance.choices(before) is not chosen_by:
-        expected = f"expected choices by {provenance.choices(before)}, found {chosen_by}"
+    if provenance.choices_of(before) is not chosen_by:
+        expected = f"expected choices by {provenance.choices_of(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out goes on with such a run"
-        of_bundle = provenance.choices(before) is Choices.BUNDLE
+        of_bundle = provenance.choices_of(before) is Choices.BUNDLE
         raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")

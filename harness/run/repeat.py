@@ -28,7 +28,7 @@ from sparsebench.harness.sim.gpu_model import faults
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
 from sparsebench.results.comparison import KEYS
-from sparsebench.results.consistency import inspect
+from sparsebench.results.consistency import check_consistency
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.provenance import device_name
@@ -61,7 +61,7 @@ def whole(path: Path) -> Run:
     """Read a bundle; ResultError where a file, or anything in its rows, is not as it should be."""
     bundle.verify(path)
     run = store.read(path)
-    for _ in inspect(run):
+    for _ in check_consistency(run):
         pass
     return run
 

@@ -26,7 +26,7 @@ from sparsebench.harness.bench.sampling import (
     layers_of,
 )
 from sparsebench.results import bundle, store, tuning_doubts
-from sparsebench.results.consistency import inspect
+from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row, Status
 from sparsebench.results.store import Run
@@ -60,7 +60,7 @@ def validate(
     yield Checked(f"files: {', '.join(bundle.verify(path))}: as they were sealed")
     yield Checked(f"bundle: {_published(path)}")
     run = store.read(path)
-    for line in inspect(run):
+    for line in check_consistency(run):
         yield Checked(line)
     yield Checked(
         f"time taken: {amount(_plausible(run), 'row')}, each about as long as samples were taken"

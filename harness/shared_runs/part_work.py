@@ -23,7 +23,7 @@ from sparsebench.harness.run.worker_process import Log, Worker
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, store
-from sparsebench.results.provenance import identity_at
+from sparsebench.results.provenance import device_id_at
 from sparsebench.results.record import Row
 
 Begun = Callable[[Part], None]
@@ -50,7 +50,7 @@ def work(
     with store.locked(folder / str(number)):
         pieces = folders.pieces(folder, number)
         here = _identity(flags) if pieces else ""
-        same = [run for run in pieces if identity_at(run) == here]
+        same = [run for run in pieces if device_id_at(run) == here]
         earlier = list[Row]()
         for run in pieces:
             if run not in same:
@@ -76,7 +76,7 @@ def settled(run: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> l
             counts = Counts(rows)
             counted = {"done": len(counts.done), "of": state["contests"]["of"]}
             whole = counted["done"] == counted["of"]
-            store.keep(run, rows)
+            store.replace_rows(run, rows)
             ended = {"status": "finished" if whole else "interrupted", "contests": counted}
             store.set_state(run, state | ended | {"cases": dict(counts.cases)})
             bundle.seal(run)

@@ -40,7 +40,7 @@ from sparsebench.harness.shared_runs.pieces import (
     pieces,
 )
 from sparsebench.results import bundle, files, store
-from sparsebench.results.provenance import KIND, alike, require_alike
+from sparsebench.results.provenance import KIND, require_equal_facts, shared_facts
 
 LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"
@@ -155,12 +155,12 @@ class Sitting:
         """Ask a worker what a device is; ResultError where it is not of the campaign's kind."""
         worker = child.Worker(device, self.data, child.Log())
         worker.kill()
-        known = alike(worker.about["environment"])
+        known = shared_facts(worker.about["environment"])
         here = {name: known[name] for name in SAME}
         file = self.to / "alike.json"
         if not file.exists():
             store.write_json(file, here)
-        require_alike(str(self.to), files.from_json(file), here)
+        require_equal_facts(str(self.to), files.from_json(file), here)
         return str(worker.about["identity"])
 
     def _stop(self, running: Sequence[Future[None]]) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import sparsebench
-from places import PUBLISHED
+
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

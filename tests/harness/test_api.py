@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT, TESTS
 
 import sparsebench
 from sparsebench.errors import ResultError, SuiteError
+from tests.tools.paths import ROOT, TESTS
 
 SUITE: dict[str, Any] = {
     "title": "blocks of 16",
@@ -29,7 +29,11 @@ SUITE: dict[str, Any] = {
 
 def in_python(code: str, torch: bool = True) -> str:
     """Run Python in a process of its own, in which torch can be imported or not."""
-    command = [sys.executable, "-P", *([] if torch else [str(TESTS / "without_torch.py")])]
+    command = [
+        sys.executable,
+        "-P",
+        *([] if torch else [str(TESTS / "tools" / "run_without_torch.py")]),
+    ]
     done = subprocess.run([*command, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout

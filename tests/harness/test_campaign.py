@@ -9,9 +9,6 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from command import sparsebench
-from places import PUBLISHED
-from simulated_here import in_this_process
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.costs.estimates import EntryEstimate, campaign_estimates
@@ -29,6 +26,9 @@ from sparsebench.harness.shared_runs.publication import published as published_b
 from sparsebench.harness.shared_runs.sitting import Sitting, state
 from sparsebench.reports.published import __main__ as published
 from sparsebench.results import bundle, store
+from tests.simulated.in_process import in_this_process
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import sparsebench
-from made_up_claims import CLAIM
-from places import PUBLISHED, ROOT
-from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import checking as checking
@@ -33,6 +29,10 @@ from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
 from sparsebench.results.store import Run
+from tests.results.claim_examples import CLAIM
+from tests.simulated.in_process import in_this_process
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED, ROOT
 
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
 

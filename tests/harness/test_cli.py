@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import sparsebench
-from places import PUBLISHED
 
 from sparsebench.harness.commands import _console
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._sharing import is_shared, resume_shared
@@ -29,6 +28,7 @@ from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
+from tests.tools.command_line import sparsebench
 
 SUITE = """
 schema: sparsebench/suite@1

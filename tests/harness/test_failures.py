@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from command import sparsebench
 
 from sparsebench.harness.bench.contest_state import LONGEST, explained
 from sparsebench.harness.commands._console import message_printer
@@ -17,6 +16,7 @@ from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import worker_process as child
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
+from tests.tools.command_line import sparsebench
 
 FIELDS = {"m": 4, "n": 32, "k": 64, "dtype": "fp32", "pattern": "dense", "sparsity": 0.0}
 PROBLEM = Problem("linear", {**FIELDS, "block": 1})

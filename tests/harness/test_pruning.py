@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import sparsebench
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,6 +26,7 @@ from sparsebench.harness.models.pruning.layer import (
 from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedMLP
 from sparsebench.harness.models.pruning.model import python_reference
 from sparsebench.results.model_files import read_pruning
+from tests.tools.command_line import sparsebench
 
 K, H, TOKENS = 64, 256, 1024
 RECIPES = [

@@ -7,9 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-import patience
 import pytest
-from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.commands._app import main
@@ -23,6 +21,8 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools import worker_timeouts
+from tests.tools.marks import exhaustive
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
@@ -45,7 +45,7 @@ def rows(*names: str) -> list[Row]:
     contenders = (BASELINE, *(Contender("dense", f"faulty.{name}") for name in names))
     hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty.hangs"}
     with pytest.MonkeyPatch.context() as patch:
-        patience.only_with(hanging, patch)
+        worker_timeouts.only_with(hanging, patch)
         return measured_rows(Runner("cpu", None, timeout_s=2), contenders)
 
 

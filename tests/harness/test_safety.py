@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from command import sparsebench
-from places import ROOT
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _console
@@ -27,6 +25,8 @@ from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import Log, Lost, Worker
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import ROOT
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
@@ -230,7 +230,7 @@ def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
     before = (run / "rows.jsonl").read_bytes()
     with (
         store.locked(run),
-        pytest.raises(ResultError, match="expected no other process, found another"),
+        pytest.raises(ResultError, match="expected no other process, found one"),
     ):
         measure(suite, Flags("sim", replicates=1), None, run)
     assert (run / "rows.jsonl").read_bytes() == before

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from on_triton import SHARED_BYTES, complaint_about
 from triton.compiler import ASTSource
 
 from sparsebench.kernels._common.triton import options, precision_of
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
 
 TOKENS = (1, 17, 64, 256, 4096)
 FEW_AND_MANY = (17, 4096)  # in tf32, whose tiles are those of 16 bits: a compile takes 0.2 s

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.errors import SuiteError, TableError, Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -23,6 +22,7 @@ from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table,
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_wgmma
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools.command_line import sparsebench
 
 GPU = torch.device("cuda:0")
 AT = Sizes(4096, 4096, 4096, "bf16", (64, 64), 0.1)

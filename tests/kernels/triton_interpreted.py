@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
@@ -18,6 +17,7 @@ from sparsebench.harness.ops import linear_wgrad
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.results.record import Problem
+from tests.tools.marks import sampled
 
 EPSILON = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half an ulp of 1
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up_claims import CLAIM, cell, claimed, spread
-from places import PUBLISHED
 
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_catalog import chosen
@@ -22,6 +20,8 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written, parse
 from sparsebench.results.claims.verdict import Basis, Word
 from sparsebench.results.model_files import read_pruning
+from tests.results.claim_examples import CLAIM, cell, claimed, spread
+from tests.tools.paths import PUBLISHED
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 PRUNED = PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json"

@@ -8,8 +8,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from command import sparsebench
-from places import PUBLISHED
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _console
@@ -21,6 +19,8 @@ from sparsebench.reports.figures.pareto import front
 from sparsebench.results import store
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_pruning
 from sparsebench.results.store import Run
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1

@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 import yaml
-from command import sparsebench
-from places import PUBLISHED
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands.publish import address
@@ -22,6 +20,8 @@ from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
 from sparsebench.results import bundle, store
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 NAMED = "<script>alert(1)</script> \"quoted\" 'name'/slash" + 200 * "x"

@@ -7,9 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import outsider
 import pytest
-from simulated_here import in_this_process
 
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import measure
@@ -23,6 +21,8 @@ from sparsebench.reports.site.cards import card
 from sparsebench.results import bundle
 from sparsebench.results.analysis import analyse
 from sparsebench.results.noise import Noise, Reliability
+from tests import outsider
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1

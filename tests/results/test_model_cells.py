@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from made_up_claims import CLAIM
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.checking import evidence
@@ -21,6 +20,7 @@ from sparsebench.results.model_files import (
     PatternTrainings,
 )
 from sparsebench.results.store import write_json
+from tests.results.claim_examples import CLAIM
 
 TEST = {
     **{"name": "at equal cost", "trained": "parameters", "metric": "loss_saved", "at_least": 1},

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import PUBLISHED, ROOT
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
@@ -20,6 +19,7 @@ from sparsebench.reports.picture import picture
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import DEFAULTS_ONCE, ONCE, Problem
+from tests.tools.paths import PUBLISHED, ROOT
 
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -12,10 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-
-from box import Box, box, missing
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.plan.suite import read
@@ -27,6 +22,7 @@ from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import store
 from sparsebench.results.record import Row
+from tests.slurm.box import Box, box, missing
 
 pytest.importorskip("submitit")
 pytestmark = [

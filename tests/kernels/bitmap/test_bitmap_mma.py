@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built, device_code
-from on_hopper import assert_compiles_cleanly, hopper
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -27,6 +24,9 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.tools.marks import sampled
 
 STAND_INS = """
   #include "mma_on_cpu.h"

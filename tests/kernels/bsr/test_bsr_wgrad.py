@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, hopper, moved
-from sample import sampled
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -31,6 +29,9 @@ from sparsebench.kernels.bsr._wgrad_schedule import (
 )
 from sparsebench.kernels.bsr.bsr_wgrad import CONFIGS, Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.examples import moved
+from tests.tools.marks import sampled
 
 DONE = 2**31
 

@@ -11,10 +11,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import cublaslt_on_cpu
 import pytest
 import torch
-from cublaslt_on_cpu import ANY, TILED, VERSION
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -22,6 +20,8 @@ from sparsebench.kernels._common.search import FINALISTS, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
 from sparsebench.kernels.dense._gemm import Product, Way
+from tests.emulation import cublaslt_on_cpu
+from tests.emulation.cublaslt_on_cpu import ANY, TILED, VERSION
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(1, 16, 32), (3, 1, 5), (17, 9, 1), (1, 1, 1), (16, 40, 24)]

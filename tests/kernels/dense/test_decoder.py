@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_triton import complaint_about
 from torch import Tensor
 from triton.compiler import ASTSource
 
@@ -27,6 +25,8 @@ from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.bsr import decoder_bsr
 from sparsebench.kernels.dense import _decoder, _decoder_glue, _gemm, decoder_dense
 from sparsebench.results.record import Problem
+from tests.compiling.triton_kernels import complaint_about
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("decoder")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,6 +20,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _gemm, _layers, cublas
 from sparsebench.results.record import Problem
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = [(3, 40, 24), (33, 272, 136)]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
@@ -24,6 +22,8 @@ from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.spense import decoder_spense, spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import parted
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")

@@ -10,8 +10,6 @@ import numpy
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -32,6 +30,8 @@ from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

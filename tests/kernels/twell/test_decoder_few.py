@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
@@ -23,6 +21,8 @@ from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")

@@ -4,21 +4,15 @@ import inspect
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from compile_record import known
-from torch import Tensor
 
-from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.tuned_table import _bare_cuda
-from sparsebench.kernels._kernel import DTYPES
+from tests.compiling.record import known
 
 HOPPERS_OWN = "arch=compute_90a,code=sm_90a"
 CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
@@ -39,7 +33,7 @@ def assert_compiles_cleanly(
 ) -> None:
     """Compile NAME.cu by nvcc: no spill, no warning, no serialised product (C75..).
 
-    `look` judges the machine code. What the record knows is not compiled (compile_record.py).
+    `look` judges the machine code. What the record knows is not compiled (record.py).
     """
     if known_by_nvcc(name, constants, HOPPERS_OWN, allowed, clean, look):
         return
@@ -84,18 +78,3 @@ def text_of(source: Path) -> dict[str, str]:
         places = source.parent / header, cuda.HEADERS / header
         found |= text_of(next(place for place in places if place.exists()))
     return found
-
-
-def moved(w: Bsr, dtype: str) -> Bsr:
-    """Put a matrix on the GPU, its values in the dtype."""
-    arrays = {name: array.cuda() for name, array in w.arrays().items()}
-    return replace(w, **{**arrays, "values": arrays["values"].to(DTYPES[dtype])})
-
-
-def assert_right(y: Tensor, x: Tensor, w: Bsr, transposed: bool, what: Any) -> None:
-    """Hold X @ W.T, or X @ W if transposed, against the definition."""
-    dense = w.to_dense().double()
-    right = dense if transposed else dense.T
-    spread = (x.double().square() @ right.square()).sqrt()
-    expected = Expected(x.double() @ right, spread, x.dtype, max(w.shape))
-    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"

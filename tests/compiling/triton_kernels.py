@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import triton
-from compile_record import known
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import ASTSource
@@ -20,6 +19,7 @@ from triton.language import constexpr
 from triton.runtime.jit import JITCallable
 
 from sparsebench.kernels._common.tuned_table import _bare_python
+from tests.compiling.record import known
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program

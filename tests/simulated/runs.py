@@ -5,7 +5,7 @@
 The last term is drawn through the simulated GPU's own clock (sim/gpu_model.py) and the ratio of
 block medians, the others as its spec says. Both contenders search, with a regret of `regret`.
 
-`python tests/simulated_runs.py` prints the tables of harness/NOTES.md, in a minute.
+`python tests/simulated/runs.py` prints the tables of harness/NOTES.md, in a minute.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """What compiles cleanly, by digest, so that only what changed is compiled again.
 
-    digest of source, configuration, compiler ── in compiled.txt ──> nothing to do
+    digest of source, configuration, compiler ── in record.txt ────> nothing to do
                                               └─ not there ───────> compile it and judge it
 
-A test that passes vouches for every digest that it asked for. `make compiled` writes compiled.txt
+A test that passes vouches for every digest that it asked for. `make compiled` writes record.txt
 anew, of what the tests marked `compiles` ask for and nothing else. An entry of other code or of
 another compiler is never asked for: it does no harm, and goes with the next `make compiled`.
 """
@@ -11,10 +11,9 @@ another compiler is never asked for: it does no harm, and goes with the next `ma
 import hashlib
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
-from places import TESTS
-
-RECORD = TESTS / "compiled.txt"
+RECORD = Path(__file__).with_suffix(".txt")
 LETTERS = 12  # of a digest, 48 bits: two of 10,000 compiles agree once in five million records
 
 asked: list[str] = []  # by the test that runs now (conftest.py)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 ROOT = TESTS.parent
 KERNELS = ROOT / "kernels"
 PUBLISHED = ROOT / "results" / "published"

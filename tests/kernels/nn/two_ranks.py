@@ -1,10 +1,12 @@
-"""What test_two_ranks.py runs on two processes, by gloo on the CPU or by nccl on two GPUs.
+"""Checks of layers on two ranks, each a process, by gloo on the CPU or by nccl on two GPUs.
 
-Every function here that begins with `check_` is called by both ranks, in order.
+Both ranks call every function whose name begins with `check_`, in order.
 """
 
 import copy
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -15,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -309,7 +310,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def rank(number: int, folder: str) -> None:
-    """Call all checks; write the traceback of the one that fails, after which none is called."""
+    """Call the checks until one fails, and write the traceback of each, empty if it passed."""
     torch.set_num_threads(1)
     os.environ["SHARED"] = folder
     backend = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
@@ -332,17 +333,16 @@ def rank(number: int, folder: str) -> None:
 
 
 def run() -> dict[str, str]:
-    """Call all checks on two processes. Return the traceback of each, empty where it passed."""
+    """Call all checks on two ranks. Return the traceback of each, empty if it passed."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = mp.start_processes(rank, (folder,), RANKS, join=False, start_method="spawn")
+        command = [sys.executable, "-P", __file__, folder]
+        processes = [subprocess.Popen([*command, str(number)]) for number in range(RANKS)]
         try:
-            processes.join()
-        except mp.ProcessExitedException:
-            pass
+            for process in processes:
+                process.wait()
         finally:
-            for process in processes.processes:
+            for process in processes:
                 process.kill()
-                process.join()
         found = {}
         for name, _ in checks():
             files = [Path(folder, f"{name}.{number}") for number in range(RANKS)]
@@ -352,6 +352,9 @@ def run() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        rank(int(sys.argv[2]), sys.argv[1])
+        raise SystemExit
     failed = 0
     for name, said in run().items():
         failed += bool(said)

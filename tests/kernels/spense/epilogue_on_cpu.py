@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cuda_on_cpu import built, without_ptx
-from places import cuda_source
-
 from sparsebench.kernels.spense.spense_wgmma import Config
+from tests.emulation.cuda_on_cpu import built, without_ptx
+from tests.tools.paths import cuda_source
 
 KERNEL = "// the kernel's own text\n"  # stands for it in what a test adds
 IN_CPP = """

@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-import growth
 import pytest
-from places import ROOT
 
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.results import store
+from tests.simulated import growth
+from tests.tools.paths import ROOT
 
 
 def test_sixteen_gpus_share_a_plan_evenly_and_a_late_one_costs_no_other_a_wait() -> None:

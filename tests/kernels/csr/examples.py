@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_on_cpu import device_code
 from torch import Tensor
 
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.cuda import AMPERE
+from tests.emulation.cuda_on_cpu import device_code
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -5,7 +5,7 @@
               so that a new publication does not change the table
     merging   rows of the simulated GPU in a run directory a part, merged for real
 
-`python tests/growth.py` prints the tables of harness/CLUSTER.md, in two minutes.
+`python tests/simulated/growth.py` prints the tables of harness/CLUSTER.md, in two minutes.
 """
 
 import heapq

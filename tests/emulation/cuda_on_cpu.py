@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from places import cuda_source
+from tests.tools.paths import cuda_source
 
 FUNCTION = re.compile(
     r"^(?:template <.*>[ \n])?__device__ (?:.*\}\n|[^;{]*\{(?s:.*?)^\}\n)", re.MULTILINE
