@@ -24,7 +24,7 @@ from typing import Any
 from sparsebench.errors import ResultError
 from sparsebench.harness.catalog import load_op
 from sparsebench.results import store
-from sparsebench.results.provenance import Choices, choices, device_name
+from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 
@@ -109,7 +109,7 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
     apart_s -= sum(each.get(name, 0.0) for each in spent for name in (*STAGES, "energy"))
     ceilings_s = sum(each.get("ceilings", 0.0) for each in spent)
     starts = [run.state["flags"]["replicates"] * len(run.state.get("shards", "1")) for run in runs]
-    chosen = {run.path: choices(run.state) for run in runs}
+    chosen = {run.path: choices_of(run.state) for run in runs}
 
     def kernels(wanted: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
         return _kernels(runs, lambda run, row: wanted(chosen[run.path], row.replicate))
