@@ -14,11 +14,9 @@ of the run point out of the page. What is chosen stands in the address: #m=16&bl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup
 
@@ -27,9 +25,10 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
+from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badges, told
-from sparsebench.results.formatting import amount, part
+from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
 from sparsebench.results.record import Status
@@ -98,15 +97,7 @@ def build(
 
 def rendered(**parts: Any) -> str:
     """Return a page of templates/report.html, whose names `parts` are."""
-    templates = files("sparsebench.reports") / "templates"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return distinct(
-        environment.from_string((templates / "report.html").read_text("utf-8")).render(
-            css=Markup((templates / "report.css").read_text("utf-8")),
-            js=Markup((templates / "report.js").read_text("utf-8")),
-            **parts,
-        )
-    )
+    return distinct(render("report.html", **parts))
 
 
 def figures() -> list[Figure]:
@@ -154,7 +145,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "devices": _devices(run),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
-        "only": part(run.state.get("flags", {}).get("only", "")),
+        "only": selection(run.state.get("flags", {}).get("only", "")),
         "cases": f"{_counted(cases)}, of {amount(cases.problem_id.nunique(), 'problem')}",
         "processes": str(frames.rows.replicate.nunique()),
     }

@@ -25,7 +25,7 @@ def confirm(
     from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build
     from sparsebench.results import store
-    from sparsebench.results.provenance import choices
+    from sparsebench.results.provenance import choices_of
 
     with measuring() as show:
         options = RunOptions(progress=show)
@@ -37,12 +37,12 @@ def confirm(
     lines = headlines(again)
     if as_json:
         given = [asdict(headline) for headline in lines]
-        print_json({"run": str(fresh), "headlines": given, "choices": choices(again.state)})
+        print_json({"run": str(fresh), "headlines": given, "choices": choices_of(again.state)})
     else:
         for headline in lines:
             stdout.line(headline.sentence)
         screened = again.state["confirms"]["screened"]
         stdout.line(f"Chosen among {screened} cells of a screening, none of whose times are used.")
-        stdout.line(choices(again.state).sentence)
+        stdout.line(choices_of(again.state).sentence)
     if not all(headline.confirmed for headline in lines):
         raise typer.Exit(GATE_FAILED)

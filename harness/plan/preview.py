@@ -10,8 +10,7 @@ from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.results.provenance import Choices
-from sparsebench.results.provenance import planned as planned_choices
+from sparsebench.results.provenance import Choices, planned_choices
 from sparsebench.results.record import Contender, Problem
 
 # Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a

@@ -24,7 +24,7 @@ from typing import Any
 from sparsebench.harness.machine.cpu_placement import draw_near
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.runner import Runner
-from sparsebench.results.provenance import alike, require_alike
+from sparsebench.results.provenance import require_equal_facts, shared_facts
 from sparsebench.results.record import Row
 
 
@@ -59,13 +59,13 @@ class Part:
 
     def require_alike(self, environment: Mapping[str, Any]) -> None:
         """Raise ResultError on a GPU of another kind, with other code or libraries."""
-        here, file = alike(environment), self.folder / "alike.json"
+        here, file = shared_facts(environment), self.folder / "alike.json"
         with NamedTemporaryFile("w", dir=self.folder) as fresh:
             json.dump(here, fresh)
             fresh.flush()
             with suppress(FileExistsError):
                 os.link(fresh.name, file)
-        require_alike(str(self.folder), json.loads(file.read_text()), here)
+        require_equal_facts(str(self.folder), json.loads(file.read_text()), here)
 
     def stop(self) -> None:
         """End the part from another thread: its run is interrupted, and kept."""

@@ -27,8 +27,8 @@ from sparsebench.harness.run.recorded_plan import own_suite, require_planned
 from sparsebench.harness.run.run_json import Counts
 from sparsebench.results import bundle, files, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.consistency import inspect
-from sparsebench.results.provenance import alike, identity_of, require_alike
+from sparsebench.results.consistency import check_consistency
+from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
 KEPT = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all
@@ -69,13 +69,13 @@ def merge(
     if missing and whole:
         raise ResultError(_lacking(runs, missing, joined))
     if not missing:
-        for _ in inspect(joined):
+        for _ in check_consistency(joined):
             pass
     counts = Counts([*joined.reference, *joined.rows])
     status = "interrupted" if missing else "finished"
     done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
-    with store.made(out) as fresh:
-        store.fill(
+    with store.new_directory(out) as fresh:
+        store.write_run(
             fresh,
             joined.suite_text,
             joined.environment,
@@ -114,7 +114,9 @@ def _of_one_plan(first: Run, other: Run) -> None:
     """Refuse runs that are not parts of one plan; ResultError names the first difference."""
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
-    require_alike(str(other.path), alike(first.environment), alike(other.environment))
+    require_equal_facts(
+        str(other.path), shared_facts(first.environment), shared_facts(other.environment)
+    )
     for name in ("flags", *KEPT[1:]):
         expected, found = (_compared(run.state.get(name)) for run in (first, other))
         if expected != found:
@@ -159,7 +161,7 @@ def _joined(runs: Sequence[Run], out: Path) -> Run:
     devices: dict[str, dict[str, Any]] = {}
     shards = []
     for run in runs:
-        device = identity_of(run.environment)
+        device = device_id(run.environment)
         host = hosts[_host(run)]
         devices.setdefault(device, {"uuid": device, "host": host, **_own(run, runs)})
         manifest = bundle.identity(run.path)

@@ -16,14 +16,15 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run.measure import RunOptions, finished, measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.worker_process import Log, Worker
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, store
-from sparsebench.results.provenance import identity_at
+from sparsebench.results.provenance import device_id_at
 from sparsebench.results.record import Row
 
 Begun = Callable[[Part], None]
@@ -50,7 +51,7 @@ def work(
     with store.locked(folder / str(number)):
         pieces = folders.pieces(folder, number)
         here = _identity(flags) if pieces else ""
-        same = [run for run in pieces if identity_at(run) == here]
+        same = [run for run in pieces if device_id_at(run) == here]
         earlier = list[Row]()
         for run in pieces:
             if run not in same:
@@ -68,7 +69,7 @@ def work(
 
 def settled(run: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> list[Row]:
     """Return the rows of whole contests; seal a run that was killed with these alone."""
-    rows = finished(run, suite, flags, contests)
+    rows = completed_rows(run, suite, flags, contests)
     if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
         with store.locked(run):
             state = dict(store.read(run).state)
@@ -76,7 +77,7 @@ def settled(run: Path, suite: Suite, flags: Flags, contests: list[Contest]) -> l
             counts = Counts(rows)
             counted = {"done": len(counts.done), "of": state["contests"]["of"]}
             whole = counted["done"] == counted["of"]
-            store.keep(run, rows)
+            store.replace_rows(run, rows)
             ended = {"status": "finished" if whole else "interrupted", "contests": counted}
             store.set_state(run, state | ended | {"cases": dict(counts.cases)})
             bundle.seal(run)

@@ -28,7 +28,7 @@ from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.part_work import settled
 from sparsebench.results import bundle, files, store
 from sparsebench.results.formatting import amount
-from sparsebench.results.provenance import identity_at
+from sparsebench.results.provenance import device_id_at
 from sparsebench.results.record import Row
 
 
@@ -129,7 +129,7 @@ def pieces(out: Path) -> list[Path]:
 
 def card_of(run: Path) -> str:
     """Return the identity of the card that measured a piece."""
-    return identity_at(run)
+    return device_id_at(run)
 
 
 def done_in(rows: Iterable[Row]) -> set[tuple[int, str]]:

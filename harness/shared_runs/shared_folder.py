@@ -26,7 +26,7 @@ from sparsebench.harness.run.plan_part import owners
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.results import files, store
-from sparsebench.results.provenance import identity_at
+from sparsebench.results.provenance import device_id_at
 
 SCHEMA = "sparsebench/shards@1"
 
@@ -73,7 +73,7 @@ def merged_at(folder: Path) -> Path:
 
 def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -> None:
     """Make the folder, whole or not at all; ResultError where one is in its place."""
-    with store.made(folder) as fresh:
+    with store.new_directory(folder) as fresh:
         (fresh / "claims").mkdir()
         (fresh / "suite.yaml").write_text(text)
         for number in numbers(plan):
@@ -148,7 +148,7 @@ def shares(folder: Path, plan: Plan) -> Iterator[Share]:
         done = sum(state["contests"]["done"] for state in states)
         status = states[-1]["status"] if states else "waiting"  # of the one written last
         complete = status == "finished" if states else number not in claimed
-        device = identity_at(runs[-1]) if runs else ""
+        device = device_id_at(runs[-1]) if runs else ""
         yield Share(number, done, complete, device, status)
 
 

@@ -25,7 +25,7 @@ from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.harness.machine.cpu_placement import apart
-from sparsebench.harness.run import worker_process as child
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import confirm, reproduce
@@ -40,7 +40,7 @@ from sparsebench.harness.shared_runs.pieces import (
     pieces,
 )
 from sparsebench.results import bundle, files, store
-from sparsebench.results.provenance import KIND, alike, require_alike
+from sparsebench.results.provenance import KIND, require_equal_facts, shared_facts
 
 LEAST_S = 30.0  # to begin an entry with: a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"
@@ -153,14 +153,14 @@ class Sitting:
 
     def _card(self, device: str) -> str:
         """Ask a worker what a device is; ResultError where it is not of the campaign's kind."""
-        worker = child.Worker(device, self.data, child.Log())
+        worker = worker_process.Worker(device, self.data, worker_process.Log())
         worker.kill()
-        known = alike(worker.about["environment"])
+        known = shared_facts(worker.about["environment"])
         here = {name: known[name] for name in SAME}
         file = self.to / "alike.json"
         if not file.exists():
             store.write_json(file, here)
-        require_alike(str(self.to), files.from_json(file), here)
+        require_equal_facts(str(self.to), files.from_json(file), here)
         return str(worker.about["identity"])
 
     def _stop(self, running: Sequence[Future[None]]) -> None:

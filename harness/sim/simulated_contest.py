@@ -31,7 +31,7 @@ from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, call_us, samples, ways
 from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.results.ceilings import judged
+from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 ENDS = {
@@ -229,7 +229,7 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
         bound_us, by = options.ceilings.bound(
             dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache, layers_of(row.scope)
         ) or (None, None)
-        row = judged(replace(row, bound_us=bound_us, bound_by=by), typical_us)
+        row = check_bound(replace(row, bound_us=bound_us, bound_by=by), typical_us)
         if row.status is not Status.OK:
             return row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)

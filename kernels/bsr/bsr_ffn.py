@@ -67,7 +67,7 @@ def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> L
         try:
             if reason:
                 raise Unsupported(reason)
-            launch = module.prepare(own, tuned=tuned)
+            launch = module.KERNEL.prepare(own, tuned=tuned)
         except Unsupported as error:
             reasons.append(f"{kernel}: {error}")
         else:

@@ -32,4 +32,5 @@ def gradient_operands(operands: Operands) -> tuple[Tensor, Tensor, Bsr]:
 def names(module: ModuleType) -> list[str]:
     """Return what a suite calls the kernels of a module."""
     kernels = (name for name, value in vars(module).items() if isinstance(value, Kernel))
+    kernels = (name for name, value in vars(module).items() if isinstance(value, Kernel))
     return [f"{module.__name__}:{name}" for name in kernels]

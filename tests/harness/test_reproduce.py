@@ -223,7 +223,7 @@ def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: 
     command = "reproduce", simulated, "--device", device, "--out", out
     assert sparsebench(*command).returncode == 0
     whole = store.rows(out)
-    store.keep(out, whole[:-1])
+    store.replace_rows(out, whole[:-1])
     done = sparsebench(*command)
     assert "A look, consistent: 4 of 4 cells agree (100.0 %) on the same machine" in done.stdout
     assert {row.samples_us for row in store.rows(out)} == {row.samples_us for row in whole}

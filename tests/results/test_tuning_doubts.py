@@ -80,7 +80,7 @@ def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_pat
     shutil.copytree(H200 / "quick", slow)
     (slow / "rows.jsonl.gz").unlink()
     (slow / "rows.jsonl").write_text("")
-    store.keep(slow, [late(each) for each in store.rows(H200 / "quick")])
+    store.replace_rows(slow, [late(each) for each in store.rows(H200 / "quick")])
     said = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
     assert all(line.startswith("warning: ") for line in said)
     assert any("nowhere is not compared: " in line for line in said)

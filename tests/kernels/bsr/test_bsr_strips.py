@@ -13,7 +13,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import _packed, bsr_strips
+from sparsebench.kernels.bsr import _launch, bsr_strips
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, gathered, worked
 from sparsebench.kernels.bsr.bsr_strips import (
     Config,
@@ -159,8 +159,8 @@ def test_values_that_are_packed_have_zeros_where_there_is_no_block():
     order = packed_order(tiles, tiles.lists(Config(64, 1, 1, 2), 64, 1))
     zeros = (order < 0).nonzero()[:, 0]
     shape = (64, 72), (*w.values.shape,), (64, 48)
-    given = (order.clamp(0), (), lambda *a: a, *shape, torch.float16, False, zeros)
-    bound = _packed.bind(_packed.Plan(None, *given), torch.zeros(64, 72).half(), w.values)
+    plan = _launch.Plan(None, (), lambda *a: a, *shape, torch.float16, order.clamp(0), zeros=zeros)
+    bound = _launch.bind(plan, torch.zeros(64, 72).half(), w.values)
     packed = bound.kept[1].view(-1, 8)
     assert (packed[zeros] == 0).all()
     assert sorted(packed[order >= 0].flatten().tolist()) == sorted(w.values.flatten().tolist())
