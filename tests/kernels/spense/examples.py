@@ -10,6 +10,8 @@ from torch import Tensor
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense.spense_wgmma import Config
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -25,6 +27,18 @@ SHAPES = [
     (17, 192, 640, 1.0, "columns"),
 ]
 Shape = tuple[int, int, int, float, str]
+# For spense_mma: n not a multiple of 8; fewer columns than a box; all 2:4.
+ODD = [(3, 70, 8, 0.0, "rows"), (130, 258, 264, 0.5, "rows"), (9, 74, 648, 0.5, "columns")]
+ODD += [(70, 322, 1048, 0.0, "rows")]
+
+WGMMA_CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
+WGMMA_CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
+WGMMA_SPLIT = [  # a cluster for each item, and lists of items of one and three warpgroups
+    *(Config(16, 1, 4, 1, 8), Config(48, 1, 4, 1, 2), Config(112, 1, 4, 2, 2)),
+    *(Config(112, 1, 4, 3, 3), Config(128, 1, 4, 3, 1), Config(128, 1, 4, 3, 5)),
+    *(Config(48, 1, 4, 3), Config(128, 1, 4, 3), Config(112, 2, 4, 3), Config(80, 2, 4, 1)),
+]
+WGMMA_CONFIGS += WGMMA_SPLIT
 
 
 def example(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Spense]:
