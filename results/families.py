@@ -11,6 +11,9 @@ from sparsebench._discovery import modules
 
 OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
 
+OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
+"""Formats that store hidden activations: the weights of their contenders are dense."""
+
 
 @cache
 def family(kernel: str) -> str:

@@ -14,7 +14,14 @@ from typing import Any
 
 import pandas as pd
 
-FORMATS = {"bsr": "BSR", "csr": "CSR", "spense": "2:4", "activations": "sparse activations"}
+FORMATS = {
+    "active_csr": "CSR of activations",
+    "bsr": "BSR",
+    "csr": "CSR",
+    "cvse": "column vectors",
+    "spense": "2:4",
+    "twell": "TwELL",
+}
 """What readers call a format; one that is not here is called by its name."""
 
 NONE = "–"

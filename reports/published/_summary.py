@@ -126,7 +126,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     block = f", blocks of {line['block']}" if line["format"] == "bsr" else ""
     return [
         question.text,
-        line["format"] if pd.isna(active) else "sparse activations",
+        line["format"],
         line["op"],
         line["shape"],
         line["dtype"],

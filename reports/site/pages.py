@@ -26,7 +26,6 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
 from sparsebench.results.formatting import amount
 
-NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
 WIDTH = 6.6  # px a character of a badge
 
 
@@ -76,7 +75,7 @@ def pages(
         ),
     )
     for what, names, docs in (
-        ("format", kinds, {**NO_FORMAT, **site.formats}),
+        ("format", kinds, site.formats),
         ("kernel", kernels, site.kernels),
     ):
         column = "kind" if what == "format" else "kernel"
