@@ -32,7 +32,7 @@ from sparsebench.reports.published._table import (
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle, model_files
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.formatting import amount, part, rounded, significant
+from sparsebench.results.formatting import FORMATS, amount, part, rounded, significant
 from sparsebench.results.model_files import OUTPUT
 from sparsebench.results.tuning_doubts import APART, KEY
 
@@ -126,7 +126,7 @@ def _answer(question: Question, runs: Mapping[str, Published]) -> list[str]:
     block = f", blocks of {line['block']}" if line["format"] == "bsr" else ""
     return [
         question.text,
-        line["format"],
+        FORMATS.get(line["format"], line["format"]),
         line["op"],
         line["shape"],
         line["dtype"],
