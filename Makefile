@@ -24,14 +24,14 @@ test: .venv/installed
 test-all: .venv/installed
 	$(PYTEST)
 
-# Write tests/compiled.txt, the record of what is known to compile; what is in it stays uncompiled.
+# Write tests/compiling/record.txt, the record of what is known to compile; what is in it stays uncompiled.
 compiled: .venv/installed
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal -m compiles --record
 
 # The site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
 SITE := site
 site: .venv/installed
-	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --to $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
+	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
 # The picture of the site in README.md.
 picture: site

@@ -1,8 +1,8 @@
 """The harness: it plans a suite, runs it in fresh processes and writes what came back.
 
-    cli.py, pytest_plugin.py    the two ways in
+    commands/  api.py           the command line  |  runs from Python and notebooks
     ────────────────────────────────────────────────────────────────────────────────────────
-    testing/                    the contracts as functions: a plug-in's tests, and our own
+    testing/                    the contracts as functions, and the pytest plug-in
     claims/                     what others published: bounded, measured, judged
     run/       doctor/          a whole run, its workers, tuning  |  is the machine fit?
     sim/                        a GPU that is not there: a worker, a clock
@@ -12,8 +12,7 @@
     ops/       patterns/        what is computed  |  which weights are kept: one file each
     inputs/    machine/         bits, grids of blocks, files  |  the device, NVML, telemetry
     ────────────────────────────────────────────────────────────────────────────────────────
-    pruning/   train_lm/        apart from contests: pruned models  |  small models, trained
-    whole/                      apart from contests: a whole model around kernels of its MLP
+    models/                     apart from contests: models pruned, trained, and measured whole
 
 A folder imports from those below it, never from those above (tests/test_architecture.py).
 """

@@ -162,10 +162,10 @@ def run(
     measured is kept: the KeyboardInterrupt has its `path`, and `sparsebench run --resume PATH` goes
     on. Raises SuiteError, ResultError, WorkerError.
     """
-    from sparsebench.harness._cli import progress_bar, telling
+    from sparsebench.harness.commands._console import message_printer, progress_bar
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import RunOptions, measure
-    from sparsebench.harness.run.state import Flags
+    from sparsebench.harness.run.run_json import Flags
 
     folder, to = (Path(path) if path is not None else None for path in (data, out))
     asked = _suite(suite, folder)
@@ -173,7 +173,7 @@ def run(
     if not progress:
         return load(measure(asked, flags, to, None))
     with progress_bar() as show:
-        options = RunOptions(progress=show, on_message=telling())
+        options = RunOptions(progress=show, on_message=message_printer())
         return load(measure(asked, flags, to, None, options))
 
 

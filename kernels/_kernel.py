@@ -121,7 +121,7 @@ class Portfolio(Kernel):
     """A kernel that times other kernels on a whole problem and returns the launch of the fastest.
 
     The candidates are kernels of the same op that a suite can name, of any format, dense ones
-    included. `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas_ffn":
+    included. `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas":
     rows and reports name it, and a dense kernel is not a win of the portfolio's format.
 
     A kernel that searches its own configurations is no portfolio. Nor is one that builds an op from

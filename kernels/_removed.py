@@ -7,7 +7,11 @@ is refused with one line (harness/plan/suite.py).
 
 from collections.abc import Mapping
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "bsr_gathered": "use bsr_triton, which runs on the same GPUs",
+    "cublas_ffn": "use cublas, which searches the same products",
+    "dense_triton": "use cublas, which was faster in every published cell",
+}
 """The advice by kernel name: `kernel NAME was removed: ADVICE`."""
 
 

@@ -29,7 +29,7 @@ from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badges, told
-from sparsebench.results.formatting import amount, part
+from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
 from sparsebench.results.record import Status
@@ -154,7 +154,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "devices": _devices(run),
         "versions": ", ".join(versions),
         "commit": known.get("commit", "") + dirty,
-        "only": part(run.state.get("flags", {}).get("only", "")),
+        "only": selection(run.state.get("flags", {}).get("only", "")),
         "cases": f"{_counted(cases)}, of {amount(cases.problem_id.nunique(), 'problem')}",
         "processes": str(frames.rows.replicate.nunique()),
     }

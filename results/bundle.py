@@ -1,22 +1,22 @@
-"""A run as a bundle: a directory whose manifest proves that no file was changed since.
+"""A bundle: a sealed run directory whose manifest shows whether a file was changed since.
 
     lock.txt        every distribution that was installed when it ran: pip install -r lock.txt
     manifest.json   {"schema": ..., "files": {"rows.jsonl": SHA-256, "suite.yaml": SHA-256, ...}}
 
 The manifest names every file of the run but four: itself, the report (it can be written again),
-worker.log (what kernels printed) and failures.log (tracebacks). The digest of the rows is of their
-text: they may be compressed later. The SHA-256 of the manifest names the bundle.
+worker.log (what kernels printed) and failures.log (tracebacks). The digest of the rows is that of
+their text, so they may be compressed later. The SHA-256 of the manifest identifies the bundle.
 
-A bundle without what names a user, a host or a folder: what is published of a run.
+`redact` copies a bundle without names of users, hosts and folders, for publishing:
 
-    /home/ada/models/gate.safetensors  ─>  gate.safetensors        paths, by their last part
-    "hostname": "node17"               ─>  (removed)               fields that name user or host
-    ada, node17 anywhere else          ─>  user, host              found in paths and those fields
-    worker.log, failures.log           ─>  (not copied)            they hold whatever kernels print
+    /home/ada/models/gate.safetensors  ─>  gate.safetensors    paths become their last part
+    "hostname": "node17"               ─>  (removed)           fields that name a user or host
+    ada, node17 anywhere else          ─>  user, host          names found in paths and fields
+    worker.log, failures.log           ─>  (not copied)        they hold whatever kernels print
 
-Ids of cases and problems stay as they are: they hash no path. A file that nothing was removed from
-is copied byte for byte. If a file has changed, the copy is sealed anew; removed.json, beside the
-bundle, names the SHA-256 of the manifest before, and all that was removed.
+Ids of cases and problems stay the same because they hash no path. A file without such names is
+copied byte for byte. If a file changed, the copy is sealed again. removed.json, beside the copy,
+holds the SHA-256 of the original manifest and all that was removed.
 """
 
 import gzip
@@ -39,20 +39,20 @@ MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
 UNSEALED = {MANIFEST, "report.html", "worker.log", "failures.log"}
-UNFINISHED = ".new"  # how files end that replace others: a process was killed over one
+UNFINISHED = ".new"  # suffix of a replacement that a killed process left
 TORCH_INDEX = "https://download.pytorch.org/whl"  # PyPI lacks builds such as torch==2.13.0+cpu
 
 
 def seal(path: Path) -> None:
-    """Write lock.txt and manifest.json: the last step of a run, and again of a resumed one."""
+    """Write lock.txt and manifest.json: the last step of a run, also of a resumed one."""
     (path / LOCK).write_text(lock())
-    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-    found = {name for name in found if not name.endswith(UNFINISHED)}
-    seal_files(path, sorted({ROWS if name == f"{ROWS}.gz" else name for name in found} - UNSEALED))
+    names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    names = {name for name in names if not name.endswith(UNFINISHED)}
+    seal_files(path, sorted({ROWS if name == f"{ROWS}.gz" else name for name in names} - UNSEALED))
 
 
 def seal_files(path: Path, names: list[str]) -> None:
-    """Write manifest.json of these files alone."""
+    """Write manifest.json for these files."""
     files = {name: _sha256(content(path, name)) for name in names}
     sealed = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
     fresh = path / (MANIFEST + UNFINISHED)
@@ -68,13 +68,13 @@ def unseal(path: Path) -> None:
 
 
 def identity(path: Path) -> str:
-    """Return the name of a bundle: the SHA-256 of its manifest."""
+    """Return the SHA-256 of the manifest, which identifies the bundle."""
     _manifest(path)
     return _sha256(content(path, MANIFEST))
 
 
 def verify(path: Path) -> list[str]:
-    """Check every file by its digest and return the names; ResultError at the first difference."""
+    """Check the digest of every file and return the names; raises ResultError if one differs."""
     sealed = _manifest(path)
     for name, expected in sealed.items():
         found = _sha256(content(path, name))
@@ -85,7 +85,7 @@ def verify(path: Path) -> list[str]:
 
 
 def changed(path: Path, state: Mapping[str, Any]) -> str:
-    """Return the first difference between a run and its seal; "" of one that is not sealed yet."""
+    """Return the first difference between a run and its seal; "" if it is not sealed yet."""
     if state.get("status") != "finished" and not (path / MANIFEST).exists():
         return ""
     try:
@@ -96,7 +96,7 @@ def changed(path: Path, state: Mapping[str, Any]) -> str:
 
 
 def lock() -> str:
-    """Return one `name==version` per line; without sparsebench, which its commit names."""
+    """Return a `name==version` line per distribution, except sparsebench: its commit is known."""
     found: dict[str, str] = {}
     for distribution in distributions():
         if distribution.name:  # the first of a name is the one that is imported
@@ -111,7 +111,7 @@ def lock() -> str:
 
 
 def _manifest(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by its name; ResultError if a required one is missing."""
+    """Return the SHA-256 of each file by name; raises ResultError if a required one is missing."""
     file = path / MANIFEST
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
@@ -131,7 +131,7 @@ def _manifest(path: Path) -> dict[str, str]:
 
 
 def _require_whole_lines(path: Path) -> None:
-    """Refuse a torn last line, which the reader would leave out, and rows of no known schema."""
+    """Refuse a torn last line, which the reader would drop, and rows of an unknown schema."""
     text = files.decoded(path / ROWS, content(path, ROWS))
     first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
     known = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
@@ -141,35 +141,33 @@ def _require_whole_lines(path: Path) -> None:
 
 
 def content(path: Path, name: str) -> bytes:
-    """Return the bytes of a file; for rows that were compressed, the bytes of their text."""
+    """Return the bytes of a file; for compressed rows, the bytes of their text."""
     file, zipped = path / name, path / f"{ROWS}.gz"
     if name == ROWS and not file.exists() and zipped.exists():
         return files.unzipped(zipped, files.ROWS_BYTES)
     return files.content(file, files.ROWS_BYTES)
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 REMOVED = "removed.json"
-QUOTED = re.compile(
-    r'(?<=")(?:~|/)[^"\\\n]*/[^"\\\n]*(?=")'
-)  # a string that is a path, with spaces
-START = r"(?:file://|(?<=\\[nt])|(?<![\w.~/\\]))"  # no part of a word, of a ratio or of a URL
+QUOTED = re.compile(r'(?<=")(?:~|/)[^"\\\n]*/[^"\\\n]*(?=")')  # a path, maybe with spaces
+START = r"(?:file://|(?<=\\[nt])|(?<![\w.~/\\]))"  # not within a word, a ratio or a URL
 PATH = re.compile(START + r"(?:~|/[\w.+@=-]+)(?:/[\w.+@=-]+)+/?")
 WINDOWS = re.compile(r"\b[A-Za-z]:\\{1,2}(?:[\w.+@ -]+\\{1,2})+[\w.+@-]*")
 HOME = re.compile(r"/(?:home|Users)/([\w.-]{2,})/")
 FIELD = re.compile(r'(,\s*)?"(user|username|login|host|hostname|node)":\s*"([^"]*)"(?(1)|\s*,?\s*)')
-SHORTEST = 3  # a shorter name, of a user or a host, is also part of words
+SHORTEST = 3  # shorter names of users and hosts also occur within words
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What is not in a published bundle.
+    """A record of what a published copy lacks.
 
-    of     SHA-256 of the manifest before: the name of the bundle as it was measured
-    texts  what was removed, without the names themselves: "a path: gate.safetensors", times
+    of     SHA-256 of the original manifest, which identifies the bundle as measured
+    texts  counts by kind of text, without the names themselves: {"a path: gate.safetensors": 2}
     files  files that were not copied
     """
 
@@ -179,7 +177,7 @@ class Removed:
 
 
 def redact(run: Path, to: Path) -> Removed:
-    """Copy a bundle into an empty folder without names and paths; seal it anew if it changed."""
+    """Copy a bundle into an empty folder without names and paths; seal it again if it changed."""
     names, found = verify(run), Counter[str]()
     texts = {name: content(run, name).decode("utf-8", "replace") for name in names}
     known = _names(texts)
@@ -199,12 +197,12 @@ def redact(run: Path, to: Path) -> Removed:
 
 
 def read_removed(published: Path) -> Removed:
-    """Read what was removed from a published bundle."""
+    """Read the record of what was removed from a published bundle."""
     return Removed(**json.loads((published / REMOVED).read_text("utf-8")))
 
 
 def _names(texts: dict[str, str]) -> dict[str, str]:
-    """Return the names of users and hosts that a bundle gives away, and the word for each."""
+    """Return the names of users and hosts that occur in a bundle, with the word for each."""
     users = {name for text in texts.values() for name in HOME.findall(text)}
     fields = [match for text in texts.values() for match in FIELD.findall(text)]
     users |= {value for _, name, value in fields if name in ("user", "username", "login")}
@@ -235,7 +233,7 @@ def _clean(text: str, known: dict[str, str], found: Counter[str]) -> str:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Write a file of a bundle; rows are packed, and equal rows give equal files."""
+    """Write a file of a bundle; rows are compressed reproducibly."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.name == ROWS:
         file.with_name(f"{ROWS}.gz").write_bytes(gzip.compress(data, 9, mtime=0))
@@ -244,9 +242,9 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def link_name(gpu: str, suite: str, digest: str) -> str:
-    """Return the name of a run in a link: GPU, suite and the first 10 digits of its manifest.
+    """Return a run's name in a link: GPU, suite and the first 10 digits of its digest.
 
-    It never changes: runs that are added later do not number it anew.
+    It is permanent, because it does not depend on which other runs are published.
     """
     words = re.sub(r"[^a-z0-9]+", "-", f"{gpu} {suite}".lower()).strip("-")[:60].strip("-")
     return "-".join(filter(None, [words, digest[:10]]))

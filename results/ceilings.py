@@ -1,17 +1,17 @@
-"""What a device can do at most, and what is faster than that: a measurement that is wrong.
+"""A device's measured ceilings, the bounds that follow, and times that are impossibly short.
 
     bound = max( bytes that must move / bandwidth,  FLOPs of the non-zeros / matrix rate )
 
-    bytes, cold   every operand once; of the output what the L2 cache cannot hold, since the rest
-                  may be written back after the sample
-    bytes, hot    what does not fit the L2 cache
+    bytes, cold   every operand once, and the part of the output that exceeds the L2 cache, since
+                  the rest may be written back after the sample
+    bytes, hot    what exceeds the L2 cache
     bandwidth     the highest of reading, writing and copying
-    rate, fp32    TF32's: a product of fp32 takes at least one pass of it, whatever the method
-    rate, others  where the device has no such products, the highest: operands are converted
+    rate, fp32    that of TF32: an fp32 product takes at least one pass of it, whatever the method
+    rate, others  if the device has no such products, the highest rate: operands are converted
 
-A median below LIGHT x bound is no record but an error: `faster_than_light`. A reference contest
-(dense against dense) that is faster than the bound is right, and the ceiling was too low. Its rows
-stay ok and say so, and from the next contest on the ceiling is the one that they reached:
+A median below LIGHT x bound is a measurement error: `faster_than_light`. If a reference contest
+(dense against dense) is faster than the bound, the ceiling was too low. Its rows stay ok and say
+so, and the following contests use the raised ceiling:
 
     environment.json   ceilings before the first contest
     rows, in order     `raises` of a reference row is the factor by which it was faster (`after`)
@@ -28,20 +28,20 @@ LIGHT = 0.95  # of the bound: ceilings are measured too
 FP32, TF32 = "fp32", "tf32"
 
 Bound = tuple[float, str]
-"""The least µs that an op can take, and whether memory or compute says so."""
+"""The shortest time of an op in µs, and whether memory or compute limits it."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
     """One device's ceilings.
 
-    read_gb_per_s, copy_gb_per_s, write_gb_per_s  copied: read and written bytes together
+    read_gb_per_s, copy_gb_per_s, write_gb_per_s  copying counts bytes read and bytes written
     matrix_tflops   of large products, by dtype
-    launch_us       a sample of almost nothing
-    by              what reached a ceiling, by its name: read, copy, write or a dtype
-    age_s           how long before the run they were measured, by another one of its sitting
+    launch_us       time of an almost empty sample
+    by              the measurement that reached each ceiling: read, copy, write or a dtype
+    age_s           their age at the start of the run, if another run of the sitting measured them
 
-    What is None, or not there, is unknown. Runs before `write_gb_per_s` and `by` lack both.
+    Missing or None means unknown. Older runs lack `write_gb_per_s` and `by`.
     """
 
     read_gb_per_s: float
@@ -55,7 +55,7 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote."""
+        """Read the output of dataclasses.asdict."""
         return cls(**data)
 
     @property
@@ -72,12 +72,12 @@ class Ceilings:
         cache: str,
         layers: int = 1,
     ) -> Bound | None:
-        """Return the bound of an op; None where it needs a ceiling that is unknown.
+        """Return the bound of an op; None if it needs an unknown ceiling.
 
-        Of several `layers`, each with bytes of its own, it is one's: they share the L2 cache.
+        With several `layers`, each with its own bytes, it is the bound of one: they share L2.
         """
-        own = self.l2_bytes / layers
-        cached = own if cache == "hot" else min(output_bytes, own)
+        share = self.l2_bytes / layers
+        cached = share if cache == "hot" else min(output_bytes, share)
         moved, rate = max(0, fewest_bytes - cached), self.matrix_tflops.get(self._rate(dtype), 0.0)
         if (moved and not self.bandwidth) or (flops and not rate):
             return None
@@ -86,11 +86,11 @@ class Ceilings:
         return max(memory_us, compute_us), "memory" if memory_us >= compute_us else "compute"
 
     def after(self, rows: Iterable[Row]) -> tuple[Self, list[str]]:
-        """Return the ceilings after the rows of a run, in their order, and a line for each raise.
+        """Return the ceilings after the rows of a run, in order, and a line for each raise.
 
-        The bounds in the rows are by the ceilings that were in force at their contest.
+        The bounds in the rows follow from the ceilings at the time of their contest.
         """
-        found, lines = self, []
+        ceilings, lines = self, []
         reference = [row for row in rows if row.reference]
         for _, contest in groupby(reference, lambda row: (row.replicate, row.case.problem.id)):
             fastest: dict[str | None, Row] = {}
@@ -98,18 +98,18 @@ class Ceilings:
                 fastest[row.bound_by] = row
             for row in fastest.values():
                 if row.raises:
-                    found, line = found._raised(row, row.raises)
+                    ceilings, line = ceilings._raised(row, row.raises)
                     lines.append(line)
-        return found, lines
+        return ceilings, lines
 
     def _rate(self, dtype: str) -> str:
-        """Name the matrix rate that bounds a dtype."""
+        """Return the dtype whose matrix rate bounds a dtype."""
         rates = self.matrix_tflops
         name = TF32 if dtype == FP32 else dtype
         return name if rates.get(name) else max(rates, key=lambda n: rates[n], default=name)
 
     def _raised(self, row: Row, factor: float) -> tuple[Self, str]:
-        """Return the ceiling of the row's bound times a factor, and the line that says so."""
+        """Raise the ceiling that limited a row by a factor; return it with a line for the log."""
         fields = row.case.problem.fields
         who = f"{row.case.contender.kernel} (m {fields['m']}, n {fields['n']}, k {fields['k']}, "
         who += f"{fields['dtype']}, {row.cache}, replicate {row.replicate})"
@@ -125,16 +125,16 @@ class Ceilings:
         return replace(raised, by={**self.by, name: who}), line
 
 
-def judged(row: Row, time_us: float) -> Row:
-    """Hold a median against the bound in its row: see LIGHT. A reference row is never too fast."""
+def check_bound(row: Row, time_us: float) -> Row:
+    """Compare a median with its row's bound (see LIGHT); a reference row raises the ceiling."""
     if row.bound_us is None:
         return row
-    found = f"{time_us:.2f} µs where {row.bound_by} allows {row.bound_us:.2f} µs"
+    found = f"{time_us:.2f} µs, but {row.bound_by} allows at least {row.bound_us:.2f} µs"
     if row.reference:
         if time_us >= row.bound_us:
             return row
         raises = row.bound_us / time_us
-        return replace(row, detail=f"{found}: it raises the ceiling", raises=raises)
+        return replace(row, detail=f"{found}: this raises the ceiling", raises=raises)
     if time_us < LIGHT * row.bound_us:
         return replace(row, status=Status.FASTER_THAN_LIGHT, detail=found)
     return row

@@ -39,7 +39,7 @@ from sparsebench.results.analysis import Analysis, analyse, compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
-from sparsebench.results.provenance import Choices, choices, device_name, flat
+from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, Outcome
 from sparsebench.results.store import Run
@@ -192,7 +192,7 @@ class Agreement:
     close: int
     looks: int
     one_sided: int
-    choices: Choices
+    choices_of: Choices
     same_code: tuple[int, int]
     plugins: list[str]
 
@@ -264,7 +264,7 @@ def agreement(first: Run, second: Run) -> Agreement:
         int((compared & cases.close).sum()),
         int((compared & looks(cases)).sum()),
         int(one_sided.sum()),
-        choices(second.state),
+        choices_of(second.state),
         _same_code(first, second),
         _plugins(first, second),
     )

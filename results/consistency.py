@@ -1,11 +1,10 @@
-"""Is a run complete and consistent? Rows are checked against each other and the other files.
+"""Check that a run is complete and consistent: its rows against each other and the other files.
 
-    finished ─> of one device, or of its shards' ─> the same cases in every replicate ─> A/A pairs
-             ─> samples ─> errors within their bounds ─> times above theirs ─> operands
+    finished ─> one device, or the devices of its shards ─> the same cases in every replicate
+             ─> A/A pairs ─> samples ─> errors within their bounds ─> times above theirs ─> operands
 
-Whoever changes samples with care, and seals them anew, passes all of it: such a bundle differs from
-the digest that was published (results/published/README.md). Each check yields one line that says
-what is right; the first error is a ResultError.
+Samples that were changed carefully and sealed again pass all of these checks; such a bundle differs
+from the published digest (results/published/README.md).
 """
 
 import math
@@ -25,57 +24,57 @@ from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 
-def inspect(run: Run) -> Iterator[str]:
-    """Yield one line per check; ResultError at the first error.
+def check_consistency(run: Run) -> Iterator[str]:
+    """Yield one line for each check that passes; raises ResultError at the first failure.
 
-    The run is finished. All rows are of one device, or of their shard's. Every replicate has the
-    same cases, each once, and A/A pairs. Only ok rows have samples, finite and positive. Their
-    errors are within the bound, and on a GPU their times are above the least that the ceilings
-    allow. A problem has the same operands in all rows.
+    The run is finished. All rows are from its device, or from that of their shard. Every replicate
+    has the same cases, each once, and A/A pairs. Only ok rows have samples, all finite and
+    positive. Errors are within their bounds, and on a GPU no time is below the least that the
+    ceilings allow. A problem has the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
         found = f"{status} with {amount(len(rows), 'row')}"
         raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {found}")
-    device = dict.fromkeys([device_name(run.environment), _one_device(run, rows)])
-    of = f"from {len(shards)} shards, of" if (shards := run.state.get("shards")) else "all of"
-    yield f"rows: {len(rows)}, complete, {of} {', '.join(device)}"
+    devices = ", ".join(dict.fromkeys([device_name(run.environment), _devices(run, rows)]))
+    shards = run.state.get("shards")
+    source = f"from {len(shards)} shards on" if shards else "all from"
+    yield f"rows: {len(rows)}, complete, {source} {devices}"
     replicates = _equal_replicates(run, rows)
-    little = "" if replicates >= FEWEST else f": a look; a verdict takes {FEWEST}"
-    yield f"replicates: {replicates}, the same cases in each, none twice{little}"
+    look = "" if replicates >= FEWEST else f": a look; a verdict needs at least {FEWEST}"
+    yield f"replicates: {replicates}, each with the same cases, no case twice{look}"
     if run.state.get("part"):
-        yield "A/A pairs: not asked for: this is a part of a run"
+        yield "A/A pairs: not required in a part of a run"
     else:
         yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
-    yield f"errors: of {amount(_right(run, rows), 'ok row')}, each within its bound"
-    yield f"times: {_below_light(run, rows)} held against a bound, none below it"
+    yield f"errors: {amount(_right(run, rows), 'ok row')}, each within its bound"
+    yield f"times: {amount(_above_bounds(run, rows), 'row')} with a bound, none faster than it"
     equal = amount(_equal_operands(run, rows), "problem")
-    yield f"operands: of {equal}, the same bits in every replicate"
+    yield f"operands: {equal}, each with the same bits in every replicate"
 
 
-def _one_device(run: Run, rows: list[Row]) -> str:
-    """Return the GPU's UUID, or the CPU's name; of a merged run those of all its shards.
+def _devices(run: Run, rows: list[Row]) -> str:
+    """Return the GPU's UUID or the CPU's name; for a merged run, those of all shards.
 
-    ResultError where a row is of another device, or where a contest is of two.
+    Raises ResultError if a row is from another device, or a contest from two.
     """
     gpu, cpu = run.environment.get("gpu") or {}, run.environment.get("cpu") or {}
-    of_run = str(gpu.get("uuid") or cpu.get("name"))
-    known = dict.fromkeys(shard["device"] for shard in run.state.get("shards", [])) or {of_run: 0}
+    own = str(gpu.get("uuid") or cpu.get("name"))
+    known = dict.fromkeys(shard["device"] for shard in run.state.get("shards", [])) or {own: 0}
     contests: dict[tuple[int, str], str] = {}
     for row in rows:
         contest = row.replicate, row.case.problem.id
-        expected = contests.setdefault(
-            contest, row.device if row.device in known else str([*known])
-        )
+        first = row.device if row.device in known else str([*known])
+        expected = contests.setdefault(contest, first)
         if row.device != expected:
-            said = f"expected device {expected} (environment.json), found {row.device}"
-            raise ResultError(f"{_where(run, row)}: {said}")
+            message = f"expected device {expected} (environment.json), found {row.device}"
+            raise ResultError(f"{_where(run, row)}: {message}")
     return ", ".join(known)
 
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:
-    """Return how many replicates there are; ResultError if they differ in their cases."""
+    """Return the number of replicates; raises ResultError if their cases differ."""
     count: int = run.state["flags"]["replicates"]
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
     for row in rows:
@@ -85,20 +84,21 @@ def _equal_replicates(run: Run, rows: list[Row]) -> int:
         if key in seen[row.replicate]:
             raise ResultError(f"{_where(run, row)}: expected one row, found two")
         seen[row.replicate][key] = row
-    anywhere = {key: row for here in seen.values() for key, row in here.items()}
+    all_rows = {key: row for here in seen.values() for key, row in here.items()}
     for replicate, here in seen.items():
-        for key in anywhere.keys() - here.keys():
-            where = _where(run, replace(anywhere[key], replicate=replicate))
+        for key in all_rows.keys() - here.keys():
+            where = _where(run, replace(all_rows[key], replicate=replicate))
             raise ResultError(f"{where}: expected a row as in other replicates, found none")
     return len(seen)
 
 
 def _clean_samples(run: Run, rows: list[Row]) -> int:
-    """Return how many samples there are."""
+    """Return the number of samples."""
     for row in rows:
         if (row.status is Status.OK) != bool(row.samples_us):
-            said = f"expected samples exactly where ok, found {len(row.samples_us)}, {row.status}"
-            raise ResultError(f"{_where(run, row)}: {said}")
+            found = f"{len(row.samples_us)} in a {row.status} row"
+            message = f"expected samples in ok rows only, found {found}"
+            raise ResultError(f"{_where(run, row)}: {message}")
         for sample in row.samples_us:
             if not 0 < sample < math.inf:
                 raise ResultError(f"{_where(run, row)}: expected a time in µs, found {sample}")
@@ -106,7 +106,7 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
 
 
 def _pairs(run: Run, replicates: int) -> int:
-    """Return how many A/A pairs the noise-floor contests have, in the replicate with the fewest."""
+    """Return the number of A/A pairs in the replicate with the fewest."""
     twins = Counter(row.replicate for row in run.reference if row.case.contender.twin)
     for replicate in range(replicates):
         if not twins[replicate]:
@@ -116,42 +116,42 @@ def _pairs(run: Run, replicates: int) -> int:
 
 
 def _right(run: Run, rows: list[Row]) -> int:
-    """Return how many rows are ok; ResultError where one has no error, or one beyond its bound."""
+    """Return the number of ok rows; raises ResultError if one has no error or exceeds its bound."""
     right = [row for row in rows if row.status is Status.OK]
     for row in right:
         for name in ("error", "error_of_bound"):
             found, most = getattr(row, name), math.inf if name == "error" else 1.0
             if found is None or not 0 <= found <= most or found == math.inf:
-                said = f"expected {name} of an ok row within {most:g}, found {found}"
-                raise ResultError(f"{_where(run, row)}: {said}")
+                message = f"expected {name} of at most {most:g} in an ok row, found {found}"
+                raise ResultError(f"{_where(run, row)}: {message}")
     return len(right)
 
 
-def _below_light(run: Run, rows: list[Row]) -> int:
-    """Return how many rows have a bound; on a CPU, whose cores are shared, it is no judge."""
+def _above_bounds(run: Run, rows: list[Row]) -> int:
+    """Return the number of rows with a bound; on a CPU, whose cores are shared, no row counts."""
     timed = [row for row in rows if row.status is Status.OK and row.clock != "host"]
     bound = [row for row in timed if row.bound_us]
     for row in bound:
         taken, least = median(row.samples_us), LIGHT * (row.bound_us or 0.0)
         if taken < least:
-            said = f"expected at least {least:.2f} µs ({row.bound_by}), found {taken:.2f} µs"
-            raise ResultError(f"{_where(run, row)}: {said}")
+            message = f"expected at least {least:.2f} µs ({row.bound_by}), found {taken:.2f} µs"
+            raise ResultError(f"{_where(run, row)}: {message}")
     return len(bound)
 
 
 def _equal_operands(run: Run, rows: list[Row]) -> int:
-    """Return how many problems there are; ResultError if operands of one of them differ."""
+    """Return the number of problems; raises ResultError if a problem has two digests."""
     digests: dict[str, str] = {}
     for row in rows:
         if row.digest:
             expected = digests.setdefault(row.case.problem.id, row.digest)
             if row.digest != expected:
-                said = f"expected operands {expected}, found {row.digest}"
-                raise ResultError(f"{_where(run, row)}: {said}")
+                message = f"expected operands {expected}, found {row.digest}"
+                raise ResultError(f"{_where(run, row)}: {message}")
     return len(digests)
 
 
 def _where(run: Run, row: Row) -> str:
-    """Name a row: file, problem, contender, scope, cache state and replicate."""
+    """Describe a row: file, problem, contender, scope, cache state and replicate."""
     named = f"problem {row.case.problem.id} {row.case.contender.label} {row.scope} {row.cache}"
     return f"{run.path / ROWS}: {named} in replicate {row.replicate}"

@@ -9,6 +9,9 @@ from functools import cache
 
 from sparsebench._discovery import modules
 
+REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
+"""Families of removed kernels that published rows name (kernels/_removed.py)."""
+
 OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
 
 OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
@@ -18,6 +21,8 @@ OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 @cache
 def family(kernel: str) -> str:
     """Return the folder of a kernel in this project; "peers" for any other."""
+    if kernel in REMOVED:
+        return REMOVED[kernel]
     parts = modules("kernels").get(kernel, kernel).split(".")
     return parts[2] if parts[:2] == ["sparsebench", "kernels"] else "peers"
 

@@ -1,11 +1,11 @@
-"""Files that somebody else may have written, read within limits. Whatever is wrong is one line.
+"""Read untrusted files within limits; every problem is an error of one line.
 
-    no regular file (a FIFO, a device)    refused: reading it may never end
-    too many bytes, also once unzipped    refused before they are in memory
-    too many values in YAML               refused: ten aliases can stand for a billion of them
-    a key twice in one mapping of YAML    refused: one of them would win in silence
+    not a regular file (a FIFO, a device)   refused: reading it may never end
+    too many bytes, also when unzipped      refused before they are in memory
+    too many values in YAML                 refused: ten aliases can expand to a billion values
+    a repeated key in a YAML mapping        refused: one of the two would be ignored silently
 
-Each function takes the error to raise: a SuiteError or a ResultError.
+Each function takes the error class to raise: SuiteError or ResultError.
 """
 
 import gzip
@@ -28,11 +28,11 @@ ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
 
 Model = TypeVar("Model")
 Raised = type[SparsebenchError]
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 30 times as fast, where libyaml is
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is 30 times as fast
 
 
 def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
-    """Return the bytes of a regular file."""
+    """Return the bytes of a regular file; raises if there are more than `most`."""
     try:
         if file.exists() and not file.is_file():
             raise raised(f"{file}: expected a readable file, found no regular file")
@@ -46,7 +46,7 @@ def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
 
 
 def unzipped(file: Path, most: int, raised: Raised = ResultError) -> bytes:
-    """Return the bytes of a gzip file, unzipped; a bomb costs `most` bytes of memory."""
+    """Return the unzipped bytes of a gzip file; uses at most `most` bytes of memory."""
     content(file, most, raised)
     try:
         with gzip.open(file) as opened:
@@ -70,7 +70,7 @@ def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
 
 
 def from_json(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
+    """Return the JSON object in a file."""
     try:
         data = json.loads(text(file, JSON_BYTES))
     except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
@@ -81,7 +81,7 @@ def from_json(file: Path) -> dict[str, Any]:
 
 
 def validated(file: Path, model: type[Model], schema: str) -> Model:
-    """Return what a JSON file holds, as a model; the error names the schema and the first place."""
+    """Return a JSON file as a model; the error names the schema and the first invalid field."""
     try:
         return TypeAdapter(model).validate_json(content(file, JSON_BYTES))
     except ValidationError as error:
@@ -92,7 +92,7 @@ def validated(file: Path, model: type[Model], schema: str) -> Model:
 
 
 def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:
-    """Return the data of a YAML text, which `where` names."""
+    """Return the data of a YAML text; error messages begin with `where`."""
     size = len(written.encode(errors="replace"))
     if size > YAML_BYTES:
         raise raised(f"{where}: expected at most {YAML_BYTES} bytes (YAML_BYTES), found {size}")
@@ -107,7 +107,7 @@ def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:
 
 
 def utf8(name: str) -> bool:
-    """Say whether a text can be written: a file's name may hold bytes that are no UTF-8."""
+    """Return whether a text can be encoded; file names may hold bytes that are not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -124,7 +124,7 @@ def _within(file: Path, data: bytes, most: int, raised: Raised) -> bytes:
 
 
 def _require_small(written: str) -> None:
-    """Count the nodes that aliases stand for, and levels, before anything is built."""
+    """Count nodes, with aliases expanded, and levels, before any data is built."""
     sizes: dict[str, int] = {}
     open_: list[tuple[str | None, int]] = [(None, 0)]  # anchor and nodes of each open collection
     for event in yaml.parse(written, _Base):
@@ -153,20 +153,20 @@ def _at_most(line: int, what: str, found: int, name: str, most: int) -> None:
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Safe YAML in which a key stands once, and every text can be written as UTF-8."""
+    """Safe YAML without repeated keys, and with text that can be encoded as UTF-8."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for written, _ in node.value:
             key = self.construct_object(written, deep=True)
             if isinstance(key, (list, dict)):
-                continue  # SafeLoader says it
+                continue  # SafeLoader reports it
             if key in seen:
                 line = node.start_mark.line + 1
                 raise SparsebenchError(f"line {line}: expected each key once, found {key!r} twice")
             seen.add(key)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         value, line = super().construct_scalar(node), node.start_mark.line + 1

@@ -1,12 +1,11 @@
-"""How numbers and names are written, wherever a result is read: pages, the terminal, documents.
+"""How numbers and names are written on pages, in the terminal and in documents.
 
     5.6234 with an uncertainty of 0.083   ─>   5.62, 5.62 ± 0.09, 5.62× [5.54, 5.71]
     29.31 µs, 90 %, a, b and c
 
-No ratio has a digit that its measurement does not support. The uncertainty of a speed-up is a
-column of the cases (verdict.py) and of the contests (contests.py): half its interval, and at least
-what A/A pairs of the same length of call allow. It is rounded up to one digit, and the value ends
-at the same place.
+No ratio shows a digit that its measurement does not support. The uncertainty of a speed-up is a
+column of the cases (analysis.py) and of the contests (contests.py). It is rounded up to one digit,
+and the value is rounded to the same decimal place.
 """
 
 from math import ceil, floor, isfinite, log10, nan
@@ -22,18 +21,18 @@ FORMATS = {
     "spense": "2:4",
     "twell": "TwELL",
 }
-"""What readers call a format; one that is not here is called by its name."""
+"""Display names of formats; any other format is shown by its own name."""
 
 NONE = "–"
-CASES = 3  # of a selection that are written out; a survey chooses dozens
+CASES = 3  # a selection of more cases shows only their number
 MOST = 3  # digits after the point, however small the uncertainty
-WIDE = 0.3  # of the value
+WIDE = 0.3  # fraction of the value from which an interval replaces ±
 
 
 def rounded(value: float, uncertainty: float = nan) -> str:
-    """Write a value to the last digit that is supported: `5.62`; a dash for NaN.
+    """Write a value to the last supported digit: `5.62`; a dash for NaN or infinity.
 
-    Without an uncertainty (NaN or 0) it has two digits.
+    Without an uncertainty (NaN or 0), write two significant digits.
     """
     if pd.isna(value) or not isfinite(value):
         return NONE
@@ -44,7 +43,7 @@ def rounded(value: float, uncertainty: float = nan) -> str:
 
 
 def plus_minus(value: float, uncertainty: float = nan) -> str:
-    """Write a value with its uncertainty: `5.62 ± 0.09`; without one as `rounded` does."""
+    """Write a value with its uncertainty: `5.62 ± 0.09`; without one, the same as `rounded`."""
     if pd.isna(value) or not isfinite(value) or not _known(uncertainty):
         return rounded(value, uncertainty)
     least = max(_up(uncertainty), 10.0**-MOST)
@@ -52,46 +51,44 @@ def plus_minus(value: float, uncertainty: float = nan) -> str:
 
 
 def estimate(value: float, low: float, high: float, uncertainty: float = nan) -> str:
-    """Write `5.62 ± 0.09`; where that is WIDE, both ends: `2 [2.1, 24]`."""
-    own = uncertainty if _known(uncertainty) else max(high - value, value - low)
-    if _known(own) and own > WIDE * abs(value) and high > low:
-        return between(value, low, high, own, unit="")
-    return plus_minus(value, own)
+    """Write `5.62 ± 0.09`, or `2 [2.1, 24]` if the uncertainty exceeds WIDE."""
+    half = uncertainty if _known(uncertainty) else max(high - value, value - low)
+    if _known(half) and half > WIDE * abs(value) and high > low:
+        return between(value, low, high, half, unit="")
+    return plus_minus(value, half)
 
 
 def times(ratio: float, uncertainty: float = nan, unit: str = "×") -> str:
-    """Write a ratio to the last digit that is supported, with its unit: `5.62×`."""
-    said = rounded(ratio, uncertainty)
-    return said if said == NONE else said + unit
+    """Write a ratio to the last supported digit, with its unit: `5.62×`."""
+    text = rounded(ratio, uncertainty)
+    return text if text == NONE else text + unit
 
 
 def between(
     ratio: float, low: float, high: float, uncertainty: float = nan, unit: str = "×"
 ) -> str:
-    """Write a ratio with its interval: `5.58× [5.54, 5.60]`; the ratio has two digits at least.
+    """Write a ratio with its interval: `5.58× [5.54, 5.60]`; the ratio has at least two digits.
 
-    Both end at the same place where that is finer. Without an uncertainty it is that of the
-    interval, its farther end.
+    Without an uncertainty, use the distance to the farther end of the interval.
     """
-    own = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
+    half = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
     if pd.isna(ratio) or pd.isna(low) or high <= low:
-        return times(ratio, own, unit)
-    inside = min(own, abs(ratio) / 10)  # 0.15 [0.12, 0.21], where one digit would be 0.1
-    return f"{times(ratio, inside, unit)} [{interval(low, high, own)}]"
+        return times(ratio, half, unit)
+    inside = min(half, abs(ratio) / 10)  # 0.15 [0.12, 0.21], where one digit would be 0.1
+    return f"{times(ratio, inside, unit)} [{interval(low, high, half)}]"
 
 
 def interval(low: float, high: float, uncertainty: float = nan) -> str:
-    """Write both ends with one digit more than a half of it has: `5.54, 5.60`."""
-    own = uncertainty if _known(uncertainty) else (high - low) / 2
-    if not _known(own):
+    """Write both ends with one digit more than half the interval supports: `5.54, 5.60`."""
+    half = uncertainty if _known(uncertainty) else (high - low) / 2
+    if not _known(half):
         return f"{rounded(low)}, {rounded(high)}"
-    step = 10.0 ** _place(_up(own))
-    ends = (rounded(end, min(step, 10.0 ** (_place(end) - 1))) for end in (low, high))
-    return ", ".join(ends)
+    step = 10.0 ** _place(_up(half))
+    return ", ".join(rounded(end, min(step, 10.0 ** (_place(end) - 1))) for end in (low, high))
 
 
 def plain(value: Any) -> str:
-    """Write a number with four significant digits, anything else as it is."""
+    """Write a float with four significant digits, and anything else with `str`."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -101,7 +98,7 @@ def percent(level: float) -> str:
 
 
 def significant(value: Any, digits: int = 3) -> str:
-    """Write a number with so many significant digits and no exponent; a dash for NaN."""
+    """Write a number with `digits` significant digits and no exponent; a dash for NaN."""
     if pd.isna(value):
         return NONE
     if value == 0:
@@ -111,7 +108,7 @@ def significant(value: Any, digits: int = 3) -> str:
 
 
 def duration(us: float) -> str:
-    """Write a time in the unit that people use for it: 52.0 µs, 3.70 ms, 1.20 s."""
+    """Write a time in its usual unit: 52.0 µs, 3.70 ms, 1.20 s."""
     if pd.isna(us):
         return NONE
     for unit, size in (("s", 1e6), ("ms", 1e3)):
@@ -139,9 +136,24 @@ def listed(words: list[str]) -> str:
     return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
 
 
+def capital(text: str) -> str:
+    """Capitalize the first letter and leave the others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def kernel(label: str) -> str:
-    """Name a contender without its format: `torch_bsr tuned=True`, `cublas`."""
+    """Return a contender's label without its format: `torch_bsr tuned=True`, `cublas`."""
     return label.partition("/")[2] or label
+
+
+def selection(only: str) -> str:
+    """Write a selection (--only): `m=16 block=64`; for many cases by id, their number."""
+    words = []
+    for word in only.split():
+        ids = word.removeprefix("case=").split("|")
+        many = word.startswith("case=") and len(ids) > CASES
+        words.append(f"{len(ids)} cases" if many else word)
+    return " ".join(words)
 
 
 def _known(uncertainty: float) -> bool:
@@ -157,13 +169,3 @@ def _up(uncertainty: float) -> float:
 def _place(value: float) -> int:
     """Return the power of ten of the first digit."""
     return floor(log10(abs(value)) + 1e-12) if value else 0
-
-
-def part(only: str) -> str:
-    """Write a selection (--only): `m=16 block=64`; of many cases by id their number."""
-    words = []
-    for word in only.split():
-        ids = word.removeprefix("case=").split("|")
-        many = word.startswith("case=") and len(ids) > CASES
-        words.append(f"{len(ids)} cases" if many else word)
-    return " ".join(words)

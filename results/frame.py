@@ -8,7 +8,7 @@ times of block i of the baseline and of a contender:
 Both blocks were taken within moments of each other, so a drifting clock moves both. A slow
 contender has fewer blocks; they are paired with the first ones of the baseline. A row of a
 contest that was throttled or power-limited is marked, never dropped. So is one whose error or bias
-is not the usual one (harness/bench/usual.py), or larger than would be right but for its suite.
+is not the usual one (bench/correctness.py), or larger than would be right but for its suite.
 """
 
 import json

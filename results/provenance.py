@@ -1,17 +1,16 @@
-"""Where a run ran, as read from its environment.json.
+"""Where a run ran, and which process chose the configurations of its kernels.
 
-Code reads `gpu.name`, `gpu.uuid`, `cpu.name`, `versions.<package>`, `commit`, `dirty` and
-`ceilings`. Reports show every other field as it is.
+The device comes from environment.json. Code reads only `gpu.name`, `gpu.uuid`, `cpu.name`,
+`versions.<package>`, `commit`, `dirty` and `ceilings`; reports show every other field unchanged.
 
-Who chose the configurations of a run: what its intervals hold, and what they do not.
+The choices_of come from run.json. A kernel that tunes itself picks one of several configurations,
+partly by chance. In a verdict every process picks anew, so the intervals cover this chance. If the
+processes share a choice, the intervals do not cover it, and reports say so. harness/NOTES.md has
+the figures.
 
-A kernel that tunes itself settles on one of several configurations, in part by chance. In a verdict
-every process chooses for itself, so what a search settles on is inside the interval. Whatever the
-processes share instead is no part of it, and is named beside it. harness/NOTES.md has the figures.
-
-    verdict   process 0    all candidates, hundreds ─> finalists: within 10 %, 24 at most
-              processes 1 to 7    the finalists, timed anew ─> a choice of its own
-    look      process 0    all candidates ─> its choice, which the others take
+    verdict   process 0           all candidates, hundreds ─> finalists: within 10 %, 24 at most
+              processes 1 to 7    the finalists, timed again ─> a choice per process
+    look      process 0           all candidates ─> one choice, which the other processes reuse
 """
 
 from collections.abc import Mapping
@@ -24,38 +23,79 @@ from sparsebench.results.files import from_json
 from sparsebench.results.statistics import FEWEST
 
 KIND = "name", "compute_capability", "multiprocessors", "memory_bytes", "l2_bytes"
-LIMITS = "driver", "power_limit_w", "sm_clock_max_mhz"  # GPUs of one name may be set otherwise
-SIMULATED = "seed", "faults"  # of a simulated GPU: what two of a kind may have of their own
+LIMITS = "driver", "power_limit_w", "sm_clock_max_mhz"  # may differ between GPUs of one name
+SIMULATED = "seed", "faults"  # may differ between simulated GPUs of one kind
+
+
+class Choices(StrEnum):
+    """The process that chose the configurations; the value is the word in run.json.
+
+    AMONG   every process, by its own search; later ones among the finalists of the first
+    EACH    every process, among all candidates (runs from before AMONG existed)
+    FIRST   the first process; the others reused its choices_of (also if run.json has no word)
+    BUNDLE  another run: process p reused the choices_of of its process p
+    """
+
+    AMONG = "each process, among the finalists of the first"
+    EACH = "each process"
+    FIRST = "first process"
+    BUNDLE = "bundle"
+
+    @property
+    def sentence(self) -> str:
+        """Say whether the intervals of the run cover the choice of configurations."""
+        return {
+            Choices.AMONG: "Each process tuned anew, later ones among the finalists of the first: "
+            "the intervals cover the choice of configurations.",
+            Choices.EACH: "Each process tuned anew: the intervals cover the choice of "
+            "configurations.",
+            Choices.FIRST: "The first process tuned, and the others reused its choices_of: the "
+            "intervals hold for these configurations and do not cover their choice.",
+            Choices.BUNDLE: "The run reused the configurations of the earlier run without a "
+            "search: the result holds for these configurations only.",
+        }[self]
+
+
+def choices_of(state: Mapping[str, Any]) -> Choices:
+    """Return which process chose in a run, from its run.json."""
+    return Choices(state.get("choices", Choices.FIRST))
+
+
+def planned_choices(replicates: int, pinned: bool) -> Choices:
+    """Return which process will choose in a new run; `pinned` runs reuse a bundle's choices_of."""
+    if pinned:
+        return Choices.BUNDLE
+    return Choices.AMONG if replicates >= FEWEST else Choices.FIRST
 
 
 def device_name(environment: Mapping[str, Any]) -> str:
-    """Name the GPU, or the CPU where there was none."""
+    """Return the name of the GPU, or of the CPU if there was none."""
     facts = flat(environment)
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
 
 
-def identity_of(environment: Mapping[str, Any]) -> str:
-    """Return the UUID of the GPU, or the name of the CPU where there was none, as a row has it."""
-    facts = flat(environment)
-    found = facts.get("gpu.uuid") or facts.get("cpu.name")
-    if not found:
-        raise ResultError("environment.json: expected gpu.uuid or cpu.name, found neither")
-    return found
-
-
-def identity_at(run: Path) -> str:
-    """Return `identity_of` a run on disk, and read none of its rows."""
-    return identity_of(from_json(run / "environment.json"))
-
-
 def devices_named(environment: Mapping[str, Any]) -> str:
-    """Name the GPU for a reader; of a merged run also how many there were: 2 × NVIDIA H200."""
+    """Return the device's name for a reader, with the count of a merged run: 2 × NVIDIA H200."""
     count = len(environment.get("devices", []))
     return f"{count} × {device_name(environment)}" if count > 1 else device_name(environment)
 
 
-def alike(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what runs on several GPUs must share to be parts of one: kind, code, versions."""
+def device_id(environment: Mapping[str, Any]) -> str:
+    """Return the UUID of the GPU, or the name of the CPU if there was none, as rows hold it."""
+    facts = flat(environment)
+    uuid = facts.get("gpu.uuid") or facts.get("cpu.name")
+    if not uuid:
+        raise ResultError("environment.json: expected gpu.uuid or cpu.name, found neither")
+    return uuid
+
+
+def device_id_at(run: Path) -> str:
+    """Return the `device_id` of a run on disk without reading its rows."""
+    return device_id(from_json(run / "environment.json"))
+
+
+def shared_facts(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all parts of one run must share: kind of GPU, code and versions."""
     gpu, sim = environment.get("gpu") or {}, environment.get("sim") or {}
     return {
         "code_sha256": environment.get("code_sha256"),
@@ -63,20 +103,16 @@ def alike(environment: Mapping[str, Any]) -> dict[str, Any]:
         **{f"gpu.{name}": gpu.get(name) for name in (*KIND, *LIMITS)},
         "cpu.name": (environment.get("cpu") or {}).get("name"),
         "sim": {name: value for name, value in sim.items() if name not in SIMULATED},
-        **{f"versions.{name}": found for name, found in environment["versions"].items()},
+        **{f"versions.{name}": version for name, version in environment["versions"].items()},
     }
 
 
-def require_alike(where: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Raise a ResultError that names the first thing in which two differ, as `alike` returns it."""
+def require_equal_facts(where: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raise a ResultError that names the first of the `shared_facts` in which two parts differ."""
     for name in {**first, **other}:
         if (expected := first.get(name)) != (found := other.get(name)):
-            said = f"{where}: expected {name} {_short(expected)} as in the first part"
-            raise ResultError(f"{said}, found {_short(found)}")
-
-
-def _short(value: Any) -> str:
-    return str(value) if len(str(value)) <= 100 else f"{str(value)[:100]}..."
+            message = f"{where}: expected {name} {_short(expected)} as in the first part"
+            raise ResultError(f"{message}, found {_short(found)}")
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -92,41 +128,5 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return facts
 
 
-class Choices(StrEnum):
-    """Who chose; the value is the word in run.json. Runs without the word are FIRST.
-
-    AMONG   every process, by a search of its own; later ones among the first's finalists
-    EACH    likewise, but every process among all candidates: runs before AMONG
-    FIRST   the first process; the others took what it had settled on
-    BUNDLE  another run: process p took what its process p had settled on
-    """
-
-    AMONG = "each process, among the finalists of the first"
-    EACH = "each process"
-    FIRST = "first process"
-    BUNDLE = "bundle"
-
-    @property
-    def sentence(self) -> str:
-        """Say what an interval of the run holds."""
-        return {
-            Choices.AMONG: "Each process tuned anew, and later ones among the first's finalists: "
-            "intervals hold what a search settles on.",
-            Choices.EACH: "Each process tuned anew: intervals hold what a search settles on.",
-            Choices.FIRST: "The first process tuned, and the others took its choices: "
-            "intervals are of these configurations, and leave out what a search settles on.",
-            Choices.BUNDLE: "Configurations are those of the earlier run, taken without a search: "
-            "the result is about them, and not about what a search would settle on.",
-        }[self]
-
-
-def choices(state: Mapping[str, Any]) -> Choices:
-    """Return who chose in a run, by its run.json."""
-    return Choices(state.get("choices", Choices.FIRST))
-
-
-def planned(replicates: int, pinned: bool) -> Choices:
-    """Return who is to choose in a run of so many processes; `pinned`: choices of a bundle."""
-    if pinned:
-        return Choices.BUNDLE
-    return Choices.AMONG if replicates >= FEWEST else Choices.FIRST
+def _short(value: Any) -> str:
+    return str(value) if len(str(value)) <= 100 else f"{str(value)[:100]}..."

@@ -1,19 +1,19 @@
 """A run on disk: a directory that is valid at every moment and can be moved.
 
-    suite.yaml        the suite, byte for byte: what reproduces the run
+    suite.yaml        the suite, byte for byte, from which the run can be reproduced
     environment.json  GPU, driver, clocks, library versions, commit, host
     run.json          flags, status (running, finished, interrupted), seconds by phase
     rows.jsonl        a schema line, then one row per line; appended and synced per contest
-    worker.log        whatever kernels and compilers printed
-    failures.log      the traceback of every case that failed, where there is one
+    worker.log        output of kernels and compilers
+    failures.log      traceback of every failed case, if any failed
     lock.txt          every installed distribution; written when the run is sealed (bundle.py)
-    manifest.json     the SHA-256 of every file, likewise
+    manifest.json     SHA-256 of every file; written when the run is sealed
 
 Published runs hold rows.jsonl.gz. Every JSON file names its schema and version. A row has exactly
-the fields of Row, of their types; in rows of an older schema a missing field has its default.
+the fields of Row, with their types; in rows of an older schema a missing field has its default.
 
-A run directory appears whole, by one rename. One process at a time writes to it: `locked`. No file
-names the host, the user or an absolute path: `without_paths`.
+A run directory appears complete, by one rename. Only one process at a time writes to it (`locked`).
+No file names the host, the user or an absolute path (`without_paths`).
 """
 
 import fcntl
@@ -44,7 +44,7 @@ _ROW = TypeAdapter(Row)
 
 
 class _Typed(BaseModel):
-    """Fields that are read again, where they are there; others are anything."""
+    """The fields that later code reads, checked if present; all other fields are free."""
 
     model_config = ConfigDict(strict=True)
 
@@ -114,10 +114,7 @@ class _Suite(_Typed):
 
 @dataclass(frozen=True)
 class Run:
-    """A run as read from disk.
-
-    `rows` are of the suite, `reference` of the noise-floor contests that every run has.
-    """
+    """A run as read from disk; `reference` are the rows of its noise-floor contests."""
 
     path: Path
     suite: dict[str, Any]
@@ -134,12 +131,12 @@ def create(
     environment: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> None:
-    """Make a new run directory, whole or not at all; ResultError where one is in its place."""
-    with made(path) as fresh:
-        fill(fresh, suite_text, environment, state)
+    """Make a new run directory, complete or not at all; raises ResultError if one exists."""
+    with new_directory(path) as fresh:
+        write_run(fresh, suite_text, environment, state)
 
 
-def fill(
+def write_run(
     fresh: Path,
     suite_text: str,
     environment: Mapping[str, Any],
@@ -149,39 +146,39 @@ def fill(
     """Write the files of a run into an empty directory."""
     (fresh / "suite.yaml").write_text(suite_text)
     write_json(fresh / "environment.json", {"schema": ENVIRONMENT_SCHEMA, **environment})
-    keep(fresh, rows)
+    replace_rows(fresh, rows)
     set_state(fresh, state)
 
 
 @contextmanager
-def made(path: Path) -> Iterator[Path]:
-    """Give a hidden directory, which gets its name at the end; ResultError where one has it.
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a hidden directory and rename it to `path` at the end; raises ResultError if it exists.
 
-    An empty directory is taken. A process that is killed meanwhile leaves a hidden one beside it.
+    An empty directory at `path` is replaced. A killed process leaves a hidden directory behind.
     """
-    said = f"{path}: expected a new directory, found one; --resume continues a run"
+    exists = f"{path}: expected a new directory, found one; --resume continues a run"
     if not is_new(path):
-        raise ResultError(said)
+        raise ResultError(exists)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
         raise ResultError(f"{path}: expected a directory to write, found {error}") from error
     try:
-        fresh.chmod(0o755)  # mkdtemp's are the owner's alone
+        fresh.chmod(0o755)  # mkdtemp gives access to the owner only
         yield fresh
         fresh.rename(path)
     except BaseException as error:
         shutil.rmtree(fresh, ignore_errors=True)
         if isinstance(error, OSError):
             taken = path.exists() and not is_new(path)
-            found = said if taken else f"{path}: expected a directory to write, found {error}"
+            found = exists if taken else f"{path}: expected a directory to write, found {error}"
             raise ResultError(found) from error
         raise
 
 
 def is_new(path: Path) -> bool:
-    """Say whether a run can be made here: nothing is, or an empty directory."""
+    """Return whether a run can be created here: the path is free or an empty directory."""
     try:
         return not path.is_symlink() and (not path.exists() or not any(path.iterdir()))
     except OSError:
@@ -190,9 +187,9 @@ def is_new(path: Path) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from writing to a run; ResultError where one does.
+    """Keep other processes from writing to a run; raises ResultError if one holds the lock.
 
-    The lock is on suite.yaml, which is never replaced. It ends with the process, however that ends.
+    The lock is on suite.yaml, which is never replaced. It ends with the process, even if killed.
     """
     file = path / "suite.yaml"
     try:
@@ -203,20 +200,20 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            found = "another one that writes to it"
-            raise ResultError(f"{path}: expected no other process, found {found}") from error
+            message = f"{path}: expected no other process, found one that writes to it"
+            raise ResultError(message) from error
         yield
 
 
-def without_paths(said: str) -> str:
-    """Return a text without paths, of which the file's name stays, and without the host's name."""
-    hidden = _PATH.sub(lambda path: path[1] if "." in path[1] else "PATH", said)
+def without_paths(text: str) -> str:
+    """Return a text in which file names replace paths, and HOST replaces the host's name."""
+    hidden = _PATH.sub(lambda path: path[1] if "." in path[1] else "PATH", text)
     host = socket.gethostname()
     return re.sub(rf"\b{re.escape(host)}\b", "HOST", hidden) if len(host) > 3 else hidden
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add one contest's rows in one write, and wait until the disk has them."""
+    """Add the rows of one contest in one write, and wait until they are on disk."""
     with (path / "rows.jsonl").open("a") as file:
         file.write("".join(map(_line, rows)))
         file.flush()
@@ -228,14 +225,14 @@ def set_state(path: Path, state: Mapping[str, Any]) -> None:
     write_json(path / "run.json", {"schema": RUN_SCHEMA, **state})
 
 
-def keep(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows.jsonl with these rows alone: none at first, or those that a resumed run keeps."""
+def replace_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace rows.jsonl: with no rows at the start, or with those that a resumed run keeps."""
     first = json.dumps({"schema": ROWS_SCHEMA}) + "\n"
     _replace(path / "rows.jsonl", first + "".join(map(_line, rows)))
 
 
 def read(path: Path | str) -> Run:
-    """Read a run directory; a torn last line is dropped, anything else that is wrong is said."""
+    """Read a run directory and drop a torn last row; raises ResultError for anything else."""
     path = Path(path)
     if not path.is_dir():
         raise ResultError(f"{path}: expected the directory of a run, found none")
@@ -254,7 +251,7 @@ def read(path: Path | str) -> Run:
 
 
 def rows(path: Path) -> list[Row]:
-    """Return all rows on disk, reference rows included, without an incomplete last line."""
+    """Return all rows on disk, reference rows included, without a torn last line."""
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         plain = zipped
@@ -273,13 +270,14 @@ def rows(path: Path) -> list[Row]:
 
 
 def _each_once(file: Path, rows: Iterable[Row]) -> None:
-    """Refuse a case that is there twice in one process: two runs wrote into one directory."""
+    """Raise if one process has two rows of a case: then two runs wrote into one directory."""
     seen: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(rows, start=2):
         key = row.reference, row.replicate, row.case.id, row.scope, row.cache
         if (before := seen.setdefault(key, number)) != number:
-            said = f"expected one row of {row.case.contender.label} in replicate {row.replicate}"
-            raise ResultError(f"{file}: line {number}: {said}, found another in line {before}")
+            expected = f"one row of {row.case.contender.label} in replicate {row.replicate}"
+            where = f"{file}: line {number}"
+            raise ResultError(f"{where}: expected {expected}, found another in line {before}")
 
 
 def _row(file: Path, number: int, line: str, whole: bool) -> Row:
@@ -301,7 +299,7 @@ def _row(file: Path, number: int, line: str, whole: bool) -> Row:
 
 
 def _line(row: Row) -> str:
-    """Write a row; what a kernel said may hold paths of this machine."""
+    """Write a row without the paths of this machine that a kernel's messages may hold."""
     choice = json.loads(without_paths(json.dumps(row.choice)))
     row = replace(row, detail=without_paths(row.detail), choice=choice)
     return json.dumps(asdict(row), separators=(",", ":")) + "\n"
@@ -315,7 +313,7 @@ def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
 
 
 def _typed(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
-    """Return the data as it is, once the fields that are read again have their types."""
+    """Return the data unchanged after checking the types of the fields that are read again."""
     try:
         model.model_validate(data)
     except ValidationError as error:
@@ -325,7 +323,7 @@ def _typed(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> str:
-    """Name the first thing that is wrong, and its place."""
+    """Describe the first error: its place, what is wrong, and the value."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"]) or "top"
     return f"{place}: {first['msg']}; {str(first['input'])[:60]!r}"
@@ -337,7 +335,7 @@ def write_json(file: Path, data: Any) -> None:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Replace a file by one rename, once the disk has the new one; a full disk leaves the old."""
+    """Replace a file by one rename after syncing the new one; a full disk leaves the old file."""
     fresh = file.with_name(file.name + ".new")
     try:
         with fresh.open("w") as opened:

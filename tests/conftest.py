@@ -1,7 +1,6 @@
 """What the tests share: paths for workers, marks, the record of compiles, what was left out."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiling import record
+
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE / "kernels" / "spense")]  # the latter: emulations are shared
-
-import compile_record  # noqa: E402  (it is in the folder that was just added)
-
 collect_ignore = ["thirdparty"]  # a package of its own, with its own tests (test_plugins.py)
-PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers: `wrong.zeros`, `faulty.hangs`
+PATHS = [str(HERE / "contenders"), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers; pyproject.toml has it for pytest
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
 os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
 torch.set_num_threads(1)
-COMPILE = "compile"  # a test's property: a digest of compile_record.py
+COMPILE = "compile"  # a test's property: a digest of compiling/record.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", action="store_true", help="write tests/compiled.txt anew")
+    parser.addoption("--record", action="store_true", help="write tests/compiling/record.txt anew")
     parser.addoption(
         "--browser-required", action="store_true", help="no test in Chromium is skipped"
     )
@@ -47,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Add to a test that passes what it asked of the record of compiles."""
-    compile_record.asked.clear()
+    record.asked.clear()
     yield
-    item.user_properties += [(COMPILE, digest) for digest in compile_record.asked]
+    item.user_properties += [(COMPILE, digest) for digest in record.asked]
 
 
 class LeftOut:
@@ -93,5 +90,5 @@ class Recorder:
         terminalreporter.write_line(
             f"the record stays as it is: {self.without} tests failed or were skipped"
             if self.without
-            else compile_record.write(self.digests)
+            else record.write(self.digests)
         )

@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from places import ROOT
+
+from tests.tools.paths import ROOT
 
 MAY_IMPORT = {
     "formats": set(),
@@ -63,37 +64,34 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
     "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
-    "cluster": {"machine", "plan", "run"},
-    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "cluster"},
-    "campaign": {"machine", "plan", "run", "claims", "cluster"},
-    "testing": {"inputs", "patterns", "ops", "catalog", "bench", "plan", "sim", "run"},
+    "shared_runs": {"machine", "plan", "run", "claims"},
+    "costs": {"catalog", "bench", "plan", "claims", "shared_runs"},
+    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "shared_runs", "costs"},
     "models": {"inputs", "machine", "patterns", "catalog", "bench"},
 }
-WAYS_IN = {
-    "cli",
-    "_cli",
-    "_cli_cluster",
-    "_cli_make",
-    "_cli_bundle",
-    "_cli_campaign",
-    "_cli_claims",
-    "_cli_compare",
-    "_cli_survey",
-    "_cli_publish",
-    "_cli_try",
-    "pytest_plugin",
-    "_pytest_nodes",
-    "api",
-}  # these may import every group
+MOST_GROUPS, MOST_IMPORTS = 20, 95
+WAYS_IN = {"api", "commands", "testing"}  # these may import every group
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "harness").rglob("*.py")), ids=str)
-def test_groups_of_the_harness_stand_apart(path: Path) -> None:
-    group = path.relative_to(ROOT / "harness").with_suffix("").parts[0]
-    if group in WAYS_IN | {"__init__"}:
-        return
-    ours = [name.split(".") for name in imported(path) if name.startswith("sparsebench.harness.")]
-    assert {parts[2] for parts in ours} - {group} <= GROUP_MAY_IMPORT[group]
+def harness_imports() -> dict[str, set[str]]:
+    """Return each group of the harness, a folder or a loose module, with the groups it imports."""
+    imports: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "harness").rglob("*.py")):
+        group = path.relative_to(ROOT / "harness").with_suffix("").parts[0]
+        names = [name.split(".") for name in imported(path) if name.startswith("sparsebench.harn")]
+        imports.setdefault(group, set()).update(parts[2] for parts in names if parts[2] != group)
+    return {group: imports[group] for group in imports.keys() - {"__init__"}}
+
+
+@pytest.mark.parametrize(("group", "imports"), sorted(harness_imports().items()))
+def test_groups_of_the_harness_stand_apart(group: str, imports: set[str]) -> None:
+    assert group in WAYS_IN or imports <= GROUP_MAY_IMPORT[group]
+
+
+def test_the_harness_has_few_groups_and_few_imports_between_them() -> None:
+    imports = harness_imports()
+    assert len(imports) <= MOST_GROUPS
+    assert sum(map(len, imports.values())) <= MOST_IMPORTS
 
 
 def test_groups_of_the_harness_form_no_cycle() -> None:

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import yaml
-from places import ROOT
 
 from sparsebench._discovery import modules
 from sparsebench.formats.active_csr import ActiveCsr
@@ -17,6 +16,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import SparseGatedMLP
+from tests.tools.paths import ROOT
 
 SKIPPED = {
     "runs",

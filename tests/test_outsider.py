@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import outsider
 import pytest
-from command import sparsebench
-from places import PUBLISHED, ROOT, TESTS
 
 from sparsebench.reports.published._summary import modelled, widened
 from sparsebench.results import model_files
@@ -21,6 +18,9 @@ from sparsebench.results.model_files import (
     PatternTrainings,
 )
 from sparsebench.results.store import write_json
+from tests import outsider
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED, ROOT, TESTS
 
 PAGE = PUBLISHED / "README.md"
 CLAIMS, RUN = ("cusparse-slower", "openai-2017-cublas"), PUBLISHED / "nvidia-h200/sparsity-4096"
@@ -154,7 +154,7 @@ def test_what_is_changed_in_a_record_of_models_is_found_out(what: str) -> None:
 
 
 def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
-    done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--to", tmp_path)
+    done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     for name in CLAIMS:
         page = (tmp_path / "claims" / f"{name}.html").read_text("utf-8")
@@ -175,7 +175,7 @@ GRID = {  # of a site's index, in the words of its cells
 def test_every_figure_of_a_sites_index_is_in_the_rows(tmp_path: Path) -> None:
     names = "quick", "sparsity-4096", "spense-two-four"
     shown = [PUBLISHED / "nvidia-h200" / name for name in names]
-    done = sparsebench("publish", *shown, "--to", tmp_path)
+    done = sparsebench("publish", *shown, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "index.html").read_text("utf-8")
     assert page.count('class="cell"') > 10

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from places import ROOT
 
 from sparsebench.harness.machine.code import code_sha256
+from tests.tools.paths import ROOT
 
 REPOSITORY = "https://forge.example/o/r"
 needs_git = pytest.mark.skipif(

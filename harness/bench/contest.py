@@ -30,9 +30,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.checking import check_all, of_layer, redraw
-from sparsebench.harness.bench.energy import energy
-from sparsebench.harness.bench.entry import (
+from sparsebench.harness.bench.contest_state import (
     Announce,
     ContestOptions,
     Entry,
@@ -43,18 +41,19 @@ from sparsebench.harness.bench.entry import (
     synchronize,
     unexplained,
 )
-from sparsebench.harness.bench.guard import Guard, Meddled
+from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.operands import Layer
+from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
 from sparsebench.harness.bench.prepare import follow, prepare, unsupported
-from sparsebench.harness.bench.samples import CHAIN, LAYERS, chained, layers_of, possible
-from sparsebench.harness.bench.seal import Seal
-from sparsebench.harness.bench.spots import A, Outputs, Spots
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, chained, layers_of, possible
+from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
+from sparsebench.harness.bench.tampering import Guard, Meddled, Seal
 from sparsebench.harness.bench.timing import Samples, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.results.ceilings import judged
+from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 
@@ -299,7 +298,7 @@ def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
         bound_us, by = least or (None, None)
         row = replace(row, bound_us=bound_us, bound_by=by)
         if row.reference or contest.device.type == "cuda":
-            row = judged(row, median(taken.times_us))
+            row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
     return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.entry import synchronize
+from sparsebench.harness.bench.contest_state import synchronize
 from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.device import identity
 

@@ -21,9 +21,15 @@ import torch
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.entry import Entry, RunningContest, bound, one_line, synchronize
-from sparsebench.harness.bench.guard import arrays_of
+from sparsebench.harness.bench.contest_state import (
+    Entry,
+    RunningContest,
+    bound,
+    one_line,
+    synchronize,
+)
 from sparsebench.harness.bench.operands import DenseOperands, Layer
+from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_kernel, weights_format
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio

@@ -34,8 +34,8 @@ from time import perf_counter
 
 import torch
 
-from sparsebench.harness.bench.samples import BLOCKS, budgeted
-from sparsebench.harness.bench.spots import Outputs, Spots
+from sparsebench.harness.bench.sampling import BLOCKS, budgeted
+from sparsebench.harness.bench.spot_checks import Outputs, Spots
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output

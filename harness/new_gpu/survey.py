@@ -2,7 +2,7 @@
 
     doctor   fitness.json        is the machine fit to measure
     probe    kernels.json        which kernels run here, and why others do not
-    tune     the user's table    configurations for this GPU (harness/run/tune.py)
+    tune     the user's table    configurations for this GPU (harness/run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first (costs.py)
     decide   decide/             the problems that decide (deciding.py), in PROCESSES processes:
                                  as many as there is time for, by what the screening took
@@ -26,17 +26,17 @@ from typing import Any
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.devices import share
+from sparsebench.harness.costs.survey_estimates import coarse, costs
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.new_gpu.costs import coarse, costs
-from sparsebench.harness.new_gpu.deciding import DECIDED, deciding
 from sparsebench.harness.new_gpu.probe import probe
+from sparsebench.harness.new_gpu.problem_choice import DECIDED, deciding
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.tune import tune
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.tuning import tune
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.local_gpus import share
 from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse

@@ -10,10 +10,12 @@
 import random
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.plan.references import references, with_twins
+from sparsebench.harness.bench.device_ceilings import COMPUTE, DENSE, MEMORY
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
 
@@ -105,3 +107,47 @@ def text(value: Any) -> str:
         return f"{float(value):g}"
     except (TypeError, ValueError):
         return str(value)
+
+
+SEED = 2**31 - 1  # of the references, so that no problem of a suite is one of them
+TWIN_EVERY = 20  # 5 % of the problems; at least one
+
+LAUNCH = {"cuda": (1, 64, 64, "bf16"), "cpu": (1, 64, 64, "fp32")}  # m, n, k, dtype
+
+BETWEEN = {  # about 14 and 35 µs on an NVIDIA H200, 10 and 40 µs on two cores
+    "cuda": ((64, 4096, 4096, "bf16"), (64, 14336, 4096, "bf16")),
+    "cpu": ((1, 256, 256, "fp32"), (1, 512, 512, "fp32")),
+}
+
+
+def references(device: str) -> list[Contest]:
+    """Return the reference contests for a device, by its name."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    first = Contender("dense", DENSE[kind], baseline=True)
+    pair = first, replace(first, baseline=False, twin=True)
+    return [
+        Contest(_problem(*size), pair, reference=True) for size in (*sizes(kind), *BETWEEN[kind])
+    ]
+
+
+def sizes(kind: str) -> list[tuple[int, int, int, str]]:
+    """Return m, n, k and dtype of the reference contests of each kind, on a `cpu` or on `cuda`."""
+    return [which[kind] for which in (LAUNCH, MEMORY, COMPUTE)]
+
+
+def with_twins(contests: Sequence[Contest], seed: str) -> list[Contest]:
+    """Give every contender of some contests, the same ones for a seed, a twin."""
+    count = -(-len(contests) // TWIN_EVERY)
+    chosen = set(random.Random(seed).sample(range(len(contests)), count))
+    return [_twice(c) if number in chosen else c for number, c in enumerate(contests)]
+
+
+def _twice(contest: Contest) -> Contest:
+    twins = (replace(c, baseline=False, twin=True) for c in contest.contenders)
+    return replace(contest, contenders=(*contest.contenders, *twins))
+
+
+def _problem(m: int, n: int, k: int, dtype: str) -> Problem:
+    op = load_op("linear")
+    fields = {**op.defaults, "dtype": dtype, "m": m, "n": n, "k": k}
+    return Problem("linear", fields, SEED, defaults=op.defaults)

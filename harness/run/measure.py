@@ -22,20 +22,19 @@ import numpy as np
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.host import boot
 from sparsebench.harness.machine.telemetry import telemetry
 from sparsebench.harness.plan.selection import meets, planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import ahead
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.plugins import code_of
+from sparsebench.harness.run import early_start as ahead
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.recorded_plan import code_of
+from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
 from sparsebench.harness.run.runner import Pinned, Runner, Wanted
-from sparsebench.harness.run.state import Counts, Flags, Record, now
-from sparsebench.harness.run.watch import OnMessage, Watch
-from sparsebench.harness.sim.clock import faults
+from sparsebench.harness.sim.gpu_model import faults
 from sparsebench.results import bundle, provenance, store
 from sparsebench.results.files import utf8
 from sparsebench.results.formatting import rounded
@@ -110,7 +109,7 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = finished(resume, suite, flags, contests) if resume else []
-        chosen_by = provenance.planned(flags.replicates, bool(pinned))
+        chosen_by = provenance.planned_choices(flags.replicates, bool(pinned))
         share = flags.replicates < FEWEST
         given = flags.device, flags.data, flags.timeout_s
         runner = Runner(*given, pinned, share, flags.replicates)
@@ -134,7 +133,7 @@ def measure(
             _same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
             bundle.unseal(resume)
-            store.keep(resume, done)
+            store.replace_rows(resume, done)
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings(contests)
@@ -367,8 +366,8 @@ def _same_place(path: Path, here: Mapping[str, Any]) -> None:
 
 def _same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
     """Refuse to search in a run that takes its configurations from a bundle, and the reverse."""
-    if provenance.choices(before) is not chosen_by:
-        expected = f"expected choices by {provenance.choices(before)}, found {chosen_by}"
+    if provenance.choices_of(before) is not chosen_by:
+        expected = f"expected choices by {provenance.choices_of(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out goes on with such a run"
-        of_bundle = provenance.choices(before) is Choices.BUNDLE
+        of_bundle = provenance.choices_of(before) is Choices.BUNDLE
         raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")

@@ -14,7 +14,7 @@ While a worker takes its device, those of the next processes import everything, 
 Then they idle, without a device, until it is their turn: nothing is imported while a contest runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -22,12 +22,11 @@ from time import monotonic
 from typing import Any, Self
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.bench.samples import possible
+from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import lately
-from sparsebench.harness.run.ahead import AHEAD
-from sparsebench.harness.run.child import Log, Lost, Measured, Worker, spare, started
+from sparsebench.harness.run.early_start import AHEAD
+from sparsebench.harness.run.worker_process import Log, Lost, Measured, Worker, spare, started
 from sparsebench.results.ceilings import FP32, TF32, Ceilings
 from sparsebench.results.record import Case, Contender, Row, Status
 
@@ -116,7 +115,7 @@ class Runner:
         dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
         dtypes |= {TF32} if FP32 in dtypes else set()
         if self._device.startswith("cuda"):
-            found = lately.ceilings(self.about["identity"], dtypes, worker.ceilings)
+            found = ceilings(self.about["identity"], dtypes, worker.ceilings)
         else:
             found = worker.ceilings(dtypes)
         self.spent_s["ceilings"] += monotonic() - began
@@ -270,3 +269,33 @@ def _runs(contest: Contest, kind: str) -> bool:
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
     place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
     return sorted(rows, key=lambda row: place[row.case.id])
+
+
+KEPT_S = 600.0  # clocks and temperature settle within a minute; other users come and go
+
+Measure = Callable[[Collection[str]], dict[str, Any]]
+"""Returns the ceilings of a device, those of products of some dtypes, as JSON."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    at: float
+    dtypes: frozenset[str]
+    ceilings: Mapping[str, Any]
+
+
+_known: dict[str, _Known] = {}
+
+
+def ceilings(card: str, dtypes: Collection[str], measure: Measure) -> dict[str, Any]:
+    """Return a GPU's ceilings, its name being `card`: known ones, or those that `measure` finds."""
+    asked, now = frozenset(dtypes), monotonic()
+    known = _known.get(card)
+    if known and now - known.at > KEPT_S:
+        known = None
+    if known and asked <= known.dtypes:
+        return {**known.ceilings, "age_s": round(now - known.at, 1)}
+    wanted = asked | known.dtypes if known else asked
+    found = measure(wanted)
+    _known[card] = _Known(monotonic(), wanted, found)
+    return found

@@ -23,13 +23,14 @@ from rich.table import Table
 
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
-from sparsebench.harness.bench import ceilings, contest
-from sparsebench.harness.bench.entry import ContestOptions, Entry, Explain, unexplained
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry, Explain, unexplained
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
-from sparsebench.harness.run.profile import call, marked, range_of
+from sparsebench.harness.run.profiling import call, marked, range_of
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Problem, Row, Status

@@ -29,11 +29,11 @@ from typing import IO, Any
 
 import torch
 
-from sparsebench.harness.bench import ceilings, contest
-from sparsebench.harness.bench.entry import ContestOptions, Fatal
-from sparsebench.harness.bench.explain import explained
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.bench.contest_state import ContestOptions, Fatal, explained
 from sparsebench.harness.machine.device import environment, identity, slug
-from sparsebench.harness.machine.parent import WAIT, end_with_parent
+from sparsebench.harness.machine.parent_watch import WAIT, end_with_parent
 from sparsebench.results.record import Contender, Problem
 
 # Of kernel files, 1 s warm together; and what torch's BSR product imports, 3 s (torch._dynamo).

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import expand
-from sparsebench.harness.sim import contest
-from sparsebench.harness.sim.clock import Spec
-from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.harness.sim import simulated_contest as contest
+from sparsebench.harness.sim.gpu_model import Spec
+from sparsebench.harness.testing.contract import Check, every, expect
 from sparsebench.reports.build import load_figure
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.analysis import analyse

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import BITS, Format, has_value
 from sparsebench.harness.catalog import load_format
-from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.harness.testing.contract import Check, every, expect
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 SHAPES = (1, 1), (3, 5), (16, 16), (33, 64), (64, 128), (70, 31), (256, 256)

@@ -15,7 +15,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.catalog import load_format, load_kernel, load_op
 from sparsebench.harness.run.try_kernel import plan
-from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.harness.testing.contract import Check, every, expect
 from sparsebench.results.record import Row, Status
 
 DTYPES = "fp32", "bf16", "fp16"

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsebench.harness.catalog import keywords, load_op
 from sparsebench.harness.inputs.bits import fill
 from sparsebench.harness.ops._op import Fields, Op
-from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.harness.testing.contract import Check, every, expect
 from sparsebench.results.record import Problem
 
 SIZES = {"m": 3, "n": 6, "k": 5}

@@ -11,7 +11,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.grid import Grid
 from sparsebench.harness.patterns._mask import derived, level, mask
-from sparsebench.harness.testing.check import Check, every, expect
+from sparsebench.harness.testing.contract import Check, every, expect
 
 FIELDS = {"n": 120, "k": 200, "block": [12, 20]}  # blocks that divide both
 LEVELS = 0.0, 0.25, 0.375, 0.5, 0.7, 0.72, 0.75, 0.8, 0.9, 0.95

@@ -108,7 +108,7 @@ class Search:
 def told_of(part: str, launch: Launch) -> list[dict[str, Any]]:
     """Return what was timed for a part of a larger launch, each line with `of`: the part's name.
 
-    Lines that are of a part of that one keep its name, too: of="dense, cublas_ffn, down".
+    Lines that are of a part of that one keep its name, too: of="dense, cublas, down".
     """
     return [
         {**line, "of": f"{part}, {line['of']}" if "of" in line else part}

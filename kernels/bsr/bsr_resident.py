@@ -1,17 +1,17 @@
 """Linear layer with blocks of any even size and few columns: Y[m, n] = X[m, k] @ W[n, k].T.
 
-For any NVIDIA GPU of compute capability 8.0 or newer. bsr_resident.cu is the kernel, and draws it:
-a tile of X with all of its columns stays in shared memory, and each warp multiplies block rows of
-its own. So nothing waits for an index but the blocks, and a block may start at any even column.
-This file chooses a configuration and launches. Supported are
+For any NVIDIA GPU of compute capability 8.0 or newer. bsr_resident.cu is the kernel and draws it: a
+tile of X with all of its columns stays in shared memory, and each warp multiplies different block
+rows. Only the loads of blocks wait for the index, and a block may start at any even column. This
+file chooses a configuration and launches. It supports
 
     blocks    of 2 to 64 rows and columns, even numbers (10 x 10, 8 x 8, 20 x 50), fp16 or bf16;
-              edge blocks may leave W, block rows may be empty
+              edge blocks may extend beyond W, and block rows may be empty
     sizes     k a multiple of 8 such that 16 tokens fit into shared memory (7000 on Hopper); n even;
               any m
     X         rows of any stride that is a multiple of 16 bytes
 
-`DGRAD` is the same kernel over W.T.
+`DGRAD` is the same kernel over W.T: the blocks are transposed when they are packed.
 """
 
 from collections.abc import Iterator
@@ -27,30 +27,19 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.cuda import (
-    MAP_TYPES,
-    TMA_ALIGNMENT,
-    BoundKernel,
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    target_of,
-    unsupported_before_ampere,
-)
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bsr._launch import LARGEST, kernel_of
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.results.record import Problem
 
 SIDE = 64  # of a block, at most
 TOKENS, WARPS, SHARES = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16), (1, 2, 4)
-SUMS = 64  # fp32 of a lane, at most
+SUMS = 64  # fp32 per lane, at most
 TRIED = 8  # configurations that a short search times
-LARGEST = 2**31 - 1  # int32 of the kernel
 # x, bytes of a row; Weights: blocks, columns, order, rows, slots, each; y; m, n, k, pitch.
-ARGUMENTS = Layout("P", "q", "PPPiii", "P", *"iiii")
+ARGUMENTS = cuda.Layout("P", "q", "PPPiii", "P", *"iiii")
 
 
 @dataclass(frozen=True)
@@ -68,11 +57,11 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Return the block rows that a CTA has at a time."""
+        """Return how many block rows a CTA multiplies at a time."""
         return self.warps // self.share
 
     def shared_bytes(self, block: tuple[int, int], k: int) -> int:
-        """Return the bytes of shared memory: the tile of X, sums of all but a row's first warp."""
+        """Return the bytes of shared memory: the X tile, and the sums of a row's later warps."""
         sums = (self.share - 1) * self.rows * self.tokens // 16 * -(-block[0] // 8) * 512
         return self.tokens * pitch_of(k) + sums
 
@@ -83,24 +72,24 @@ def pitch_of(k: int) -> int:
 
 
 def words_of(block: tuple[int, int]) -> int:
-    """Return the words of a packed block in a lane: two for 16 of k x 8 features."""
+    """Return the words of a packed block per lane: two for 16 of k x 8 features."""
     r, c = block
     return -(-r // 8) * -(-c // 8)
 
 
 def configurations(w: Bsr, m: int, device: torch.device) -> list[Config]:
-    """Return what is possible for m tokens, least time of the busiest SM by a rough model first."""
+    """Return what is possible for m tokens, by a rough model of the busiest SM's time."""
     (_, k), (_, c), sms = w.shape, w.block, multiprocessors(device)
     blocks, rows = len(w.values), len(w.offsets) - 1
 
     def cost(config: Config) -> float:
         groups = groups_of(config, rows, m, k, device)
         ctas = -(-groups * -(-m // config.tokens) // sms)  # of the busiest SM
-        own = blocks * ctas / groups  # of all these CTAs
-        chain = 600 + 145 * blocks / max(rows, 1) / config.share  # ns of a row; NOTES.md
-        loads = ctas * config.tokens * k * 2 + own * words_of(w.block) * 128
+        mine = blocks * ctas / groups  # blocks of all these CTAs
+        chain = 600 + 145 * blocks / max(rows, 1) / config.share  # ns for a row (NOTES.md)
+        loads = ctas * config.tokens * k * 2 + mine * words_of(w.block) * 128
         turns = -(-rows // (groups * config.rows))
-        return loads / 66 + own * config.tokens * c * 2 / 200 + turns * chain
+        return loads / 66 + mine * config.tokens * c * 2 / 200 + turns * chain
 
     return sorted(possible(w, m, device), key=cost)
 
@@ -116,15 +105,15 @@ def possible(w: Bsr, m: int, device: torch.device) -> Iterator[Config]:
 
 
 def groups_of(config: Config, rows: int, m: int, k: int, device: torch.device) -> int:
-    """Return among how many CTAs the block rows are shared out, for each tile of tokens."""
+    """Return the number of CTAs that share the block rows of each token tile."""
     held = config.tokens * pitch_of(k) + 1024
-    warps = 24 if config.tokens == 16 else 12  # that registers allow: 72 of a thread, or 92
+    warps = 24 if config.tokens == 16 else 12  # that registers allow: 72 per thread, or 92
     at_once = max(1, min(_shared_bytes(device) // held, warps // config.warps))
     room = multiprocessors(device) * at_once // -(-m // config.tokens)
     return max(1, min(room, -(-rows // config.rows)))
 
 
-def launch(x: Tensor, w: Bsr, config: Config) -> BoundKernel:
+def launch(x: Tensor, w: Bsr, config: Config) -> cuda.BoundKernel:
     """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
@@ -135,28 +124,30 @@ def launch(x: Tensor, w: Bsr, config: Config) -> BoundKernel:
     each = int(counts[0]) if bool((counts == counts[0]).all()) else -1
     order = counts.argsort(descending=True, stable=True)
     listed = torch.stack([order, w.offsets[order], w.offsets[order + 1], order], 1).int()
-    constants, target = constants_of(config, w.block, x.dtype), target_of(device)
+    constants, target = constants_of(config, w.block, x.dtype), cuda.target_of(device)
     shared_bytes = config.shared_bytes(w.block, k)
-    kernel, code = load("bsr_resident", "multiply_rows", constants, shared_bytes, device, target)
+    kernel, code = cuda.load(
+        "bsr_resident", "multiply_rows", constants, shared_bytes, device, target
+    )
     groups = groups_of(config, rows, m, k, device)
     grid = groups * -(-m // config.tokens)
     y = x.new_empty(m, n)
-    kept = x, packed, w.columns, listed
+    operands = x, packed, w.columns, listed
     args = ARGUMENTS(
         *(x.data_ptr(), x.stride(0) * x.itemsize),
-        *(array.data_ptr() for array in kept[1:]),
+        *(array.data_ptr() for array in operands[1:]),
         *(rows, groups * config.rows, each, y.data_ptr()),
         *(m, n, k, pitch_of(k)),
     )
-    loaded = Loaded(kernel, code, device.index, grid, 32 * config.warps, shared_bytes)
-    return BoundKernel(loaded, args, kept, y)
+    loaded = cuda.Loaded(kernel, code, device.index, grid, 32 * config.warps, shared_bytes)
+    return cuda.BoundKernel(loaded, args, operands, y)
 
 
 def pack(values: Tensor) -> Tensor:
     """Return the blocks in the order of mma's registers: [blocks, 32 lanes, words, 2].
 
-    Lane 4 g + t has columns 2 t and 2 t + 1 of row g of each 8 x 8 part. The parts of a lane are in
-    the order of the products: for each 16 columns, and each 8 rows there, the left and the right.
+    Lane 4 g + t has columns 2 t and 2 t + 1 of row g of each 8 x 8 part. A lane's parts are in the
+    order of the products: for each 16 columns, and each 8 rows in these, the left and the right.
     """
     blocks, r, c = values.shape
     padded = pad(values, (0, -c % 8, 0, -r % 8))
@@ -182,7 +173,7 @@ def turned(w: Bsr) -> Bsr:
     )
 
 
-def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> Constants:
+def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> cuda.Constants:
     """Return the macros of bsr_resident.cu."""
     return (
         *(("R", block[0]), ("C", block[1])),
@@ -192,10 +183,10 @@ def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
-    """Say why the kernel cannot run on these operands, or None."""
+    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
-    step = TMA_ALIGNMENT // x.itemsize
-    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
+    step = cuda.TMA_ALIGNMENT // x.itemsize
+    if x.dtype != values.dtype or x.dtype not in cuda.MAP_TYPES:
         return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
     if x.dim() != 2 or x.shape[1] != k:
         return f"expected activations of {k} columns, found shape {list(x.shape)}"
@@ -203,8 +194,8 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
         return f"expected blocks of 2 to {SIDE} rows and columns, even numbers, found {r}x{c}"
     if k % step or n % 2:
         return f"expected columns of X a multiple of {step} and of Y of 2, found {k} and {n}"
-    if x.stride(1) != 1 or x.stride(0) % step or x.data_ptr() % TMA_ALIGNMENT:
-        at = x.data_ptr() % TMA_ALIGNMENT
+    if x.stride(1) != 1 or x.stride(0) % step or x.data_ptr() % cuda.TMA_ALIGNMENT:
+        at = x.data_ptr() % cuda.TMA_ALIGNMENT
         return (
             f"expected rows of a multiple of {step} elements at a multiple of 16 bytes, "
             f"found strides {list(x.stride())} at {at} modulo 16"
@@ -217,50 +208,37 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Pack the blocks; take a table's configuration, or time a few."""
-    return prepared(operands, operands.activations["x"], tuned, transposed=False)
-
-
-def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Do the same for dX = dY @ W, a linear layer of W.T."""
-    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
-
-
-def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
-    w = operands.weights["w"]
-    assert isinstance(w, Bsr)
     checked(w)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
     w = turned(w) if transposed else w
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     name = "bsr_resident_dgrad" if transposed else "bsr_resident"
-    found = configurations(w, len(x), x.device)
-    configs, by = choose(
-        name, Config, operands, sizes, tuned, found if tuned == "wide" else found[:TRIED]
-    )
+    searched = configurations(w, len(x), x.device)
+    searched = searched if tuned == "wide" else searched[:TRIED]
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
     constants = [constants_of(config, w.block, x.dtype) for config in configs]
-    cuda.ahead("bsr_resident", constants, target_of(x.device))
+    cuda.ahead("bsr_resident", constants, cuda.target_of(x.device))
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None."""
+    """Return why the kernel cannot run the problem here, or None."""
     dtype = problem["dtype"]
     wrong = None if dtype in ("fp16", "bf16") else f"expected fp16 or bf16, found {dtype}"
-    return unsupported_before_ampere(device, wrong)
+    return cuda.unsupported_before_ampere(device, wrong)
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a CTA may have."""
+    """Return the bytes of shared memory that a CTA may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it
     return int(properties.shared_memory_per_block_optin)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported, tunes=True)
+KERNEL = kernel_of("linear", prepare, unsupported)
 
-DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported, tunes=True)
+DGRAD = kernel_of("linear_dgrad", prepare, unsupported)
 """Input gradient with blocks of any even size and few rows: dX = dY @ W, with turned blocks."""

@@ -1,17 +1,19 @@
 """Linear layer with small blocks in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_small.cu is the kernel, and draws its pipeline: block rows share the strips of X that they
-touch, and every block is a product of its own. _small_steps.py decides which rows go together and
-lists the steps. This file chooses a configuration and launches. Supported are
+bsr_small.cu is the kernel and draws its pipeline: block rows share the strips of X that they
+touch, and every block is a separate product. _small_steps.py decides which rows go together and
+lists the steps. This file chooses a configuration and launches. It supports
 
     blocks    8x8, or multiples of 16 (above 32: up to 256 tokens), fp16 or bf16; edge blocks may
-              leave W, block rows may be empty
+              extend beyond W, and block rows may be empty
     sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
     X         rows of any stride that is a multiple of 16 bytes
 
-The kernel reads W packed: its blocks in the order in which they are multiplied. The tensor cores
-multiply 16 of k at a time. So four blocks of 8 are united to one of 16, with zeros where a block is
-missing. Other blocks are cut to 32 or 16. `DGRAD` is the same kernel over the transposed pattern.
+The kernel reads W packed: the blocks in the order in which they are multiplied. The tensor cores
+multiply 16 of k at a time, so four blocks of 8 are united into one of 16, with zeros where a block
+is missing. Other blocks are cut to 32 or 16. `DGRAD` is the same kernel over the transposed
+pattern. To transpose, it unites block columns instead of block rows, and wgmma reads each block
+MN-major; the blocks are packed in the order of those steps, and none is transposed.
 """
 
 from dataclasses import dataclass
@@ -25,22 +27,11 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    BoundKernel,
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    tensor_map,
-    unsupported_on_hopper,
-)
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.bsr._packed import Plan, bind, too_large
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -59,11 +50,11 @@ from sparsebench.kernels.bsr._small_steps import (
 BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
 RING_BYTES = 224 * 1024  # of stages
-SHARED_BYTES = RING_BYTES + 2048  # aligning to 1024 may take 1023
+SHARED_BYTES = RING_BYTES + 2048  # alignment to 1024 may take 1023
 # The map of x, starts, firsts; w, steps, units, y; m and width.
-ARGUMENTS = Layout("128s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
-CUT_TOKENS = 256  # up to so many, blocks above 32 are cut; with more, bsr_wgmma wins
-TRIED = 4  # configurations that a short search times, the best by the byte model
+ARGUMENTS = cuda.Layout("128s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
+CUT_TOKENS = 256  # up to this many, blocks above 32 are cut; beyond, bsr_wgmma is faster
+TRIED = 4  # configurations that a short search times: the best by the byte model
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        """Return how many consumer warpgroups share an item: as many as registers allow."""
+        """Return how many consumer warpgroups share an item: as many as the registers allow."""
         return min(self.features // UNIT, 2 if self.tokens > 64 else 4)
 
     @property
@@ -85,21 +76,21 @@ class Config:
 
 
 def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> list[Config]:
-    """Return what is possible for m tokens, least bytes of the busiest worker first."""
+    """Return what is possible for m tokens, by the bytes that the busiest worker loads."""
     costs: dict[Config, float] = {}
     for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
         if config.tokens < 2 * max(m, 64):
-            own = _lists(w, config, transposed).costs(min(m, config.tokens), w.block[0])
-            costs[config] = max(own.sum() * -(-m // config.tokens) / workers, own.max())
+            each = _lists(w, config, transposed).costs(min(m, config.tokens), w.block[0])
+            costs[config] = max(each.sum() * -(-m // config.tokens) / workers, each.max())
     return sorted(costs, key=lambda config: costs[config])
 
 
 def launch(
     x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
-) -> BoundKernel:
+) -> cuda.BoundKernel:
     """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
 
-    With `watchdog` a kernel that hangs ends and prints where it waited; it runs a little slower.
+    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
     """
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
@@ -110,16 +101,16 @@ def launch(
 def plan(
     w: Bsr, m: int, config: Config, *, transposed: bool = False, watchdog: bool = False
 ) -> Plan:
-    """Unite the rows, list the steps and assign them. Of w's values only shape and dtype matter.
+    """Unite the rows, list the steps and assign them; only shape and dtype of w's values matter.
 
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
     for the device.
     """
     (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
     lists = _lists(w, config, transposed)
     constants = constants_of(config, lists.room, b, dtype, transposed, m <= config.tokens)
     constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
+    kernel, code = cuda.load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
@@ -129,20 +120,20 @@ def plan(
     )
     activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
 
-    @lru_cache(ADDRESSES)
-    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
-        x_map = tensor_map(x, activations, strides, dtype, (min(m, config.tokens), STRIP))
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> cuda.Arguments:
+        x_map = cuda.tensor_map(x, activations, strides, dtype, (min(m, config.tokens), STRIP))
         each, units = (a.data_ptr() for a in rest)
         return ARGUMENTS(x_map, starts.tobytes(), firsts, packed, each, units, y, *out)
 
     grid = len(bounds) - 1
-    loaded = Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
-    source = sources(order, pieces)
-    return Plan(loaded, source, tuple(rest), arguments, activations, (blocks, b, b), out, dtype)
+    loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
+    sizes = activations, (blocks, b, b), out, dtype
+    return Plan(loaded, tuple(rest), arguments, *sizes, sources(order, pieces))
 
 
 def first_of(steps: Ints, tokens: int) -> Ints:
-    """Return struct First of each worker, int32 [WORKERS, 4], from the step that it starts with."""
+    """Return struct First of each worker, int32 [WORKERS, 4], for the step that it starts with."""
     (blocks, token, _, first), strips = steps[:, 0].T, steps[:, 1, :2]
     firsts = np.zeros((WORKERS, 4), np.int32)
     firsts[: len(steps)] = np.c_[strips, token // tokens << 8 | blocks, first]
@@ -151,8 +142,8 @@ def first_of(steps: Ints, tokens: int) -> Ints:
 
 def constants_of(
     config: Config, room: int, block: int, dtype: torch.dtype, transposed: bool, once: bool
-) -> Constants:
-    """Return the macros of bsr_small.cu: `room` of the lists, `once` for one tile of tokens."""
+) -> cuda.Constants:
+    """Return the macros of bsr_small.cu: `room` of the lists; `once` if there is one token tile."""
     return (
         ("BLOCK", block),
         ("TOKENS", config.tokens),
@@ -168,7 +159,7 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say why the kernel cannot run on these operands, or None."""
+    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     if reason := cuda.unsupported_operands(x, w, transposed):
         return reason
@@ -177,20 +168,8 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Unite the rows and assign the work; take a table's configuration, or time up to four."""
-    return prepared(operands, operands.activations["x"], tuned, transposed=False)
-
-
-def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Do the same for dX = dY @ W, a linear layer of W.T."""
-    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
-
-
-def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
-    w = operands.weights["w"]
-    assert isinstance(w, Bsr)
+def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
+    """Unite the rows and assign the work; take a table's configuration, or time up to TRIED."""
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
     w = _fitting(w, len(x))
     if reason := unsupported_operands(x, w, transposed):
@@ -205,7 +184,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
 
 
 def _fitting(w: Bsr, m: int) -> Bsr:
-    """Return W in blocks of 16 or 32: its own, cut or united. Raises Unsupported."""
+    """Return W in blocks of 16 or 32: as stored, cut or united. Raises Unsupported."""
     r, c = w.block
     if max(r, c) > BLOCKS[-1] and m > CUT_TOKENS:
         raise Unsupported(f"blocks of {r}x{c}: expected up to {CUT_TOKENS} tokens, found {m}")
@@ -219,7 +198,7 @@ def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
     return lists_of(w, config.features, config.warpgroups, transposed)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+KERNEL = kernel_of("linear", prepare, cuda.unsupported_on_hopper)
 
-DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported_on_hopper, tunes=True)
+DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
 """Input gradient with small blocks, in CUDA C++ for Hopper: wgmma reads the blocks MN-major."""

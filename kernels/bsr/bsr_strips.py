@@ -1,20 +1,21 @@
 """Linear layer with blocks of odd sizes in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_strips.cu is the kernel, and draws its pipeline. _small_steps.py decides which rows go together
-and lists the steps. This file chooses a configuration and launches. Supported are
+bsr_strips.cu is the kernel and draws its pipeline. _small_steps.py decides which rows go together
+and lists the steps. This file chooses a configuration and launches. It supports
 
-    blocks    whose sides a multiple of 8 from 16 to 64 divides (24, 40, 48, 56, 80, 96, 24 x 48),
-              fp16 or bf16; edge blocks may leave W, block rows may be empty
+    blocks    whose sides are divisible by a multiple of 8 from 16 to 64 (24, 40, 48, 56, 80, 96,
+              24 x 48), fp16 or bf16; edge blocks may extend beyond W, and block rows may be empty
     sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
     X         rows of any stride that is a multiple of 16 bytes
 
 The kernel reads W packed, in tiles: blocks are cut into equal parts, as large as the kernel takes
-them (80 x 80 to 80 x 40, 96 x 96 to 96 x 48). No zero is stored, and none is multiplied but eight
-columns where a tile's width is an odd multiple of 8; there, a NaN of X in the eight columns beside
-a block reaches its rows. Or blocks are cut at multiples of 16 columns, wherever they begin, so that
-X comes in aligned strips; then W has zeros in tiles that a block fills by half.
+(80 x 80 into 80 x 40, 96 x 96 into 96 x 48). No zero is stored. If the width of a tile is an odd
+multiple of 8, the kernel multiplies eight columns of zeros, and a NaN of X in the eight columns
+beside a block reaches the block's rows. Alternatively, blocks are cut at multiples of 16 columns,
+wherever they begin, so that X comes in aligned strips; then tiles that a block half fills contain
+zeros.
 
-`DGRAD` is the same kernel over W.T.
+`DGRAD` is the same kernel over W.T: index and blocks are transposed when they are packed.
 """
 
 from dataclasses import dataclass
@@ -29,22 +30,11 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    BoundKernel,
-    Constants,
-    Loaded,
-    load,
-    pitch,
-    tensor_map,
-    unsupported_on_hopper,
-)
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.bsr._packed import Plan, bind, too_large
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -59,20 +49,18 @@ from sparsebench.kernels.bsr._small_steps import (
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # of a tile
-TOKENS, ROWS = (64, 128, 256), range(1, 9)  # of an item; of a warpgroup
-SUMS = 192  # fp32 a thread, at most: the registers of a consumer are 224
-# KB of tiles in a step: six, five, four, three stages with 32 KB of X; 26 three with 48.
+TOKENS, ROWS = (64, 128, 256), range(1, 9)  # of an item; of a warpgroup in it
+SUMS = 192  # fp32 per thread, at most: a consumer has 224 registers
+# KB of tiles in a step: 6, 5, 4 or 3 stages with 32 KB of X; 26 KB give 3 stages with 48.
 ROOMS = 5, 12, 23, 26, 42
-STRIP_BYTES = 32 * 1024  # of the strips of a step, if there are several
+STRIP_BYTES = 32 * 1024  # of the strips of a step, if it has several
 RING_BYTES = 222 * 1024  # of stages
-SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # aligning to 1024 may take 1023; zeros
+SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # alignment to 1024 may take 1023; zeros
 # Maps of x, starts; w, steps, rows, y; m and width.
 ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", *"PPPPii")
-TRIED = 8  # configurations that a short search times, the best by the byte model
-ALIGNED, TRIED_ALIGNED = (
-    32,
-    2,
-)  # columns of an aligned strip; configurations with such that it times
+TRIED = 8  # configurations that a short search times: the best by the byte model
+ALIGNED = 32  # columns of an aligned strip
+TRIED_ALIGNED = 2  # configurations with aligned strips that a short search times
 PIECE = 8  # columns in 16 bytes
 
 
@@ -82,8 +70,8 @@ class Config:
 
     tokens, rows  of a work item: tokens, and rows of tiles of each warpgroup
     warpgroups    that share an item: 1 or 2
-    across        tiles side by side in a strip. 1: strips are as wide as tiles, from where they
-                  start. 2: strips of 32 columns from multiples of 32, tiles 16 deep
+    across        tiles side by side in a strip. 1: strips start where tiles do and are as wide.
+                  2: strips of 32 columns at multiples of 32, and tiles 16 deep
     """
 
     tokens: int
@@ -103,9 +91,9 @@ class Tiles:
 
     height, depth  of a tile: features of Y, columns of X
     row, column    [tiles] of each tile, in tiles
-    rows, columns  how many there are
-    pieces         int32 [tiles, height, depth / 8], where 16 bytes are among those of the blocks;
-                   -1: nowhere, they are zeros
+    rows, columns  of tiles in W
+    pieces         int32 [tiles, height, depth / 8]: the position of each 16 bytes in the blocks;
+                   -1 for zeros
     across         tiles side by side in a strip
     """
 
@@ -119,7 +107,7 @@ class Tiles:
     across: int = 1
 
     def lists(self, config: Config, m: int, workers: int) -> Lists:
-        """Unite the rows and list the steps; as many groups as end in the same round of items."""
+        """Unite the rows and list the steps, in as many groups as fill the last round of items."""
         size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
         least = -(-self.rows // size)
         rounds = -(-least * tiles // workers)
@@ -138,7 +126,7 @@ class Tiles:
         return listed(self.row, self.column, self.rows, strips, layout)
 
     def possible(self, config: Config) -> bool:
-        """Say whether registers hold the sums, and a step all tiles that a strip may have."""
+        """Return whether registers hold the sums, and a step all tiles that a strip may have."""
         tiles = config.rows * self.across
         most = tiles * config.warpgroups * 2 * self.height * self.depth
         fits = most <= ROOMS[-1] * 1024 and tiles <= SHARE and config.across == self.across
@@ -146,31 +134,31 @@ class Tiles:
 
 
 def height_of(size: int) -> int | None:
-    """Return the height of a tile, the largest that divides a block's side, or None."""
+    """Return the height of a tile: the largest that divides the block's side, or None."""
     return next((side for side in reversed(HEIGHTS) if size and size % side == 0), None)
 
 
 def depth_of(size: int) -> int | None:
-    """Return the depth of a tile, that which wastes the fewest of the bytes loaded, or None."""
+    """Return the depth of a tile: the one that wastes the fewest loaded bytes, or None."""
     sides = [side for side in DEPTHS if size and size % side == 0]
     return max(sides, key=lambda side: (side / row_bytes(side), side), default=None)
 
 
 def boxes_of(depth: int, across: int = 1) -> list[int]:
-    """Return the columns of each box of a strip: one, or two where it has more than 64."""
+    """Return the columns of each box of a strip: one box, or two for more than 64 columns."""
     columns = across * (depth + depth % 16)
     first = -(-columns // 32) * 16 if columns > 64 else columns
     return [box for box in (first, columns - first) if box]
 
 
 def row_bytes(depth: int, across: int = 1) -> int:
-    """Return what a row of a strip costs: TMA takes as long for fewer bytes than 64."""
+    """Return the cost of a row of a strip in bytes: TMA takes as long for fewer than 64."""
     return sum(max(2 * box, 64) for box in boxes_of(depth, across))
 
 
 def strips_of(depth: int, tokens: int, across: int = 1) -> int:
-    """Return how many strips of so many tiles a step holds: 1, 2 or 4, and at most 8 places."""
-    fit = STRIP_BYTES // (tokens * sum(pitch(2 * box) for box in boxes_of(depth, across)))
+    """Return how many strips of `across` tiles a step holds: 1, 2 or 4, at most 8 places."""
+    fit = STRIP_BYTES // (tokens * sum(cuda.pitch(2 * box) for box in boxes_of(depth, across)))
     return min(max(fit, 1), 4, 8 // across)
 
 
@@ -183,7 +171,7 @@ def tiles_of(w: Bsr, transposed: bool, across: int = 1) -> Tiles:
     height, depth = height_of(r), depth_of(c)
     assert height is not None
     assert depth is not None
-    # The numbers of the 16-byte pieces take the way of the values.
+    # The numbers of the 16-byte pieces are cut and sorted like the values.
     pieces = torch.arange(blocks * r * c // 8, dtype=torch.int32).view(blocks, r, c // 8)
     rows, columns = rows_of(w.offsets.cpu()), w.columns.cpu().long()
     if transposed:
@@ -203,24 +191,24 @@ def tiles_of(w: Bsr, transposed: bool, across: int = 1) -> Tiles:
 
 
 def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
-    """Return what each group costs a CTA, in bytes that TMA loads in that time."""
+    """Return the cost of each group for a CTA, in bytes that TMA loads in that time."""
     loads = lists.strips * (config.tokens * row_bytes(tiles.depth, tiles.across))
     loads = loads + lists.blocks * (2 * tiles.height * tiles.depth)
-    storing = config.tokens * config.rows * config.warpgroups * tiles.height  # 0.5 a byte
+    storing = config.tokens * config.rows * config.warpgroups * tiles.height  # half of Y's bytes
     costs: Ints = loads + 4000 * np.diff(lists.first) + storing
     return costs
 
 
 def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
-    """Return what is possible for these tiles and m tokens, least bytes of the busiest first."""
+    """Return what is possible for these tiles and m tokens, by the busiest worker's bytes."""
     costs: dict[Config, float] = {}
     for tokens, rows, warpgroups in product(TOKENS, ROWS, (2, 1)):
         config = Config(tokens, rows, warpgroups, tiles.across)
         if tokens >= m + 64 or not tiles.possible(config) or (warpgroups == 1 and rows > 1):
             continue
-        own = costs_of(tiles.lists(config, m, workers), tiles, config)
-        items = len(own) * -(-m // tokens)
-        costs[config] = max(own.mean() * -(-items // workers), own.max())
+        each = costs_of(tiles.lists(config, m, workers), tiles, config)
+        items = len(each) * -(-m // tokens)
+        costs[config] = max(each.mean() * -(-items // workers), each.max())
     return sorted(costs, key=lambda config: costs[config])
 
 
@@ -232,10 +220,10 @@ def launch(
     *,
     transposed: bool = False,
     watchdog: bool = False,
-) -> BoundKernel:
+) -> cuda.BoundKernel:
     """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
 
-    With `watchdog` a kernel that hangs ends and prints where it waited; it runs a little slower.
+    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
     """
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
@@ -252,9 +240,9 @@ def plan(
     transposed: bool = False,
     watchdog: bool = False,
 ) -> Plan:
-    """Unite the rows, list the steps and assign them. Of w's values only shape and dtype matter.
+    """Unite the rows, list the steps and assign them; only shape and dtype of w's values matter.
 
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
     for the device.
     """
     (n, k), (blocks, r, c) = w.shape, w.values.shape
@@ -267,7 +255,7 @@ def plan(
     lists = tiles.lists(config, m, workers)
     constants = constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
+    kernel, code = cuda.load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
     costs = costs_of(lists, tiles, config)
     steps, bounds = worked(lists, costs, m, config.tokens, workers)
     starts = np.zeros(WORKERS, np.int32)
@@ -277,32 +265,32 @@ def plan(
 
     boxes = boxes_of(tiles.depth, tiles.across)
 
-    @lru_cache(ADDRESSES)
-    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> Arguments:
-        x_maps = [tensor_map(x, activations, strides, dtype, (config.tokens, box)) for box in boxes]
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> cuda.Arguments:
+        x_maps = [
+            cuda.tensor_map(x, activations, strides, dtype, (config.tokens, box)) for box in boxes
+        ]
         each, rows = (a.data_ptr() for a in uploaded)
         return ARGUMENTS(b"".join(x_maps), starts.tobytes(), packed, each, rows, y, *out)
 
-    loaded = Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
-    order, stored = packed_order(tiles, lists), (blocks, r, c)
+    loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
+    order, sizes = packed_order(tiles, lists), (activations, (blocks, r, c), out, dtype)
     source, zeros = order.clamp(0).to(device), (order < 0).nonzero()[:, 0].to(device)
-    given = source, uploaded, arguments, activations, stored, out, dtype, transposed, zeros
-    return Plan(loaded, *given)
+    return Plan(loaded, uploaded, arguments, *sizes, source, transposed, zeros)
 
 
 def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
-    """Return, for each 16-byte piece of the packed W, its number among those of the blocks: int32.
+    """Return the position in the blocks of each 16-byte piece of the packed W: int32; zeros: -1.
 
-    Zeros are -1. Tiles come in the order of the steps; in a tile, all features of the first 8 of k
-    come first.
+    Tiles are in the order of the steps. In a tile, all features of the first 8 of k come first.
     """
     return tiles.pieces[torch.from_numpy(lists.order)].transpose(1, 2).flatten()
 
 
 def constants_of(
     config: Config, height: int, depth: int, room: int, dtype: torch.dtype
-) -> Constants:
-    """Return the macros of bsr_strips.cu; `room` is that of the lists."""
+) -> cuda.Constants:
+    """Return the macros of bsr_strips.cu; `room` is a field of the lists."""
     return (
         ("HEIGHT", height),
         ("DEPTH", depth),
@@ -319,7 +307,7 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say why the kernel cannot run on these operands, or None."""
+    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth = n if transposed else k
     if reason := cuda.unsupported_operands(x, w, transposed):
@@ -331,20 +319,8 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Unite the rows and assign the work; take a table's configuration, or time a few."""
-    return prepared(operands, operands.activations["x"], tuned, transposed=False)
-
-
-def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Do the same for dX = dY @ W, a linear layer of W.T."""
-    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
-
-
-def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
-    w = operands.weights["w"]
-    assert isinstance(w, Bsr)
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
@@ -353,7 +329,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     ways = {1: tiles_of(w, transposed)}
     searched = [] if operands.pinned else configurations(ways[1], len(x), workers)
     searched = searched if tuned == "wide" else searched[:TRIED]
-    # Not measured yet: the default, which layers take too, stays of the first way.
+    # Aligned strips are not measured yet, so the default, which layers take too, has none.
     if not operands.pinned and w.block[not transposed] % ALIGNED:
         ways[2] = tiles_of(w, transposed, across=2)
         more = configurations(ways[2], len(x), workers)
@@ -363,15 +339,15 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
         ways[across] = tiles_of(w, transposed, across)
     dtype, constants = w.values.dtype, []
     for config in configs:
-        own = ways[config.across]
-        room = own.lists(config, len(x), workers).room
-        constants.append(constants_of(config, own.height, own.depth, room, dtype))
+        tiles = ways[config.across]
+        room = tiles.lists(config, len(x), workers).room
+        constants.append(constants_of(config, tiles.height, tiles.depth, room, dtype))
     cuda.ahead("bsr_strips", constants)
     candidates = [launch(x, w, c, ways[c.across], transposed=transposed) for c in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+KERNEL = kernel_of("linear", prepare, cuda.unsupported_on_hopper)
 
-DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported_on_hopper, tunes=True)
+DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
 """Input gradient with blocks of odd sizes, in CUDA C++ for Hopper: dX = dY @ W."""

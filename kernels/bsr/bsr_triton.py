@@ -8,13 +8,13 @@ A program computes a tile of Y, `tokens` x `features`, from the stored blocks of
         +-----+-----+-----+-----+-----+                +--------------------+
          depth of k at a time               only the columns that a block touches
 
-A block smaller than a tile is padded to a tile, in a packed copy. A larger block is multiplied tile
-by tile. Small blocks make flat tiles, each of which loads X again. So `group` neighbouring block
-rows may be multiplied together: their union is group * r rows high, with zeros where a row has no
-block. That trades arithmetic for loads, and the search decides. Columns of X that no block of the
-group touches are not read, so a NaN there stays out of Y.
+A block smaller than a tile is padded to a tile in a packed copy. A larger block is multiplied tile
+by tile. Small blocks make flat tiles, each of which loads X again. Therefore `group` neighbouring
+block rows may be multiplied together: their union is group * r rows high, with zeros where a row
+has no block. That trades arithmetic for loads, and the search decides. Columns of X that no block
+of the group touches are not read, so a NaN there does not reach Y.
 
-The next block column is loaded one step ahead, into a register. Loaded in the same step, it would
+The next block column is loaded one step ahead into a register: loaded in the same step, it would
 take every second pipeline stage. Long block rows start first, so that none runs alone at the end.
 """
 
@@ -59,79 +59,15 @@ from sparsebench.kernels._common.tuned_table import (
     multiprocessors,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-
-TILES = 4  # sizes of tiles that a long search times, each in up to eight ways
-
-# Winners of a sweep on an H200, by height of a row tile: (tokens, features, stages, warps, order).
-# Order: neighbouring programs take other block rows, or other tokens; S: swapped (Config).
-# Few stages leave room for more programs on an SM, which wins where block rows are short.
-Shape = tuple[int, int, int, int, str]
-MANY_TOKENS: dict[int, tuple[Shape, ...]] = {
-    16: (
-        (256, 16, 8, 8, "rows"),
-        (256, 16, 5, 4, "rows"),
-        (256, 32, 4, 4, "rows"),
-        (256, 64, 4, 4, "rows"),
-        (256, 128, 8, 8, "rows"),
-    ),
-    32: (
-        (256, 32, 5, 4, "rows"),
-        (256, 32, 3, 4, "rows"),
-        (128, 32, 3, 4, "rows"),
-        (256, 64, 4, 4, "rows S"),
-        (128, 128, 6, 4, "rows"),
-    ),
-    64: (
-        (256, 64, 5, 4, "rows S"),
-        (256, 64, 2, 4, "rows S"),
-        (128, 64, 3, 4, "rows S"),
-        (128, 64, 2, 4, "rows S"),
-        (128, 64, 2, 4, "tokens"),
-    ),
-    128: (
-        (128, 128, 3, 4, "rows"),
-        (128, 128, 3, 4, "tokens"),
-        (128, 128, 2, 4, "rows S"),
-        (128, 128, 2, 4, "tokens S"),
-    ),
-}
-SOME_TOKENS: dict[int, tuple[Shape, ...]] = {
-    16: (
-        (256, 16, 5, 4, "tokens"),
-        (128, 16, 5, 4, "tokens"),
-        (256, 64, 4, 4, "rows"),
-        (128, 128, 4, 4, "rows"),
-    ),
-    32: (
-        (256, 32, 5, 4, "tokens"),
-        (128, 32, 5, 4, "tokens"),
-        (256, 64, 4, 4, "rows S"),
-    ),
-    64: (
-        (256, 64, 5, 4, "tokens S"),
-        (128, 64, 4, 4, "tokens S"),
-        (128, 64, 3, 4, "tokens S"),
-        (64, 64, 6, 4, "tokens"),
-    ),
-    128: (
-        (128, 128, 3, 4, "tokens"),
-        (128, 64, 4, 4, "tokens S"),
-        (64, 128, 4, 4, "tokens"),
-        (64, 64, 6, 4, "tokens"),
-    ),
-}
-
-# Without TMA: (tokens, features, warps).
-BY_POINTERS = (
-    (256, 16, 8),
-    (128, 16, 4),
-    (256, 32, 8),
-    (64, 32, 4),
-    (128, 64, 4),
-    (64, 64, 4),
-    (128, 128, 8),
+from sparsebench.kernels.bsr._triton_shapes import (
+    BY_POINTERS,
+    FP32,
+    MANY_TOKENS,
+    SOME_TOKENS,
+    Shape,
 )
-FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4), (64, 16, 4), (32, 16, 4))  # no tensor cores
+
+TILES = 4  # tile sizes that a long search times, each in up to eight variants
 
 
 @dataclass(frozen=True)
@@ -140,7 +76,7 @@ class Config:
 
     tokens, features, depth  tile of Y of a program, and columns of X in a step
     group                    block rows multiplied together
-    rows_first               neighbouring programs take other block rows, not other tokens
+    rows_first               neighbouring programs take different block rows, not tokens
     swapped                  the tensor cores multiply W X.T: features are the M of wgmma
     """
 
@@ -212,7 +148,7 @@ def configurations(
 
 
 def _swept(shape: Shape, r: int, width: int, itemsize: int, precision: Precision) -> Config:
-    """Return a configuration of the sweep, with as many stages as fit one SM."""
+    """Return a configuration of the sweep, with as many stages as fit on one SM."""
     tokens, features, in_flight, warps, order = shape
     depth = min(width, 128 // itemsize)
     return Config(
@@ -232,7 +168,7 @@ def _swept(shape: Shape, r: int, width: int, itemsize: int, precision: Precision
 def space(sizes: Sizes, itemsize: int, path: Path, programs: int) -> list[Config]:
     """Return what a long search times: `configurations`, and the TILES that load the least.
 
-    `programs` run at a time. fp32 has no wider space: larger tiles do not fit its registers.
+    `programs` run at a time. fp32 has no wider space because larger tiles do not fit the registers.
     """
     block = sizes.block
     assert block is not None
@@ -271,7 +207,7 @@ def loaded(config: Config, sizes: Sizes, programs: int) -> float:
 
 
 def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> BoundKernel:
-    """Return the kernel of Y [m, n]; `packed` is pack(w, config), if it exists already."""
+    """Return the kernel of Y [m, n]; `packed` is pack(w, config) if it exists already."""
     packed = packed or pack(w, config)
     (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
     y = x.new_empty(m, n)
@@ -290,7 +226,7 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> B
 
 
 def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
-    """Return the constants of the kernel; height and width are those of a packed block."""
+    """Return the constants of the kernel; height and width are of a packed block."""
     return {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
@@ -313,7 +249,7 @@ def packed_block(block: tuple[int, int], config: Config) -> tuple[int, int]:
 
 
 def pack(w: Bsr, config: Config) -> Packed:
-    """Unite the block rows of each group and pad the blocks; copy values only where needed."""
+    """Unite the block rows of each group and pad the blocks; copy values only if needed."""
     (r, c), (height, width) = w.block, packed_block(w.block, config)
     block_columns = triton.cdiv(w.shape[1], c)
     block_row = torch.arange(len(w.offsets) - 1, device=w.offsets.device)
@@ -339,7 +275,7 @@ def pack(w: Bsr, config: Config) -> Packed:
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
     """Pack the weights; take a table's configuration, or compile and time a few.
 
-    With `path`, no other path is taken. Raises Unsupported.
+    `path` forces one path. Raises Unsupported.
     """
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Bsr)
@@ -441,7 +377,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def unsupported_by_tma(x: Tensor, w: Bsr) -> str | None:
-    """Say why TMA cannot read W and X and write Y, or None."""
+    """Return why TMA cannot read W and X and write Y, or None."""
     r, c = w.block
     if whole_tile(r) != r or whole_tile(c) != c:
         return f"blocks of {r}x{c} are not whole tiles"

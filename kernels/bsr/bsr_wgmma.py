@@ -1,22 +1,26 @@
 """Linear layer with block-sparse weights in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_wgmma.cu is the kernel, and draws its pipeline: two producer warps load by TMA, and two consumer
-warpgroups share each X tile. _wgmma_pairs.py decides which 64 rows of W go together,
-_wgmma_schedule.py which CTA multiplies what. This file chooses a configuration and launches.
-Supported are
+bsr_wgmma.cu is the kernel and draws its pipeline: two producer warps load by TMA, and two consumer
+warpgroups share each X tile. _wgmma_pairs.py decides which 64 rows of W go together, and
+_wgmma_schedule.py assigns the work to CTAs. This file chooses a configuration and launches. It
+supports
 
-    blocks    multiples of 64 rows and 64 columns, fp16 or bf16; edge blocks may leave W, block
-              rows may be empty
+    blocks    multiples of 64 rows and 64 columns, fp16 or bf16; edge blocks may extend beyond W,
+              and block rows may be empty
     sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
     X         rows of any stride that is a multiple of 16 bytes
 
-It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 are 32 items for
-132 SMs. It is slow for single long rows, too (_wgmma_schedule.py).
+It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 make 32 items
+for 132 SMs. It is also slow for single long rows (_wgmma_schedule.py).
 
-`DGRAD` is the same kernel over the transposed pattern.
+`DGRAD` is the same kernel over the transposed pattern: the host transposes the index, and wgmma
+reads a tile of W MN-major. No value is copied.
+
+    W, stored by block rows      what an item multiplies: block columns
+      ## .. ##                     ##        ..  ##
+      .. ## ##                     ..   ->   ##  ##      dX's 64 features of a slice
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,32 +30,23 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    BoundKernel,
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    tensor_map,
-    unsupported_on_hopper,
-)
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind, kernel_of
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 
 TOKENS = 256, 128, 64
-FEW_ITEMS = 132  # one an SM of an H200
+FEW_ITEMS = 132  # one per SM of an H200
 THREADS = 384
 RING_BYTES = 192 * 1024  # of stages
-# The ring, two 64 x 64 chunks of Y for each warpgroup, and 1024 to align.
+# The ring, two 64 x 64 chunks of Y for each warpgroup, and 1024 for alignment.
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
-ARGUMENTS = Layout("384s", f"{20 * WORKERS}s", *"PP")  # maps of x, w and y; First; steps, items
-LARGEST = 2**31 - 1  # int32 of the kernel
+ARGUMENTS = cuda.Layout(
+    "384s", f"{20 * WORKERS}s", *"PP"
+)  # maps of x, w and y; First; steps, items
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Config:
     """One way to run the kernel.
 
     tokens   of a work item, for each CTA: 256, 128 or 64
-    cluster  CTAs that share the tiles of W, each with tokens of its own: 1 or 2
+    cluster  CTAs that share the tiles of W, each with different tokens: 1 or 2
     """
 
     tokens: int
@@ -69,8 +64,8 @@ class Config:
 def configurations(m: int, width: int) -> list[Config]:
     """Return what is worth trying for m tokens and `width` columns of Y: at most four.
 
-    Items of more tokens load fewer bytes. Where there are fewer of these than SMs, the next smaller
-    size comes first (m = 256 or 1024, 4096 columns: up to 1.3 times as fast).
+    Items of more tokens load fewer bytes. If they are fewer than the SMs, the next smaller size
+    comes first (m = 256 or 1024 and 4096 columns: up to 1.3 times as fast).
     """
     tiles = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[-1]][:2]
     if -(-m // tiles[0]) * -(-width // (2 * SIDE)) <= FEW_ITEMS:
@@ -79,28 +74,8 @@ def configurations(m: int, width: int) -> list[Config]:
 
 
 def space() -> list[Config]:
-    """Return what a long search times: everything."""
+    """Return all configurations, for a long search."""
     return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A launch without operands: it depends on pattern, tokens and configuration alone.
-
-    lists         on the device: steps, items
-    arguments     (address of x, strides of x, address of w's values, address of y) -> arguments
-    activations   [m, k], or [m, n] if transposed
-    blocks        [blocks, r, c]
-    out           [m, n], or [m, k] if transposed
-    """
-
-    loaded: Loaded
-    lists: tuple[Tensor, ...]
-    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
-    activations: tuple[int, int]
-    blocks: tuple[int, int, int]
-    out: tuple[int, int]
-    dtype: torch.dtype
 
 
 def launch(
@@ -111,10 +86,10 @@ def launch(
     *,
     transposed: bool = False,
     watchdog: bool = False,
-) -> BoundKernel:
+) -> cuda.BoundKernel:
     """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
 
-    With `watchdog` a kernel that hangs ends and prints where it waited; it runs a little slower.
+    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
     """
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
@@ -133,8 +108,8 @@ def plan(
 ) -> Plan:
     """Pair the rows, assign the work and upload the lists.
 
-    Of w's values only shape and dtype matter. Expects operands that `unsupported_operands` accepts.
-    Reads the index on the host, and so waits for the device.
+    Only shape and dtype of w's values matter. Expects operands that `unsupported_operands` accepts.
+    Reads the index on the host, so it waits for the device.
     """
     groups, device = groups or groups_of(w, transposed), w.offsets.device
     workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
@@ -143,37 +118,24 @@ def plan(
     first = work.first
     constants = constants_of(config, w.values.dtype, transposed)
     constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
+    kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
     grid = (len(work.starts) - 1) * config.cluster
     (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
     activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
     rows = max(blocks, 1) * r, c  # a tensor map needs a row
 
-    @lru_cache(ADDRESSES)
-    def arguments(x: int, strides: tuple[int, int], values: int, y: int) -> Arguments:
-        x_map = tensor_map(x, activations, strides, dtype, (config.tokens, SIDE))
-        w_map = tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
-        y_map = tensor_map(y, out, (out[1], 1), dtype, (SIDE, SIDE))
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(x: int, strides: tuple[int, int], values: int, y: int) -> cuda.Arguments:
+        x_map = cuda.tensor_map(x, activations, strides, dtype, (config.tokens, SIDE))
+        w_map = cuda.tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
+        y_map = cuda.tensor_map(y, out, (out[1], 1), dtype, (SIDE, SIDE))
         return ARGUMENTS(x_map + w_map + y_map, first, *(a.data_ptr() for a in lists))
 
-    loaded = Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
+    loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
     return Plan(loaded, lists, arguments, activations, (blocks, r, c), out, dtype)
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
-    """Return a plan's kernel on these operands, with a new output. Raises Unsupported."""
-    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
-    found = x.shape, values.shape, x.dtype, values.dtype
-    if found != expected or not values.is_contiguous():
-        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
-    y = x.new_empty(plan.out)
-    if not plan.blocks[0]:
-        values = values.new_zeros(1, *plan.blocks[1:])
-    args = plan.arguments(x.data_ptr(), x.stride(), values.data_ptr(), y.data_ptr())
-    return BoundKernel(plan.loaded, args, (x, values, *plan.lists), y)
-
-
-def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> cuda.Constants:
     """Return the macros of bsr_wgmma.cu."""
     return (
         ("TOKENS", config.tokens),
@@ -186,7 +148,7 @@ def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> Consta
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say why the kernel cannot run on these operands, or None."""
+    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
     if reason := cuda.unsupported_operands(x, w, transposed):
@@ -201,20 +163,8 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Pair the rows and assign the work; take a table's configuration, or time up to four."""
-    return prepared(operands, operands.activations["x"], tuned, transposed=False)
-
-
-def prepare_dgrad(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Do the same for dX = dY @ W, a linear layer of W.T."""
-    return prepared(operands, operands.activations["dy"], tuned, transposed=True)
-
-
-def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
-    w = operands.weights["w"]
-    assert isinstance(w, Bsr)
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     groups = groups_of(w, transposed)
@@ -228,7 +178,7 @@ def prepared(operands: Operands, x: Tensor, tuned: Tuned, *, transposed: bool) -
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+KERNEL = kernel_of("linear", prepare, cuda.unsupported_on_hopper)
 
-DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported_on_hopper, tunes=True)
+DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
 """Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

@@ -1,16 +1,15 @@
 """Weight gradient in BSR in CUDA C++ for Hopper: dW = dY[m, n].T @ X[m, k] where W has blocks.
 
-bsr_wgrad.cu is the kernel, and draws its pipeline: four producer warps load by TMA, and two
-consumer warpgroups sum four 64 x 64 tiles of dW each. _wgrad_schedule.py decides which tiles are
-summed together, and which CTA sums what. This file chooses a configuration and launches.
-Supported are
+bsr_wgrad.cu is the kernel and draws its pipeline: four producer warps load by TMA, and two consumer
+warpgroups sum four 64 x 64 tiles of dW each. _wgrad_schedule.py decides which tiles are summed
+together and assigns them to CTAs. This file chooses a configuration and launches. It supports
 
-    blocks    multiples of 64, 56, 48 or 40 rows and columns, fp16 or bf16; edge blocks may leave W,
-              and get zeros there
+    blocks    multiples of 64, 56, 48 or 40 rows and columns, fp16 or bf16; edge blocks may extend
+              beyond W and are zero there
     sizes     any m, n and k
     dY, X     rows of any stride that is a multiple of 16 bytes
 
-Sums are fp32 over all tokens, always added in the same order: equal operands give equal bits.
+Sums are in fp32 over all tokens and always in the same order: equal operands give equal bits.
 """
 
 from collections.abc import Callable
@@ -23,17 +22,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    BoundKernel,
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    tensor_map,
-    unsupported_on_hopper,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -46,10 +35,10 @@ if TYPE_CHECKING:
 
 THREADS = 384
 RING_BYTES = 216 * 1024  # of stages
-SHARED_BYTES = RING_BYTES + 1024  # aligning to 1024 may take 1023
+SHARED_BYTES = RING_BYTES + 1024  # alignment to 1024 may take 1023
 PARTIAL = 2 * SIDE * SIDE  # fp32 sums in a column of an item: one tile of each half
 # Tensor maps of dy and x; loads, sums, starts, values; width; partials, counters.
-ARGUMENTS = Layout("256s", *"PPPPiPP")
+ARGUMENTS = cuda.Layout("256s", *"PPPPiPP")
 LARGEST = 2**31 - 1  # int32 of the kernel
 C = TypeVar("C", bound="DataclassInstance")  # a kernel's Config
 
@@ -70,7 +59,7 @@ CONFIGS = tuple(Config(depth, wide) for depth in (64, 32) for wide in (4, 2))
 
 
 def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
-    """Return all four, the one whose last worker should end first at the front."""
+    """Return all four, by the predicted end of the last worker."""
     ends = {
         config: work_of(pattern, m, config.depth, config.wide, workers).last for config in CONFIGS
     }
@@ -79,10 +68,10 @@ def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch without operands: it depends on pattern, tokens and configuration alone.
+    """A launch without operands: it depends only on pattern, tokens and configuration.
 
     lists      on the device: loads, sums and starts of _wgrad_schedule.Work
-    counters   int32 [partials, 2]: each launch leaves them as the next one needs them, so the
+    counters   int32 [partials, 2]: each launch leaves them in the state that the next one needs, so
                launches of a plan must not overlap
     partials   shape of the partial sums, fp32
     arguments  (address of dy, its strides, address of x, its strides, address of the values,
@@ -91,11 +80,11 @@ class Plan:
     blocks     [blocks, r, c]
     """
 
-    loaded: Loaded
+    loaded: cuda.Loaded
     lists: tuple[Tensor, ...]
     counters: Tensor
     partials: tuple[int, int]
-    arguments: Callable[..., Arguments]
+    arguments: Callable[..., cuda.Arguments]
     dy: tuple[int, int]
     x: tuple[int, int]
     blocks: tuple[int, int, int]
@@ -104,11 +93,11 @@ class Plan:
 
 def launch(
     dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
-) -> BoundKernel:
+) -> cuda.BoundKernel:
     """Return the kernel of dW's values [blocks, r, c]. Raises Unsupported.
 
-    The pattern's values are not read. With `watchdog` a kernel that hangs ends and prints where it
-    waited; it runs slower.
+    The pattern's values are not read. With `watchdog`, a kernel that hangs stops and prints where
+    it waited; it runs slower.
     """
     if reason := unsupported_operands(dy, x, pattern):
         raise Unsupported(reason)
@@ -116,9 +105,9 @@ def launch(
 
 
 def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
-    """Divide the work and upload the lists. Of the pattern's values only shape and dtype matter.
+    """Divide the work and upload the lists. Only shape and dtype of the pattern's values matter.
 
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
     for the device.
     """
     device = pattern.offsets.device
@@ -129,24 +118,24 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     sides = sides_of(pattern)
     constants = constants_of(config, work.tiles, sides, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_wgrad", "sum_blocks", constants, SHARED_BYTES, device)
+    kernel, code = cuda.load("bsr_wgrad", "sum_blocks", constants, SHARED_BYTES, device)
 
-    @lru_cache(ADDRESSES)
+    @lru_cache(cuda.ADDRESSES)
     def arguments(
         dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
-    ) -> Arguments:
+    ) -> cuda.Arguments:
         down, across = (side + side % ALIGNED for side in sides)
-        maps = tensor_map(dy, (m, n), of_dy, dtype, (config.depth, down))
-        maps += tensor_map(x, (m, k), of_x, dtype, (config.depth, across))
-        given = (a.data_ptr() for a in lists)
-        return ARGUMENTS(maps, *given, values, blocks[2], partials, counters.data_ptr())
+        maps = cuda.tensor_map(dy, (m, n), of_dy, dtype, (config.depth, down))
+        maps += cuda.tensor_map(x, (m, k), of_x, dtype, (config.depth, across))
+        addresses = (a.data_ptr() for a in lists)
+        return ARGUMENTS(maps, *addresses, values, blocks[2], partials, counters.data_ptr())
 
-    loaded = Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
+    loaded = cuda.Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
     partials = work.partials, config.wide * PARTIAL
     return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
 
 
-def bind(plan: Plan, dy: Tensor, x: Tensor) -> BoundKernel:
+def bind(plan: Plan, dy: Tensor, x: Tensor) -> cuda.BoundKernel:
     """Return a plan's kernel on these operands, with new values. Raises Unsupported."""
     expected = plan.dy, plan.x, plan.dtype, plan.dtype
     found = dy.shape, x.shape, dy.dtype, x.dtype
@@ -158,13 +147,15 @@ def bind(plan: Plan, dy: Tensor, x: Tensor) -> BoundKernel:
         *(dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()),
         *(values.data_ptr(), partials.data_ptr()),
     )
-    return BoundKernel(plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values)
+    return cuda.BoundKernel(
+        plan.loaded, args, (dy, x, partials, plan.counters, *plan.lists), values
+    )
 
 
 def constants_of(
     config: Config, tiles: int, sides: tuple[int, int], dtype: torch.dtype
-) -> Constants:
-    """Return the macros of bsr_wgrad.cu; `sides` are those of a tile."""
+) -> cuda.Constants:
+    """Return the macros of bsr_wgrad.cu; `sides` are height and width of a tile."""
     return (
         *(("HEIGHT", sides[0]), ("WIDTH", sides[1])),
         ("DEPTH", config.depth),
@@ -176,7 +167,7 @@ def constants_of(
 
 
 def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Say why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
+    """Return why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
     if reason := unsupported_pair(dy, x, pattern):
         return reason
     (n, k), (r, c) = pattern.shape, pattern.block
@@ -191,7 +182,7 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 
 def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Say why no kernel of dW takes operands of these dtypes and shapes, or None."""
+    """Return why no kernel of dW takes operands of these dtypes and shapes, or None."""
     (n, k), dtype = pattern.shape, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
@@ -204,8 +195,9 @@ def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Divide the work; take a table's configuration, or time all four."""
-    own = unsupported_operands, configurations, launch
-    return prepared("bsr_wgrad", Config, operands, tuned, *own)
+    return prepared(
+        "bsr_wgrad", Config, operands, tuned, unsupported_operands, configurations, launch
+    )
 
 
 def prepared(
@@ -215,7 +207,7 @@ def prepared(
     tuned: Tuned,
     unsupported: Callable[[Tensor, Tensor, Bsr], str | None],
     configurations: Callable[[Bsr, int, int], list[C]],
-    launch: Callable[[Tensor, Tensor, Bsr, C], BoundKernel],
+    launch: Callable[[Tensor, Tensor, Bsr, C], cuda.BoundKernel],
 ) -> Launch:
     """Return the launch of the pinned configuration, of a table's, or of the fastest."""
     dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
@@ -231,11 +223,4 @@ def prepared(
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = Kernel(
-    op="linear_wgrad",
-    consumes="bsr",
-    device="cuda",
-    unsupported=unsupported_on_hopper,
-    prepare=prepare,
-    tunes=True,
-)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cuda.unsupported_on_hopper, tunes=True)

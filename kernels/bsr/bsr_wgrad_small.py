@@ -1,16 +1,16 @@
 """Weight gradient in BSR of small blocks, CUDA C++ for Hopper: dW = dY[m, n].T @ X[m, k].
 
-bsr_wgrad_small.cu is the kernel, and draws its work: two warpgroups sum cells of 32 x 32, gathered
+bsr_wgrad_small.cu is the kernel and draws its work: two warpgroups sum cells of 32 x 32, gathered
 from anywhere in dW so that they share their loads. _wgrad_small_schedule.py decides which cells are
-summed together, and which CTA sums what. This file chooses a configuration and launches. Supported
-are
+summed together and assigns them to CTAs. This file chooses a configuration and launches. It
+supports
 
     blocks    any multiple of 8 rows and 8 columns, fp16 or bf16; blocks of 8 and 16 are summed with
-              what lies beside them; edge blocks may leave W, and get zeros there
+              their neighbours in a cell; edge blocks may extend beyond W and are zero there
     sizes     any m, n and k
     dY, X     rows of any stride that is a multiple of 16 bytes
 
-Sums are fp32 over all tokens, always added in the same order: equal operands give equal bits.
+Sums are in fp32 over all tokens and always in the same order: equal operands give equal bits.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    BoundKernel,
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    tensor_map,
-    unsupported_on_hopper,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -65,7 +55,7 @@ STEPS = 3  # of the search from the best of these
 TRIED = 4
 PARTIAL = 2 * 4 * WIDTH * WIDTH  # fp32 sums of a unit in both halves
 # Tensor maps of dy and x; loads, sums, places; starts; values, width; partials, counters.
-ARGUMENTS = Layout("256s", *"PPP", f"{4 * WORKERS}s", *"PiPP")
+ARGUMENTS = cuda.Layout("256s", *"PPP", f"{4 * WORKERS}s", *"PiPP")
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class Config:
 
     depth   tokens in a step: 64 or 32
     units   that a warpgroup sums at a time, each of two cells of 32 x 32: 12, 8, 6 or 4
-    strips  that an item loads at most: the fewer, the more items there are to share out
+    strips  that an item loads at most: fewer strips make more items to distribute
     """
 
     depth: int
@@ -83,10 +73,10 @@ class Config:
 
 
 def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
-    """Return a few, the one whose last worker should end first at the front.
+    """Return a few, by the predicted end of the last worker.
 
-    Items of as many strips as there is room for need the fewest loads. Items of fewer make whole
-    rounds of all workers, and where their cells fit into fewer units they multiply less.
+    Items with as many strips as there is room for need the fewest loads. Items with fewer strips
+    fill whole rounds of all workers, and multiply less if their cells fit into fewer units.
     """
     there = cells_of(pattern).there
     items = items_of(there, UNITS[-1], MOST)
@@ -99,7 +89,7 @@ def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
             ends[units, strips] = last_of(items_of(there, units, strips), m, units, workers)
 
     for rounds in range(1, ROUNDS + 1):
-        # Where `workers * rounds` items have this many strips each.
+        # The number of strips at which there are `workers * rounds` items.
         even = int((loads * MOST**GROWTH / (workers * rounds)) ** (1 / (1 + GROWTH)))
         for strips in (max(FEWEST, even), max(FEWEST, even) + 1):
             mine = cells * strips / max(1, loads * (MOST / strips) ** GROWTH)
@@ -115,11 +105,11 @@ def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
 
 def launch(
     dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
-) -> BoundKernel:
+) -> cuda.BoundKernel:
     """Return the kernel of dW's values [blocks, r, c]. Raises Unsupported.
 
-    The pattern's values are not read. With `watchdog` a kernel that hangs ends and prints where it
-    waited; it runs slower.
+    The pattern's values are not read. With `watchdog`, a kernel that hangs stops and prints where
+    it waited; it runs slower.
     """
     if reason := unsupported_operands(dy, x, pattern):
         raise Unsupported(reason)
@@ -127,9 +117,9 @@ def launch(
 
 
 def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
-    """Divide the work and upload the lists. Of the pattern's values only shape and dtype matter.
+    """Divide the work and upload the lists. Only shape and dtype of the pattern's values matter.
 
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, and so waits
+    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
     for the device.
     """
     device = pattern.offsets.device
@@ -143,23 +133,25 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
     constants = constants_of(config, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = load("bsr_wgrad_small", "sum_blocks", constants, SHARED_BYTES, device)
+    kernel, code = cuda.load("bsr_wgrad_small", "sum_blocks", constants, SHARED_BYTES, device)
 
-    @lru_cache(ADDRESSES)
+    @lru_cache(cuda.ADDRESSES)
     def arguments(
         dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
-    ) -> Arguments:
+    ) -> cuda.Arguments:
         box = config.depth, WIDTH
-        maps = tensor_map(dy, (m, n), of_dy, dtype, box) + tensor_map(x, (m, k), of_x, dtype, box)
-        given = (*(a.data_ptr() for a in lists), starts, values, blocks[2])
-        return ARGUMENTS(maps, *given, partials, counters.data_ptr())
+        maps = cuda.tensor_map(dy, (m, n), of_dy, dtype, box) + cuda.tensor_map(
+            x, (m, k), of_x, dtype, box
+        )
+        rest = starts, values, blocks[2], partials, counters.data_ptr()
+        return ARGUMENTS(maps, *(a.data_ptr() for a in lists), *rest)
 
-    loaded = Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
+    loaded = cuda.Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
     partials = work.partials, config.units * PARTIAL
     return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
 
 
-def constants_of(config: Config, dtype: torch.dtype) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
     """Return the macros of bsr_wgrad_small.cu."""
     return (
         ("DEPTH", config.depth),
@@ -171,7 +163,7 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
 
 
 def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Say why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
+    """Return why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
     if reason := bsr_wgrad.unsupported_pair(dy, x, pattern):
         return reason
     (n, k), (r, c) = pattern.shape, pattern.block
@@ -187,15 +179,9 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Divide the work; take a table's configuration, or time a few."""
-    own = unsupported_operands, configurations, launch
-    return bsr_wgrad.prepared("bsr_wgrad_small", Config, operands, tuned, *own)
+    return bsr_wgrad.prepared(
+        "bsr_wgrad_small", Config, operands, tuned, unsupported_operands, configurations, launch
+    )
 
 
-KERNEL = Kernel(
-    op="linear_wgrad",
-    consumes="bsr",
-    device="cuda",
-    unsupported=unsupported_on_hopper,
-    prepare=prepare,
-    tunes=True,
-)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cuda.unsupported_on_hopper, tunes=True)

@@ -1,22 +1,30 @@
-"""Dense feed-forward layers of several products, each by its fastest way (cublas.py).
+"""Dense feed-forward layers of several products, each by its fastest call (_gemm.py).
 
-mlp        H = act(X @ Wu.T)            relu is the product's own epilogue, where cuBLASLt is called
-           Y = H @ Wd.T                 directly; other activations are one more pass over H
+ffn        X in e4m3                    in fp8 only, by Triton (_common/elementwise.py)
+           G | U = X @ [Wg, Wu].T       one product of 2 n features, or two side by side
+           H = act(G) * U               Triton; in fp8, H is e4m3
+           Y = H @ Wd.T
+
+mlp        H = act(X @ Wu.T)            if cuBLASLt is called directly, relu is the product's
+           Y = H @ Wd.T                 epilogue; other activations are one more pass over H
 
 ffn_step   G | U = X @ [Wg, Wu].T       one product of 2 n features
            dH = dY @ Wd
-           H, dG | dU                   one Triton kernel: G, U and dH read once
+           H, dG | dU                   one Triton kernel, which reads G, U and dH once
            Y = H @ Wd.T
            dX = dG | dU @ [Wg, Wu]      one product over 2 n units
            dWg, dWu = (dG | dU).T @ X   one product
            dWd.T = H.T @ dY
 
-That is six products where the definition of ffn_step has nine, and each result is written where the
-output has it. As in the definition, what is between products is rounded to the problem's dtype, but
-for products of element-wise steps, which stay in fp32.
+The definition of ffn_step has nine products; these are six, and each writes its result in place
+into the output. Inference servers run ffn like this: X is read by one GEMM, G and U are read once,
+and act(G) is never written. As in the definition, values between products are rounded to the
+problem's dtype, except for products of element-wise steps, which stay in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -24,16 +32,19 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
+from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
 from sparsebench.kernels._common.search import part_of, told_of
 from sparsebench.kernels._common.triton import BoundKernel
-from sparsebench.kernels._kernel import Launch, Operands, Output
-from sparsebench.kernels.dense.cublas import Product, fastest_way
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, Output
+from sparsebench.kernels.dense._cublaslt import ALIGNMENT
+from sparsebench.kernels.dense._gemm import Product, fastest_way, searched
 
 TOKENS, FEATURES = 16, 128  # of a program
+PAIRS = ("gate_up",), ("gate", "up")  # the products that compute G | U: one or two
 
 
 def in_turn(*steps: Callable[[], Output]) -> Callable[[], Output]:
-    """Return a call of each step, which returns what the last one does."""
+    """Return a call that runs each step and returns the result of the last one."""
 
     def run() -> Output:
         for step in steps[:-1]:
@@ -43,8 +54,63 @@ def in_turn(*steps: Callable[[], Output]) -> Callable[[], Output]:
     return run
 
 
+def ffn(operands: Operands) -> Launch:
+    """Search the products of a gated layer, and whether gate and up are one. Raises Unsupported."""
+    wg, wu, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
+    problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
+    first = [quantised(x)] if problem["dtype"] == "fp8" else []
+    x = first[0]() if first else x
+    pinned, output = operands.pinned or {}, OUTPUTS[problem["dtype"]]
+    timed = operands.timed
+    both, y = (x.new_empty(len(x), columns, dtype=output) for columns in (2 * n, k))
+
+    products = {
+        "gate_up": lambda: Product(x, torch.cat((wg, wu)).t(), both),
+        "gate": lambda: Product(x, wg.t(), both[:, :n]),
+        "up": lambda: Product(x, wu.t(), both[:, n:]),
+    }
+    gate_up = _fastest_pair(products, pinned, timed, x.device)
+    gate_up()
+    between = hidden(both, problem["activation"], x.dtype, scale_of(problem, k))
+    by = Product(between(), wd.t(), y, scale=scale_of(problem, n))
+    down = fastest_way(by, pinned.get("down"), timed=part_of("down", timed))
+    return Launch(
+        in_turn(*first, gate_up, between, down),
+        {**gate_up.choice, "down": down.choice},
+        between.code,
+        [*gate_up.candidates, *told_of("down", down)],
+    )
+
+
+def _fastest_pair(
+    products: Mapping[str, Callable[[], Product]],
+    pinned: Mapping[str, Any],
+    timed: Sequence[Mapping[str, Any]],
+    device: torch.device,
+) -> Launch:
+    """Return the launch of the faster of PAIRS, or of the pinned one; its choice names each.
+
+    Its candidates are those of both pairs.
+    """
+    pairs = []
+    for names in PAIRS:
+        if not pinned or names[0] in pinned:
+            launches: dict[str, Launch] = {}
+            for name in names:
+                product, known = products[name](), pinned.get(name)
+                if not pinned and launches and not product.out.data_ptr() % ALIGNMENT:
+                    known = launches["gate"].choice  # up is an equal product: no second search
+                before = part_of(name, timed)
+                launches[name] = fastest_way(product, known, timed=before)
+            choice = {name: launch.choice for name, launch in launches.items()}
+            told = [line for name, each in launches.items() for line in told_of(name, each)]
+            pairs.append(Launch(in_turn(*launches.values()), choice, candidates=told))
+    best = pairs[searched(pairs, device).best]
+    return replace(best, candidates=[line for pair in pairs for line in pair.candidates])
+
+
 def mlp(operands: Operands) -> Launch:
-    """Choose the fastest way of both products. Raises Unsupported."""
+    """Search both products. Raises Unsupported."""
     x, pinned = operands.activations["x"], operands.pinned or {}
     wu, wd = (operands.weights[name].to_dense() for name in ("wu", "wd"))
     activation = operands.problem["activation"]
@@ -55,18 +121,18 @@ def mlp(operands: Operands) -> Launch:
         "silu": lambda: silu(h, inplace=True),
         "relu2": lambda: h.square_(),
     }
-    hidden: list[Callable[[], Output]] = [up]
-    hidden += [after[activation]] if activation in after else []
-    in_turn(*hidden)()  # what the second product is timed on
+    steps: list[Callable[[], Output]] = [up]
+    steps += [after[activation]] if activation in after else []
+    in_turn(*steps)()  # the second product is timed on these values
     second = Product(h, wd.t(), y)
     down = fastest_way(second, pinned.get("down"), timed=part_of("down", operands.timed))
     told = [*told_of("up", up), *told_of("down", down)]
     choice = {"up": up.choice, "down": down.choice}
-    return Launch(in_turn(*hidden, down), choice, candidates=told)
+    return Launch(in_turn(*steps, down), choice, candidates=told)
 
 
 def ffn_step(operands: Operands) -> Launch:
-    """Choose the fastest way of the six products. Raises Unsupported."""
+    """Search the six products of a training step. Raises Unsupported."""
     x, dy, pinned = operands.activations["x"], operands.activations["dy"], operands.pinned or {}
     wg, wu, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
     (m, k), n, both = x.shape, len(wg), torch.cat((wg, wu))
@@ -93,7 +159,7 @@ def ffn_step(operands: Operands) -> Launch:
             launches.append(chosen)
         else:
             launches.append(step)
-        launches[-1]()  # what the next product is timed on
+        launches[-1]()  # the next product is timed on these values
 
     def run() -> Tensor:
         for launch in launches:
@@ -103,7 +169,8 @@ def ffn_step(operands: Operands) -> Launch:
     return Launch(run, choice, between.code, told)
 
 
-LAYERS = {"mlp": mlp, "ffn_step": ffn_step}
+PREPARE = {"ffn": ffn, "mlp": mlp, "ffn_step": ffn_step}
+"""The function that prepares each op."""
 
 
 def backward(

@@ -32,7 +32,7 @@ from sparsebench.kernels._common.triton import (
     unsupported_row,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense._gemm import Product, fastest_way
 
 BAND = 8
 
@@ -123,9 +123,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     best = fastest(candidates, x.device, COMPILE_THREADS)
     hidden, y = candidates[best], torch.empty_like(x)
     wd = _values(operands, "wd").t()
-    down = cublas.fastest_way(
-        cublas.Product(hidden.out, wd, y), pinned and pinned.get("down", pinned)
-    )
+    down = fastest_way(Product(hidden.out, wd, y), pinned and pinned.get("down", pinned))
 
     def run() -> Tensor:
         hidden()

@@ -18,6 +18,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense._gemm import tf32_products
 from sparsebench.results.record import Problem
 
 MODES = "default", "max-autotune-no-cudagraphs"
@@ -48,7 +49,7 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     tf32 = operands.problem["dtype"] == "tf32"
 
     def run() -> Tensor:
-        with cublas.tf32_products(tf32):
+        with tf32_products(tf32):
             out: Tensor = call()
             return out
 

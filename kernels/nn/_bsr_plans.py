@@ -51,7 +51,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._common.tuned_table import blocked, lookup, multiprocessors
 from sparsebench.kernels.bsr import (
-    _packed,
+    _launch,
     bsr_small,
     bsr_strips,
     bsr_triton,
@@ -249,7 +249,7 @@ def _large(call: Call, w: Bsr) -> Multiply:
     name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
     config = _tuned(name, call, w, bsr_wgmma.configurations(call.m, w.shape[transposed])[0])
     plan = bsr_wgmma.plan(w, call.m, config, transposed=transposed)
-    return lambda a, values: bsr_wgmma.bind(plan, a, values)()
+    return lambda a, values: _launch.bind(plan, a, values)()
 
 
 def _small(call: Call, w: Bsr) -> Multiply:
@@ -262,7 +262,7 @@ def _small(call: Call, w: Bsr) -> Multiply:
     default = bsr_small.configurations(w, call.m, workers, transposed)[0]
     config = _tuned(name, call, w, default)
     plan = bsr_small.plan(w, call.m, config, transposed=transposed)
-    return lambda a, values: _packed.bind(plan, a, values)()
+    return lambda a, values: _launch.bind(plan, a, values)()
 
 
 def _strips(call: Call, w: Bsr) -> Multiply:
@@ -274,7 +274,7 @@ def _strips(call: Call, w: Bsr) -> Multiply:
     tiles, workers = bsr_strips.tiles_of(w, transposed), multiprocessors(w.columns.device)
     config = _tuned(name, call, w, bsr_strips.configurations(tiles, call.m, workers)[0])
     plan = bsr_strips.plan(w, call.m, config, tiles, transposed=transposed)
-    return lambda a, values: _packed.bind(plan, a, values)()
+    return lambda a, values: _launch.bind(plan, a, values)()
 
 
 def _in_triton(call: Call, w: Bsr) -> Multiply:

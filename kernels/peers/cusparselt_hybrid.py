@@ -27,7 +27,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.search import search as timed
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
-from sparsebench.kernels.dense.cublas import LIBRARIES, preferred, scaled_product
+from sparsebench.kernels.dense._gemm import LIBRARIES, preferred, scaled_product
 from sparsebench.kernels.peers import cusparselt
 from sparsebench.kernels.peers._cusparselt import CusparseLtError
 

@@ -1,6 +1,6 @@
 """Feed-forward layer in groups of eight tokens: of each group, the units that are on for any token.
 
-    G = X @ Wg.T                         the fastest way of cublas.py; _packed_gate.py; or
+    G = X @ Wg.T                         the fastest call of dense/_gemm.py; _packed_gate.py; or
                                          _twell_gate.py
     Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: units that are on, and no others
     the same, dense                      _remainder.py: groups with too many units on
@@ -42,7 +42,7 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense._gemm import Product, fastest_way
 from sparsebench.kernels.twell import _packed_gate, _remainder, _twell_gate
 from sparsebench.kernels.twell._gate import Gate
 from sparsebench.kernels.twell._layer import Layer
@@ -175,8 +175,8 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = F
     gates: Launch | Gate
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None
-        product = cublas.Product(layer.x, layer.gate.t(), g)
-        gates = cublas.fastest_way(product, pinned)
+        product = Product(layer.x, layer.gate.t(), g)
+        gates = fastest_way(product, pinned)
     elif tiles:
         gates = _twell_gate.prepare(layer.x, layer.gate, tiles, pinned)
         g, bits = gates.values, gates.on

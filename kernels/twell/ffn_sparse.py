@@ -9,7 +9,7 @@
     packed    _grouped.py       groups of eight tokens, after a gate that writes who is on
     alone     _grouped.py       as library, but nothing stands by: up to 512 tokens
     sparse    few where it can run; else library and packed; alone as well, from 33 tokens to 512
-    best      those of `sparse`, and the dense cublas_ffn and ffn_dense_triton
+    best      those of `sparse`, and the dense cublas and ffn_dense_triton
 
 `Launch.choice` names what was kept, as `chosen` and `way`.
 """
@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.search import part_of, search, told_of
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
-from sparsebench.kernels.dense import cublas_ffn, ffn_dense_triton
+from sparsebench.kernels.dense import cublas, ffn_dense_triton
 from sparsebench.kernels.twell import _grouped, ffn_few
 from sparsebench.kernels.twell._layer import Layer, layer_of, unsupported
 
@@ -31,7 +31,8 @@ Name = Literal["few", "library", "packed", "alone", "dense"]
 
 ALONE_FROM = 33  # tokens; up to 32, ffn_few.py reads less: there is no G
 
-DENSE = {"cublas_ffn": cublas_ffn, "ffn_dense_triton": ffn_dense_triton}
+DENSE = {"cublas": cublas, "ffn_dense_triton": ffn_dense_triton}
+OLDER = {"cublas_ffn": "cublas"}  # names of dense kernels in choices of older rows
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
@@ -78,7 +79,7 @@ def _launches(
         yield _named(launch, f"cvse, {op}_few", way=name)
     elif name == "dense":
         for kernel, module in dense.items():
-            if pinned.get("by", kernel) == kernel:
+            if OLDER.get(by := pinned.get("by", kernel), by) == kernel:
                 timed = part_of(f"dense, {kernel}", operands.timed)
                 known = replace(operands, pinned=pinned.get("dense"), timed=timed)
                 launch = module.prepare(known)

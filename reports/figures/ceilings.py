@@ -4,8 +4,8 @@
     share of the bound = bound / median time
 
 Bandwidth and matrix rates are measured by the run, or by an earlier one of the same sitting
-(harness/bench/ceilings.py). A reference that was faster than a ceiling raised it for the contests
-after it (results/ceilings.py).
+(harness/bench/device_ceilings.py). A reference that was faster than a ceiling raised it for the
+contests after it (results/ceilings.py).
 """
 
 from typing import Any

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
 from sparsebench.reports.figures._html import folded, note, table, without_dashes
 from sparsebench.results.formatting import significant
-from sparsebench.results.provenance import Choices, choices
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 
 TITLE = "Conversion"
@@ -56,7 +56,7 @@ def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
     """
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
-    anew = choices(frames.run.state) in (Choices.EACH, Choices.AMONG)
+    anew = choices_of(frames.run.state) in (Choices.EACH, Choices.AMONG)
     searched = anew or not frames.run.reference
     later = rows[:0] if searched else rows[~first]
     times = {"first_s": rows[first], "later_s": later}

@@ -1,6 +1,6 @@
 """What was measured more than once: headlines alone, plans on two cards; and the energy of a call.
 
-alone      a headline's case in the run that confirms it (harness/run/confirm.py)
+alone      a headline's case in the run that confirms it (harness/run/repeat.py)
 elsewhere  a line a plan, or a part of it, that two cards measured: how far speed-ups are apart
 twins      a line a GPU: how many pairs of the same kernel came out different
 energy     a line a case of a run with `--energy`: mJ a call, and how much less than dense

@@ -32,7 +32,7 @@ from sparsebench.reports.published._table import (
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle, model_files
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.formatting import FORMATS, amount, part, rounded, significant
+from sparsebench.results.formatting import FORMATS, amount, rounded, selection, significant
 from sparsebench.results.model_files import OUTPUT
 from sparsebench.results.tuning_doubts import APART, KEY
 
@@ -83,7 +83,7 @@ def _of_run(run: Published) -> list[str]:
     limited = timed.mark.str.contains("power-limited").sum()
     minutes, seconds = divmod(round(state["seconds"]), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-    chosen = part(state["flags"]["only"]).replace("|", "\\|")
+    chosen = selection(state["flags"]["only"]).replace("|", "\\|")
     counted = [cases.problem_id.nunique(), len(cases), run.processes]
     commit = run.facts["commit"][:7] + (" +" if run.facts.get("dirty") == "True" else "")
     return [

@@ -30,7 +30,7 @@ from sparsebench.results.answer import (
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.contests import ANY, View, asked, raced, views
-from sparsebench.results.formatting import part, plain, times
+from sparsebench.results.formatting import plain, selection, times
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.store import Run
 
@@ -106,7 +106,7 @@ def card(
         suite=str(run.state["suite"]),
         title=str(run.suite.get("title", run.state["suite"])),
         role=next((words for name, words in ROLES.items() if run.state.get(name)), ""),
-        only=part(run.state["flags"]["only"]),
+        only=selection(run.state["flags"]["only"]),
         started=str(run.state["started"]),
         commit=flat(run.environment).get("commit", ""),
         processes=int(run.state["flags"]["replicates"]),

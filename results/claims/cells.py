@@ -25,7 +25,7 @@ from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, percent, plain, significant
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
-from sparsebench.results.provenance import Choices, choices, device_name
+from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, logs_between, ratio
 from sparsebench.results.store import Run
@@ -124,7 +124,7 @@ def cells(test: Test, wanted: Collection[str], run: Run, found: Analysis) -> lis
         "device": device_name(run.environment),
         "simulated": run.state["flags"]["device"].partition(":")[0] == "sim",
         "confirms": "confirms" in run.state,
-        "searched": choices(run.state) is not Choices.BUNDLE,
+        "searched": choices_of(run.state) is not Choices.BUNDLE,
         "reliable": found.noise.reliability[0] is not Reliability.UNRELIABLE,
         "commit": str(run.environment.get("commit") or "")[:12],
     }

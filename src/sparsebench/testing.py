@@ -17,7 +17,7 @@ same functions. A check raises AssertionError, which says what was expected and 
 pytest is not needed. A suite is tested by `sparsebench check SUITE --device cpu`.
 """
 
-from sparsebench.harness.testing.check import Check
+from sparsebench.harness.testing.contract import Check
 from sparsebench.harness.testing.figures import check_figure, figure_checks
 from sparsebench.harness.testing.formats import check_format, format_checks
 from sparsebench.harness.testing.kernels import check_kernel, kernel_checks

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import sparsebench
-from places import PUBLISHED
+
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -115,6 +116,6 @@ def report(runs: list[Path]) -> Path:
 @pytest.fixture(scope="session")
 def site(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = sparsebench("publish", *runs, "--to", folder)
+    done = sparsebench("publish", *runs, "--out", folder)
     assert done.returncode == 0, done.stderr
     return folder

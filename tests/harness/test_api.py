@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT, TESTS
 
 import sparsebench
 from sparsebench.errors import ResultError, SuiteError
+from tests.tools.paths import ROOT, TESTS
 
 SUITE: dict[str, Any] = {
     "title": "blocks of 16",
@@ -29,7 +29,11 @@ SUITE: dict[str, Any] = {
 
 def in_python(code: str, torch: bool = True) -> str:
     """Run Python in a process of its own, in which torch can be imported or not."""
-    command = [sys.executable, "-P", *([] if torch else [str(TESTS / "without_torch.py")])]
+    command = [
+        sys.executable,
+        "-P",
+        *([] if torch else [str(TESTS / "tools" / "run_without_torch.py")]),
+    ]
     done = subprocess.run([*command, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -113,10 +117,10 @@ def test_importing_sparsebench_imports_nothing_else() -> None:
 
 
 def test_listing_imports_no_library_that_computes() -> None:
-    code = (
-        "import sys; from sparsebench.harness.cli import main; sys.argv = ['sparsebench', 'list', "
+    code = "import sys; from sparsebench.harness.commands._app import main; "
+    code += (
+        "sys.argv = ['sparsebench', 'list', '--json']; main(); print(*sys.modules, file=sys.stderr)"
     )
-    code += "'--json']; main(); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
@@ -130,7 +134,7 @@ def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) 
     run = str(measured.path)
     commands = [["list"], ["report", run, "--out", str(tmp_path / "page.html")]]
     commands += [["compare", run, run], ["validate", run]]
-    code = "import sys, sparsebench\nfrom sparsebench.harness.cli import main\n"
+    code = "import sys, sparsebench\nfrom sparsebench.harness.commands._app import main\n"
     for command in commands:
         code += f"sys.argv = {['sparsebench', *command]!r}; print('ended with', main())\n"
     code += f"run = sparsebench.load({run!r})\n"

@@ -9,26 +9,26 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from command import sparsebench
-from places import PUBLISHED
-from simulated_here import in_this_process
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.campaign import costs as costing
-from sparsebench.harness.campaign import pieces as piecewise
-from sparsebench.harness.campaign import sitting as sittings
-from sparsebench.harness.campaign.plan import Campaign, campaign, campaigns
-from sparsebench.harness.campaign.publish import publish
-from sparsebench.harness.campaign.publish import published as published_before
-from sparsebench.harness.campaign.sitting import Sitting, state
-from sparsebench.harness.plan.elsewhere import costs as known_costs
+from sparsebench.harness.costs import campaign_estimates as costing
+from sparsebench.harness.costs.suite_estimates import costs as known_costs
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
+from sparsebench.harness.shared_runs import pieces as piecewise
+from sparsebench.harness.shared_runs import sitting as sittings
+from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign, campaigns
+from sparsebench.harness.shared_runs.publication import publish
+from sparsebench.harness.shared_runs.publication import published as published_before
+from sparsebench.harness.shared_runs.sitting import Sitting, state
 from sparsebench.reports.published import __main__ as published
 from sparsebench.results import bundle, store
+from tests.simulated.in_process import in_this_process
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -400,7 +400,7 @@ def test_a_dense_product_is_searched_once_in_a_verdict() -> None:
 def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_path: Path) -> None:
     asked()
     file, to = tmp_path / "campaign.yaml", tmp_path / "runs"
-    status = sparsebench("campaign", "status", file, "--to", to)
+    status = sparsebench("campaign", "status", file, "--out", to)
     assert "0 of 2 entries are whole" in status.stdout
     cost = sparsebench("campaign", "plan", file, "--gpu", PUBLISHED / "nvidia-h200")
     assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
@@ -412,9 +412,9 @@ def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_pa
     assert said in elsewhere.stderr
     told = " ".join(sparsebench("campaign", "run", "--help").stdout.split())
     assert "90s, 10m, 2h; default: as long as it takes" in told
-    wrong = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--budget", "1s")
+    wrong = sparsebench("campaign", "run", file, "--out", to, "--device", "sim", "--budget", "1s")
     assert "--budget: expected 60s or more" in wrong.stderr
-    run = sparsebench("campaign", "run", file, "--to", to, "--device", "sim", "--entry", "other")
+    run = sparsebench("campaign", "run", file, "--out", to, "--device", "sim", "--entry", "other")
     assert run.returncode == 0, run.stderr
     assert "1 of 1 entry is whole" in run.stdout
 

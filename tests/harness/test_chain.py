@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.bench import checking, contest
-from sparsebench.harness.bench.entry import ContestOptions, Entry, RunningContest
-from sparsebench.harness.bench.samples import LAYERS, possible
-from sparsebench.harness.bench.spots import print_of, sums_of, turn_round
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import output_checks as checking
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
+from sparsebench.harness.bench.sampling import LAYERS, possible
+from sparsebench.harness.bench.spot_checks import print_of, sums_of, turn_round
 from sparsebench.harness.bench.timing import Chain, Samples, Timed
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
-from sparsebench.harness.run.validate import _plausible
+from sparsebench.harness.run.validation import _plausible
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings

@@ -7,7 +7,7 @@ import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.bench.check import FP8, FP32, TF32, Expected, check
+from sparsebench.harness.bench.correctness import FP8, FP32, TF32, Expected, check
 from sparsebench.harness.inputs.bits import fill
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS

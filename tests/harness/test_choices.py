@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run import reproduce
-from sparsebench.harness.run.confirm import confirm
+from sparsebench.harness.run import repeat as reproduce
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
+from sparsebench.harness.run.repeat import confirm
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.sim.clock import WAYS
+from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_TOLD, finalists
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.comparison import agreement
-from sparsebench.results.provenance import Choices, choices
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -93,7 +93,7 @@ def held(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_each_process_of_a_verdict_searches(verdict: Run) -> None:
-    assert choices(verdict.state) is Choices.AMONG
+    assert choices_of(verdict.state) is Choices.AMONG
     found = settled(verdict).values()
     assert np.median([len({choice["way"] for choice in each}) for each in found]) >= 4
     assert as_original(verdict)
@@ -126,10 +126,9 @@ def test_a_run_that_goes_on_takes_the_finalists_from_its_rows(verdict: Run, tmp_
 
 def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
     run = measured(tmp_path, "regret: 0.01", replicates=5, only="m=1|2")
-    assert choices(run.state) is Choices.FIRST
+    assert choices_of(run.state) is Choices.FIRST
     assert all(found == [found[0]] * 5 for found in settled(run).values())
     assert as_original(run)
-    assert "leave out what a search settles on" in choices(run.state).sentence
 
 
 def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
@@ -137,10 +136,9 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
     again = store.read(
         reproduce.reproduce(verdict.path, device, None, tmp_path / "again", RunOptions())
     )
-    assert choices(again.state) is Choices.BUNDLE
+    assert choices_of(again.state) is Choices.BUNDLE
     assert settled(again) == settled(verdict)
-    said = " ".join(agreement(verdict, again).sentences)
-    assert "Configurations are those of the earlier run, taken without a search" in said
+    assert agreement(verdict, again).choices is Choices.BUNDLE
     asked, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(device, replicates=8)
     with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):
         measure(asked, flags, None, again.path)
@@ -156,7 +154,7 @@ def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_pa
         RunOptions(),
     )
     again = store.read(confirm(*given, cases=1, replicates=10))
-    assert choices(again.state) is Choices.BUNDLE
+    assert choices_of(again.state) is Choices.BUNDLE
     before = settled(verdict)
     for case, found in settled(again).items():
         known = before.get(case, found)  # twins of other problems are new

@@ -10,21 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from command import sparsebench
-from made_up_claims import CLAIM
-from places import PUBLISHED, ROOT
-from simulated_here import in_this_process
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.claims import catalog, plan
-from sparsebench.harness.claims import check as checking
-from sparsebench.harness.claims.check import Evidence, check, evidence
-from sparsebench.harness.claims.costs import left_out
+from sparsebench.harness.claims import checking as checking
+from sparsebench.harness.claims import claim_catalog, claim_plan
+from sparsebench.harness.claims.checking import Evidence, check, evidence
+from sparsebench.harness.costs.claim_estimates import left_out
 from sparsebench.harness.models.pruning import command
 from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import Stopped
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
@@ -33,6 +29,10 @@ from sparsebench.results.claims.verdict import Verdict, Word
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
 from sparsebench.results.store import Run
+from tests.results.claim_examples import CLAIM
+from tests.simulated.in_process import in_this_process
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED, ROOT
 
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
 
@@ -257,7 +257,7 @@ WRONG = {
 def test_what_a_suite_cannot_show_is_an_error_with_the_line(what: str, tmp_path: Path) -> None:
     old, new, said = WRONG[what]
     with pytest.raises(SuiteError) as error:
-        plan.parts(written(tmp_path, old, new))
+        claim_plan.parts(written(tmp_path, old, new))
     assert f"mine.yaml:{said}" in str(error.value)
 
 
@@ -273,8 +273,8 @@ def test_lint_names_the_file_and_the_line_and_goes_on(tmp_path: Path) -> None:
 
 def test_every_shipped_claim_can_be_planned_and_names_its_file() -> None:
     names = {path.stem for path in (ROOT / "suites" / "claims").glob("*.yaml")}
-    assert set(catalog.claims()) == names
-    found = evidence(catalog.chosen([]))
+    assert set(claim_catalog.claims()) == names
+    found = evidence(claim_catalog.chosen([]))
     for each in found.written:
         planned = [test for test in each.claim.tests if not test.of_file]
         assert [part.test for part in found.parts[each.name]] == planned
@@ -283,19 +283,19 @@ def test_every_shipped_claim_can_be_planned_and_names_its_file() -> None:
 
 def test_a_claim_is_known_by_name_or_by_file_and_once() -> None:
     with pytest.raises(SuiteError, match="did you mean openai-2017-cublas"):
-        catalog.load("openai-2017-cubla")
+        claim_catalog.load("openai-2017-cubla")
     with pytest.raises(SuiteError, match="expected each claim once"):
-        catalog.chosen(["blast-2025", "blast-2025"])
+        claim_catalog.chosen(["blast-2025", "blast-2025"])
 
 
 def test_the_bound_of_a_cell_is_known_before_any_gpu_time() -> None:
     fields = {"dtype": "bf16", "pattern": "blocks", "block": 64, "sparsity": 0.875}
     many, few = (Problem("linear", {"m": m, "n": 4096, "k": 4096, **fields}) for m in (8192, 1))
-    assert plan.most(many) == pytest.approx(8)  # multiplications
-    assert plan.most(few) == pytest.approx(8)
+    assert claim_plan.most(many) == pytest.approx(8)  # multiplications
+    assert claim_plan.most(few) == pytest.approx(8)
     here = Ceilings(4000.0, 4000.0, {"bf16": 800.0}, 4.0, 2**26)
-    assert plan.most(many, here) == pytest.approx(8, rel=0.01)
-    assert plan.most(few, here) == pytest.approx(33.55e6 / 4e6 / 4.0, rel=0.01)  # one launch
+    assert claim_plan.most(many, here) == pytest.approx(8, rel=0.01)
+    assert claim_plan.most(few, here) == pytest.approx(33.55e6 / 4e6 / 4.0, rel=0.01)  # one launch
 
 
 def test_a_claim_that_nobody_can_meet_is_said_to_be_one(tmp_path: Path) -> None:
@@ -312,9 +312,9 @@ def test_a_claim_that_nobody_can_meet_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_before_it_is_built(tmp_path: Path) -> None:
-    (part,) = plan.parts(written(tmp_path))
-    assert plan.too_large(part, 2**30) == ""
-    said = plan.too_large(part, 2**20)
+    (part,) = claim_plan.parts(written(tmp_path))
+    assert claim_plan.too_large(part, 2**30) == ""
+    said = claim_plan.too_large(part, 2**20)
     assert said.startswith("it does not fit the memory: its smallest problem has 0.0625 GiB")
 
 
@@ -338,7 +338,7 @@ def test_what_cannot_run_here_is_judged_by_runs_that_are_given(fast: Path, tmp_p
 
 
 def test_files_that_are_not_here_are_named_and_not_asked_for(tmp_path: Path) -> None:
-    (known,) = (catalog.load(name) for name in ["cusparse-slower"])
+    (known,) = (claim_catalog.load(name) for name in ["cusparse-slower"])
     found = evidence([known])
     files, *others = found.parts["cusparse-slower"]
     assert not files.contests
@@ -358,15 +358,15 @@ def test_two_four_has_a_bit_an_element_in_its_bound() -> None:
     fields = {"dtype": "fp8", "pattern": "two_four", "sparsity": 0.5, "block": 1}
     few, many = (Problem("linear", {"m": m, "n": 8192, "k": 8192, **fields}) for m in (1, 65536))
     here = Ceilings(4000.0, 4000.0, {"fp8": 1600.0}, 4.0, 2**26)
-    assert plan.most(few, here) == pytest.approx(1.6, rel=0.01)
-    assert plan.most(many, here) == pytest.approx(2, rel=0.01)
+    assert claim_plan.most(few, here) == pytest.approx(1.6, rel=0.01)
+    assert claim_plan.most(many, here) == pytest.approx(2, rel=0.01)
 
 
 def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
     done = sparsebench(
         "claims", "report", *names, "--from", run / "sparsity-64", "--from", run / "sparsity-4096",
-        "--to", tmp_path / "site",
+        "--out", tmp_path / "site",
     )  # fmt: skip
     assert done.returncode == 0
     first, second = (line.split() for line in done.stdout.splitlines() if "openai-2017" in line)
@@ -391,7 +391,7 @@ def test_a_model_is_pruned_to_the_fractions_of_a_claim(
     monkeypatch.setattr(command, "prune_file", prune_file)
     run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
     given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
-    done = sparsebench(*given, "--to", tmp_path)
+    done = sparsebench(*given, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert asked == [0.0, 0.125, 0.25, 0.5, 0.75]
     assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import sparsebench
-from places import PUBLISHED
 
-from sparsebench.harness import _cli
+from sparsebench.harness.commands import _console
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -35,7 +35,7 @@ WITHOUT_GPU_PACKAGES = """
 import sys
 for name in ("cupy", "triton", "nvmath"):
     sys.modules[name] = None
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
 raise SystemExit(main())
 """
 
@@ -154,8 +154,8 @@ def lines_of(
 ) -> list[str]:
     """Return what a pipe is told of calls with done and total, 20 s apart."""
     moments = iter(range(0, 20 * len(calls) + 1, 20))
-    monkeypatch.setattr(_cli.time, "monotonic", lambda: next(moments))
-    show = _cli._lines()
+    monkeypatch.setattr(_console.time, "monotonic", lambda: next(moments))
+    show = _console.progress_lines()
     for done, total in calls:
         show(done, total, "")
     return capfd.readouterr().err.splitlines()

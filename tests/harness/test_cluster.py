@@ -9,26 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli_cluster import go_on, is_shared
-from sparsebench.harness.cluster import devices, jobs
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster.devices import share
-from sparsebench.harness.cluster.folder import Plan
-from sparsebench.harness.cluster.merge import merge
-from sparsebench.harness.cluster.work import settle, work
-from sparsebench.harness.machine.host import read_list, shared_out
+from sparsebench.harness.commands._sharing import is_shared, resume_shared
+from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
-from sparsebench.harness.run.part import Part
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
+from sparsebench.harness.shared_runs import cluster_jobs, local_gpus
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.local_gpus import share
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.part_work import settle, work
+from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
+from tests.tools.command_line import sparsebench
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -111,7 +111,7 @@ def test_a_page_says_how_many_gpus_there_were(merged: Path, tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_a_merged_run_is_compared_and_published_as_others(merged: Path, tmp_path: Path) -> None:
     assert sparsebench("compare", merged, merged).returncode == 0
-    assert sparsebench("publish", merged, "--to", tmp_path / "site").returncode == 0
+    assert sparsebench("publish", merged, "--out", tmp_path / "site").returncode == 0
 
 
 def test_the_noise_floor_is_of_all_gpus_together(suite: Suite, merged: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_plan_that_was_stopped_goes_on_where_it_was(
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
     assert is_shared(out)
-    go_on(out, RunOptions())
+    resume_shared(out, RunOptions())
     assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
@@ -316,12 +316,12 @@ def test_a_cluster_that_is_not_there_is_an_error_and_nothing_is_left(
 ) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
-    plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, jobs.job_name())
+    plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, cluster_jobs.job_name())
     with pytest.raises(SuiteError, match="--slurm: expected a cluster and options of it"):
-        jobs.submit(suite, plan, tmp_path / "run")
+        cluster_jobs.submit(suite, plan, tmp_path / "run")
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(SuiteError, match="--submit local: expected submitit, found none"):
-        jobs.submit(suite, replace(plan, by="local"), tmp_path / "run")
+        cluster_jobs.submit(suite, replace(plan, by="local"), tmp_path / "run")
     assert not [*tmp_path.iterdir()]
 
 
@@ -332,4 +332,4 @@ def test_a_folder_of_another_plan_is_not_gone_on_with(
     folders.create(tmp_path / "run.shards", plan, suite.text)
     assert folders.read(tmp_path / "run.shards") == plan
     with pytest.raises(SuiteError, match="expected the plan that is shared out there"):
-        devices.prepared(tmp_path / "run", suite, replace(plan, devices=tuple(gpus[1:])), ())
+        local_gpus.prepared(tmp_path / "run", suite, replace(plan, devices=tuple(gpus[1:])), ())

@@ -8,9 +8,10 @@ import pytest
 import torch
 import wrong
 
-from sparsebench.harness.bench import checking, contest
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import output_checks as checking
 from sparsebench.harness.bench.prepare import _memory
-from sparsebench.harness.bench.samples import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
 from sparsebench.harness.bench.timing import Timed, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.check import Expected, check
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops import decoder

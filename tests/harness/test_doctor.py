@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from command import sparsebench
-from fake_nvml import pynvml
 
-from sparsebench.harness.doctor import crosscheck, doctor, findings, host
+from sparsebench.harness.doctor import examination as doctor
+from sparsebench.harness.doctor import findings
+from sparsebench.harness.doctor import host_checks as host
+from sparsebench.harness.doctor import timing_checks as crosscheck
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
 from sparsebench.harness.machine._nvml import NoNvml, board
+from tests.emulation.fake_nvml import pynvml
+from tests.tools.command_line import sparsebench
 
 OK, NOTE, WARNING = Level.OK, Level.NOTE, Level.WARNING
 LOAD = {"seconds": 1.0, "sm_mhz": 1980.0, "temperature_c": 60.0}

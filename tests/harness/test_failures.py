@@ -8,15 +8,15 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from command import sparsebench
 
-from sparsebench.harness._cli import telling
-from sparsebench.harness.bench.explain import LONGEST, explained
+from sparsebench.harness.bench.contest_state import LONGEST, explained
+from sparsebench.harness.commands._console import message_printer
 from sparsebench.harness.doctor.findings import Finding, Level, failure
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import child
+from sparsebench.harness.run import worker_process as child
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
+from tests.tools.command_line import sparsebench
 
 FIELDS = {"m": 4, "n": 32, "k": 64, "dtype": "fp32", "pattern": "dense", "sparsity": 0.0}
 PROBLEM = Problem("linear", {**FIELDS, "block": 1})
@@ -126,7 +126,7 @@ def test_every_traceback_is_told_where_it_is_asked_for(
     debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SPARSEBENCH_TRACEBACK", "")
-    told = telling(debug)
+    told = message_printer(debug)
     for number in range(2):
         told(failure(f"case {number}: it [b]raised[/]", f"Traceback of {number}"))
     told(Finding(Level.WARNING, "heat", "90 °C"))

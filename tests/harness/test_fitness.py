@@ -1,13 +1,13 @@
-"""doctor/fitness.py: other work beside a run, from made-up readings and from this machine."""
+"""doctor/other_work.py: other work beside a run, from made-up readings and from this machine."""
 
 import os
 import sys
 
 import pytest
 
-from sparsebench.harness.doctor import fitness
+from sparsebench.harness.doctor import other_work as fitness
 from sparsebench.harness.doctor.findings import Level
-from sparsebench.harness.doctor.fitness import Spent, before, host, read_spent
+from sparsebench.harness.doctor.other_work import Spent, before, host, read_spent
 
 BEGAN = Spent(at_s=0.0, busy_s=100.0, own_s=5.0, cores=2)
 

@@ -11,7 +11,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.check import FP8, Expected, check
+from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import sources

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command import sparsebench
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from right_rows import right_rows
 from safetensors.torch import save_file
 
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results import bundle, store
+from tests.tools.command_line import sparsebench
+from tests.tools.rows import right_rows
 
 SUITE = """
 schema: sparsebench/suite@1

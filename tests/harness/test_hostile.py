@@ -11,9 +11,11 @@ import hostile_gpu
 import pytest
 import torch
 
-from sparsebench.harness.bench import check, contest, spots, timing
-from sparsebench.harness.bench.entry import ContestOptions, Fatal
-from sparsebench.harness.bench.guard import Guard, Meddled, checksum
+from sparsebench.harness.bench import contest, timing
+from sparsebench.harness.bench import correctness as check
+from sparsebench.harness.bench import spot_checks as spots
+from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
+from sparsebench.harness.bench.tampering import Guard, Meddled, checksum
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -36,7 +38,7 @@ SAID = {
     "computes_the_draws": "before timing: relative error",
     "looks_for_poison": "calls that were looked at are wrong",
     "wrong_in_one_call_of_fifty": "calls that were looked at are wrong",
-    "replaces_the_check": "prepare: replaced sparsebench.harness.bench.checking.check",
+    "replaces_the_check": "prepare: replaced sparsebench.harness.bench.output_checks.check",
     "replaces_code_of_the_check": "replaced _judge.__code__",
     "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
     "works_in_a_thread": "before timing: ",

@@ -1,11 +1,11 @@
-"""harness/run/lately.py: a sitting measures the ceilings of a card once."""
+"""harness/run/runner.py: a sitting measures the ceilings of a card once."""
 
 from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from sparsebench.harness.run import lately
+from sparsebench.harness.run import runner as lately
 
 
 @pytest.fixture

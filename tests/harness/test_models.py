@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from command import sparsebench
-from places import ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from whole_models import generated, tiny, tokenizer, transformers, write_gguf
 
 from sparsebench.errors import FormatError, SuiteError
 from sparsebench.harness.models.pruning import model as whole
@@ -33,6 +30,9 @@ from sparsebench.nn import (
     Unstructured,
     sparsify_,
 )
+from tests.harness.tiny_models import generated, tiny, tokenizer, transformers, write_gguf
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import ROOT
 
 BF16, FP16 = torch.bfloat16, torch.float16
 MODELS: list[tuple[Any, dict[str, Any]]] = [

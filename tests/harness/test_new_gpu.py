@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness._cli_survey import budget_s
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
+from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import survey as surveys
-from sparsebench.harness.new_gpu.deciding import deciding
 from sparsebench.harness.new_gpu.probe import probe
+from sparsebench.harness.new_gpu.problem_choice import deciding
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.survey import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from places import ROOT
 
 import sparsebench
+from tests.tools.paths import ROOT
 
 NOTEBOOK = ROOT / "harness" / "notebook.ipynb"
 

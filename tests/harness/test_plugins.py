@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command import sparsebench as command_line
 from markupsafe import Markup
-from places import TESTS
 
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.reports.build import Figure, _drawn, load_figure
 from sparsebench.results.provenance import flat
+from tests.tools.command_line import sparsebench as command_line
+from tests.tools.paths import TESTS
 
 PACKAGE = TESTS / "thirdparty"
 

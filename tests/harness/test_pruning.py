@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import sparsebench
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness import _cli
+from sparsebench.harness.commands import _console
 from sparsebench.harness.models.pruning import pattern, region, spensegpt
 from sparsebench.harness.models.pruning.command import prune_file
 from sparsebench.harness.models.pruning.layer import (
@@ -27,6 +26,7 @@ from sparsebench.harness.models.pruning.layer import (
 from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedMLP
 from sparsebench.harness.models.pruning.model import python_reference
 from sparsebench.results.model_files import read_pruning
+from tests.tools.command_line import sparsebench
 
 K, H, TOKENS = 64, 256, 1024
 RECIPES = [
@@ -403,7 +403,7 @@ def test_the_command_refuses_in_one_line(
     weights, activations = files
     more = [*more, "--calibration", str(activations), "--device", "cpu"]
     done = sparsebench("prune", weights, *more)
-    assert done.returncode == _cli.BAD_INPUT
+    assert done.returncode == _console.BAD_INPUT
     [line] = done.stderr.splitlines()
     assert message in line
 

@@ -51,7 +51,8 @@ import sys
 def test_light():
     ours = {name for name in sys.modules if name.startswith("sparsebench")}
     assert "torch" not in sys.modules
-    assert ours == {"sparsebench", "sparsebench.harness", "sparsebench.harness.pytest_plugin"}
+    plugin = "sparsebench.harness.testing.pytest_plugin"
+    assert ours == {"sparsebench", "sparsebench.harness", "sparsebench.harness.testing", plugin}
 """
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import sparsebench
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.run.confirm import headlines
+from sparsebench.harness.run.repeat import headlines
 from sparsebench.results import bundle, store
 from sparsebench.results.comparison import Agreement, Place, agreement
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
+from tests.tools.command_line import sparsebench
 
 DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
@@ -223,7 +223,7 @@ def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: 
     command = "reproduce", simulated, "--device", device, "--out", out
     assert sparsebench(*command).returncode == 0
     whole = store.rows(out)
-    store.keep(out, whole[:-1])
+    store.replace_rows(out, whole[:-1])
     done = sparsebench(*command)
     assert "A look, consistent: 4 of 4 cells agree (100.0 %) on the same machine" in done.stdout
     assert {row.samples_us for row in store.rows(out)} == {row.samples_us for row in whole}

@@ -7,22 +7,22 @@ import time
 from functools import partial
 from pathlib import Path
 
-import patience
 import pytest
-from sample import exhaustive
 
 from sparsebench.errors import SuiteError, WorkerError
-from sparsebench.harness.cli import main
+from sparsebench.harness.commands._app import main
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import ahead
-from sparsebench.harness.run import child as children
+from sparsebench.harness.run import early_start as ahead
 from sparsebench.harness.run import measure as measuring
+from sparsebench.harness.run import worker_process as children
 from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.state import Flags
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools import worker_timeouts
+from tests.tools.marks import exhaustive
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
@@ -45,7 +45,7 @@ def rows(*names: str) -> list[Row]:
     contenders = (BASELINE, *(Contender("dense", f"faulty.{name}") for name in names))
     hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty.hangs"}
     with pytest.MonkeyPatch.context() as patch:
-        patience.only_with(hanging, patch)
+        worker_timeouts.only_with(hanging, patch)
         return measured_rows(Runner("cpu", None, timeout_s=2), contenders)
 
 

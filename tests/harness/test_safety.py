@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 import typer
-from command import sparsebench
-from places import ROOT
 
 from sparsebench.errors import ResultError
-from sparsebench.harness import _cli
-from sparsebench.harness.machine import parent
+from sparsebench.harness.commands import _console
+from sparsebench.harness.machine import parent_watch as parent
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run import child as children
-from sparsebench.harness.run.child import Log, Lost, Worker
+from sparsebench.harness.run import worker_process as children
 from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.worker_process import Log, Lost, Worker
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import ROOT
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
@@ -180,11 +180,11 @@ def test_a_worker_that_starts_at_the_second_attempt_is_taken(
 def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     """A closed terminal sends SIGHUP; a scheduler repeats itself."""
     hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    before = {stop: signal.getsignal(stop) for stop in _cli.STOPS}
+    before = {stop: signal.getsignal(stop) for stop in _console.STOPS}
     written = []
 
     def interrupted() -> None:
-        with _cli.measuring():
+        with _console.measuring():
             try:
                 os.kill(os.getpid(), signal.SIGHUP)
                 time.sleep(10)
@@ -197,15 +197,15 @@ def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     with pytest.raises(typer.Exit) as stopped:
         interrupted()
     assert written
-    assert stopped.value.exit_code == _cli.INTERRUPTED
-    assert {stop: signal.getsignal(stop) for stop in _cli.STOPS} == before
+    assert stopped.value.exit_code == _console.INTERRUPTED
+    assert {stop: signal.getsignal(stop) for stop in _console.STOPS} == before
     signal.signal(signal.SIGHUP, hang_up)
 
 
 def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _cli.measuring():
+        with _console.measuring():
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.05)
     finally:
@@ -230,7 +230,7 @@ def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
     before = (run / "rows.jsonl").read_bytes()
     with (
         store.locked(run),
-        pytest.raises(ResultError, match="expected no other process, found another"),
+        pytest.raises(ResultError, match="expected no other process, found one"),
     ):
         measure(suite, Flags("sim", replicates=1), None, run)
     assert (run / "rows.jsonl").read_bytes() == before
@@ -341,8 +341,14 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path, what: str) -> None:
 
 def test_exit_codes_are_documented_in_one_place() -> None:
     table = re.findall(r"^\| (\d+) \|", (ROOT / "harness" / "README.md").read_text(), re.MULTILINE)
-    codes = [_cli.GATE_FAILED, _cli.BAD_INPUT, _cli.SOME_FAILED, _cli.UNFIT, _cli.UNCHECKED]
-    assert [int(code) for code in table] == [0, *codes, _cli.DEFECT, _cli.INTERRUPTED]
+    codes = [
+        _console.GATE_FAILED,
+        _console.BAD_INPUT,
+        _console.SOME_FAILED,
+        _console.UNFIT,
+        _console.UNCHECKED,
+    ]
+    assert [int(code) for code in table] == [0, *codes, _console.DEFECT, _console.INTERRUPTED]
 
 
 def test_a_defect_of_ours_is_one_line_with_a_code_of_its_own(
@@ -350,7 +356,7 @@ def test_a_defect_of_ours_is_one_line_with_a_code_of_its_own(
 ) -> None:
     monkeypatch.setattr("sparsebench.harness.catalog.listing", lambda: {}["nothing"])
     done = sparsebench("list")
-    assert done.returncode == _cli.DEFECT
+    assert done.returncode == _console.DEFECT
     assert "an error of sparsebench: KeyError: 'nothing'" in done.stderr
     assert done.stderr.count("\n") == 1
 

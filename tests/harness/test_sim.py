@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import patience
 import pytest
-from command import sparsebench
-from sample import exhaustive
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.entry import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.sim.clock import Spec, call_us, read, samples
-from sparsebench.harness.sim.contest import _work
-from sparsebench.harness.sim.contest import run as run_contest
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.sim.gpu_model import Spec, call_us, read, samples
+from sparsebench.harness.sim.simulated_contest import _work
+from sparsebench.harness.sim.simulated_contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools import worker_timeouts
+from tests.tools.command_line import sparsebench
+from tests.tools.marks import exhaustive
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -84,7 +84,7 @@ def faulty(suite: Path, folder: Path, fault: str) -> list[Row]:
     text = f"faults: [{{when: 'kernel=bsr_triton m=64 sparsity=0.9', fault: {fault}, process: 0}}]"
     flags = Flags(spec(folder, text), timeout_s=2, replicates=1)
     with pytest.MonkeyPatch.context() as patch:
-        patience.only_with({case.id for case in cases if struck(case)}, patch)
+        worker_timeouts.only_with({case.id for case in cases if struck(case)}, patch)
         return store.rows(measure(plan, flags, folder / "run", None))
 
 
@@ -226,7 +226,7 @@ def test_what_is_faster_than_the_bound_is_no_record(suite: Path, tmp_path: Path)
     found = store.rows(measure(read_suite(str(suite)), flags, tmp_path / "run", None))
     fast = [row for row in found if row.status is Status.FASTER_THAN_LIGHT]
     assert {row.case.contender.kernel for row in fast} == {"cusparse_csr"}
-    assert "µs where memory allows" in fast[0].detail
+    assert "memory allows" in fast[0].detail
 
 
 def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import sparsebench
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
@@ -24,6 +23,7 @@ from sparsebench.harness.models.train_lm.train import FIRST, Settings, count, ml
 from sparsebench.harness.ops._active import share_of_any
 from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Contender, Problem, Status
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=2, width=32, hidden=96, heads=2, context=32)

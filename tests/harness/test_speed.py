@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebench.harness.bench.samples import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.reports.build import build
 from sparsebench.results import store

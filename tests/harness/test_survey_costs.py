@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.harness.new_gpu.costs import Costs, coarse, costs
-from sparsebench.harness.new_gpu.deciding import DECIDED
-from sparsebench.harness.plan.references import references
+from sparsebench.harness.costs.survey_estimates import Costs, coarse, costs
+from sparsebench.harness.new_gpu.problem_choice import DECIDED
+from sparsebench.harness.plan.selection import references
 from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fake_nvml import pynvml
-from places import TESTS
 
 from sparsebench.harness.machine._nvml import BEFORE, SINCE, NoNvml, board
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.telemetry import COMMAND, Telemetry, summary, telemetry
+from tests.emulation.fake_nvml import pynvml
+from tests.tools.paths import TESTS
 
-FAKE = TESTS / "fake_nvml"
+FAKE = TESTS / "emulation" / "fake_nvml"
 COUNTERS = {"power_capped_us", "thermal_us", "hardware_us", "sync_boost_us", "energy_j"}
 
 Start = Callable[..., tuple[Telemetry, list[str]]]

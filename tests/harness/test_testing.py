@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import wrong
 import wrong_wgrad
-from sample import exhaustive
 
 from sparsebench import testing
 from sparsebench.harness.catalog import load_kernel, names
 from sparsebench.testing import Check
+from tests.tools.marks import exhaustive
 
 ON_CPU = [name for name in names("kernels") if load_kernel(name).device in ("cpu", "any")]
 FIGURES = [c for name in names("reports.figures") for c in testing.figure_checks(name)]

@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench import ceilings
-from sparsebench.harness.run import profile
+from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.run import profiling as profile
 from sparsebench.harness.run.try_kernel import plan, repeat
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SMALL = "m=8", "n=64", "k=64", "--device", "cpu"

@@ -10,7 +10,7 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.usual import WRONG, bias
+from sparsebench.harness.bench.correctness import WRONG, bias
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results.frame import UNUSUAL, frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status

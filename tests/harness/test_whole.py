@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.harness.bench import energy
 from sparsebench.harness.models.whole import command, step
@@ -25,6 +24,7 @@ from sparsebench.harness.models.whole.model import (
 )
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.model_files import read_whole
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=64, hidden=128, heads=2, vocab=50, sequences=2, context=64, active=6)

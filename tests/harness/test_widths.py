@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.models.train_lm import blocks, widths
@@ -21,6 +20,7 @@ from sparsebench.harness.models.train_lm.blocks import (
 from sparsebench.harness.models.train_lm.model import Sizes
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 from sparsebench.results.model_files import PatternTraining, PatternTrainings, read_widths
+from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=1, width=128, hidden=256, heads=8, context=16)

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from on_triton import SHARED_BYTES, complaint_about
 from triton.compiler import ASTSource
 
 from sparsebench.kernels._common.triton import options, precision_of
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-from sparsebench.kernels.dense import dense_triton
+from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
 
 TOKENS = (1, 17, 64, 256, 4096)
 FEW_AND_MANY = (17, 4096)  # in tf32, whose tiles are those of 16 bits: a compile takes 0.2 s
@@ -19,15 +18,16 @@ ITEMSIZE = {"bf16": 2, "fp32": 4, "tf32": 4}  # fp16 takes the same registers an
 INDICES = {"columns", "offsets", "order", "places", "rows", "starts"}
 CORES, STORED = 132, 10**5  # multiprocessors and blocks: they decide over parts alone
 FUNCTIONS = {
-    "dense_triton": dense_triton._multiply,
     "bsr_triton": bsr_triton._multiply,
     "bsr_triton_dgrad": bsr_triton_dgrad._multiply,
     "bsr_triton_wgrad": bsr_triton_wgrad._contract,
 }
-LINEAR = {"x": ("TOKENS", "DEPTH"), "w": ("FEATURES", "DEPTH"), "y": ("TOKENS", "FEATURES")}
 BOXES = {
-    "dense_triton": LINEAR,
-    "bsr_triton": LINEAR,
+    "bsr_triton": {
+        "x": ("TOKENS", "DEPTH"),
+        "w": ("FEATURES", "DEPTH"),
+        "y": ("TOKENS", "FEATURES"),
+    },
     "bsr_triton_dgrad": {
         "dy": ("TOKENS", "DEPTH"),
         "w": ("DEPTH", "FEATURES"),
@@ -63,9 +63,6 @@ def compiles(m: int, dtype: str, capability: int, path: Any) -> Iterator[Compile
     def each(module: str, config: Any, constants: dict[str, Any], aligned: bool) -> Compile:
         return Compile(module, tuple(constants.items()), config.warps, *rest, aligned)
 
-    for dense in dense_triton.configurations(m, *kind):
-        for aligned in {True, path == "tma"}:
-            yield each("dense_triton", dense, dense_triton.constants_of(dense), aligned)
     for block in BLOCKS:
         aligned = block[0] % 16 == 0
         if path == "tma" and (not aligned or block[0] & (block[0] - 1)):
@@ -150,7 +147,6 @@ def test_no_problem_has_more_than_eight_configurations():
         for path in ("tma", "pointers"):
             for dtype, itemsize in ITEMSIZE.items():
                 kind = itemsize, path, precision_of(dtype)
-                assert len(dense_triton.configurations(m, *kind)) in range(1, 9)
                 for block in BLOCKS:
                     assert len(bsr_triton.configurations(m, block, *kind)) in range(1, 9)
                     assert len(bsr_triton_dgrad.configurations(m, block, *kind)) in range(1, 9)

@@ -5,19 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import assert_passes, has_interpreter
-from sample import sampled
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import TF32, Expected, check
+from sparsebench.harness.bench.correctness import TF32, Expected, check
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.triton import precision_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-from sparsebench.kernels.dense import dense_triton
 from sparsebench.results.record import Problem
+from tests.emulation.triton_interpreter import assert_passes, has_interpreter
+from tests.tools.marks import sampled
 
-KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad, dense_triton]
+KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad]
 
 
 @has_interpreter

@@ -9,22 +9,20 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from command import sparsebench
 
 from sparsebench.errors import SuiteError, TableError, Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.machine.device import environment
 from sparsebench.harness.ops.linear import definition
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import tune as tuning
-from sparsebench.harness.run.child import Measured
+from sparsebench.harness.run import tuning as tuning
+from sparsebench.harness.run.worker_process import Measured
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table, blocked
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_wgmma
-from sparsebench.kernels.dense import dense_triton
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools.command_line import sparsebench
 
 GPU = torch.device("cuda:0")
 AT = Sizes(4096, 4096, 4096, "bf16", (64, 64), 0.1)
@@ -187,7 +185,7 @@ def test_a_digest_is_of_code_and_not_of_words_about_it(
 
 
 def test_what_is_written_is_read_again_an_entry_a_line(folders: dict[str, Path]) -> None:
-    entries = [entry(), entry(Sizes(1, 2, 3, "fp32"), "dense_triton", untuned_us=None)]
+    entries = [entry(), entry(Sizes(1, 2, 3, "fp32"), "csr_cuda", untuned_us=None)]
     file = put(folders["user"], *entries)
     assert tuned_table.read(file) == Table(SCHEMA, "NVIDIA H200", entries)
     assert len(file.read_text().splitlines()) == 2 + len(entries)
@@ -202,21 +200,15 @@ def test_a_run_records_the_tables_in_force(folders: dict[str, Path]) -> None:
     assert environment(torch.device("cpu"))["tuned"] is None
 
 
-def operands_of(pinned: dict[str, Any] | None = None, dense: bool = False) -> Operands:
-    w = torch.ones(128, 256).half()
-    packed = Dense.from_dense(w) if dense else Bsr.from_dense(w, block=64)
-    problem = Problem("linear", {"m": 32, "n": 128, "k": 256, "dtype": "fp16"})
-    return Operands(problem, {"w": packed}, {"x": torch.ones(32, 256).half()}, definition, pinned)
-
-
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(("tuned", "by"), [(True, "search"), (False, "default"), ("wide", "wide")])
-def test_a_launch_says_how_its_configuration_was_come_by(tuned: Any, by: str, dense: bool) -> None:
-    module = dense_triton if dense else bsr_triton
-    operands = operands_of(dense=dense)
-    launch = module.prepare(operands, tuned=tuned)  # a CPU takes the first, untimed
+def test_a_launch_says_how_its_configuration_was_come_by(tuned: Any, by: str) -> None:
+    packed = Bsr.from_dense(torch.ones(128, 256).half(), block=64)
+    problem = Problem("linear", {"m": 32, "n": 128, "k": 256, "dtype": "fp16"})
+    x = torch.ones(32, 256).half()
+    operands = Operands(problem, {"w": packed}, {"x": x}, definition)
+    launch = bsr_triton.prepare(operands, tuned=tuned)  # a CPU takes the first, untimed
     assert launch.choice["by"] == by
-    again = module.prepare(replace(operands, pinned=launch.choice), tuned=tuned)
+    again = bsr_triton.prepare(replace(operands, pinned=launch.choice), tuned=tuned)
     assert again.choice == launch.choice
 
 
@@ -248,11 +240,6 @@ def test_a_space_is_wider_than_a_search_bounded_and_of_distinct_configurations(
         wide = bsr_triton.space(sizes, size, path, 132)
         assert wide[: len(few)] == few
         assert len(few) <= len(set(wide)) == len(wide) <= 40
-        few_dense = dense_triton.configurations(m, size, path)
-        wide_dense = dense_triton.space(Sizes(m, 4096, 4096, dtype), size, path, 132)
-        assert wide_dense[0] == few_dense[0]
-        assert set(few_dense) <= set(wide_dense)
-        assert len(set(wide_dense)) == len(wide_dense) <= 40
 
 
 def test_the_byte_model_by_hand() -> None:

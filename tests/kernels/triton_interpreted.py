@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.ops import linear_wgrad
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
-from sparsebench.kernels.bsr import bsr_gathered, bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-from sparsebench.kernels.dense import dense_triton
+from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.results.record import Problem
+from tests.tools.marks import sampled
 
 EPSILON = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half an ulp of 1
 
@@ -98,31 +96,6 @@ def test_bsr_products_are_right_in_every_configuration(m, n, k, block, dtype, pa
         assert_exact(run_twice(launch), x, w)
 
 
-GATHERED = [
-    *(
-        (33, 45, 53, [10, 10], "fp16"),
-        (20, 80, 96, [16, 16], "fp16"),
-        (5, 70, 90, [48, 24], "fp16"),
-    ),
-    *((130, 144, 200, [32, 32], "fp16"), (3, 45, 53, [1, 1], "fp16"), (17, 41, 37, [8, 8], "fp32")),
-    *((20, 90, 100, [16, 16], "fp32"), (70, 72, 104, [16, 32], "fp16")),
-]
-
-
-@pytest.mark.parametrize(("m", "n", "k", "block", "dtype"), sampled(GATHERED, 0, 1, -2))
-def test_products_of_gathered_blocks_are_right_and_read_no_other_column(m, n, k, block, dtype):
-    w, x = weights(n, k, block, dtype), torch.randn(m, k).to(DTYPES[dtype])
-    stored = Bsr.from_dense(w, block=block)
-    r, c = block
-    blocks = w.new_zeros(-(-n // r) * r, -(-k // c) * c)
-    blocks[:n, :k] = w
-    touched = blocks.view(-1, c).ne(0).view(len(blocks), -1, c).any(-1).any(0)
-    poisoned = x.where(touched.repeat_interleave(c)[:k], float("nan"))
-    assert not touched.all()
-    for config in bsr_gathered.configurations(m, (r, c), w.element_size()):
-        assert_exact(run_twice(Launch(bsr_gathered.launch(poisoned, stored, config))), x, w)
-
-
 @pytest.mark.parametrize(
     ("m", "n", "k", "block", "dtype", "path"),
     sampled([(*odd, "pointers") for odd in ODD] + PATHS, *SAMPLE),
@@ -146,13 +119,6 @@ def test_weight_gradients_are_right_in_every_configuration(m, n, k, block, dtype
         assert_right_gradient(run_twice(launch), dy, x, pattern)
 
 
-@pytest.mark.parametrize(("m", "n", "k", "block", "dtype", "path"), sampled(PATHS, 0, 1))
-def test_dense_products_are_right_in_every_configuration(m, n, k, block, dtype, path):
-    w, x = torch.randn(n, k).to(DTYPES[dtype]), torch.randn(m, k).to(DTYPES[dtype])
-    for config in dense_triton.configurations(m, w.element_size(), path):
-        assert_exact(run_twice(Launch(dense_triton.launch(x, w, config))), x, w)
-
-
 def dgrad_runs(dy: Tensor, w: Tensor, block: list[int], path: str) -> list[Launch]:
     stored = Bsr.from_dense(w, block=block)
     size = len(dy), stored.block, w.element_size(), path
@@ -172,13 +138,6 @@ def assert_right_gradient(values: Tensor, dy: Tensor, x: Tensor, pattern: Bsr) -
     reference, spread = linear_wgrad.definition(*exact), linear_wgrad.spread(*exact)
     expected = Expected(reference, spread, x.dtype, len(x))
     assert check(replace(pattern, values=values), expected, pattern).reason is None
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 45, 53), (70, 131, 67)])
-def test_dense_products_of_any_shape_are_right(m, n, k):
-    w, x = torch.randn(n, k).half(), torch.randn(m, k).half()
-    for config in dense_triton.configurations(m, 2, "pointers"):
-        assert_exact(run_twice(Launch(dense_triton.launch(x, w, config))), x, w)
 
 
 @pytest.mark.parametrize(
@@ -257,14 +216,11 @@ def test_weights_without_a_block_give_zeros(path):
 def test_activations_may_change_after_preparing(path):
     w, x = weights(48, 64, [16, 16], "fp16"), torch.zeros(3, 64).half()
     problem = Problem("linear", {"dtype": "fp16"})
-    for kernel, stored in (
-        (bsr_triton, Bsr.from_dense(w, block=16)),
-        (dense_triton, Dense((48, 64), w)),
-    ):
-        launch = kernel.prepare(Operands(problem, {"w": stored}, {"x": x}, torch.mm), path=path)
-        x.copy_(torch.randn(3, 64))
-        assert launch.choice["path"] == (path or "pointers")
-        assert_exact(launch(), x, w)
+    weight = {"w": Bsr.from_dense(w, block=16)}
+    launch = bsr_triton.prepare(Operands(problem, weight, {"x": x}, torch.mm), path=path)
+    x.copy_(torch.randn(3, 64))
+    assert launch.choice["path"] == (path or "pointers")
+    assert_exact(launch(), x, w)
 
 
 def operands_of(op: str, dtype: str) -> Operands:
@@ -300,10 +256,7 @@ def test_prepared_gradients_are_of_later_activations_and_settle(kernel: Any, pat
 def test_products_of_tf32_problems_are_asked_for_in_tf32(path):
     w, x = weights(48, 64, [16, 16], "tf32"), torch.randn(3, 64)
     problem = Problem("linear", {"dtype": "tf32"})
-    for kernel, stored in (
-        (bsr_triton, Bsr.from_dense(w, block=16)),
-        (dense_triton, Dense((48, 64), w)),
-    ):
-        launch = kernel.prepare(Operands(problem, {"w": stored}, {"x": x}, torch.mm), path=path)
-        assert launch.choice["precision"] == "tf32"
-        assert_exact(launch(), x, w)  # the interpreter multiplies exactly
+    weight = {"w": Bsr.from_dense(w, block=16)}
+    launch = bsr_triton.prepare(Operands(problem, weight, {"x": x}, torch.mm), path=path)
+    assert launch.choice["precision"] == "tf32"
+    assert_exact(launch(), x, w)  # the interpreter multiplies exactly

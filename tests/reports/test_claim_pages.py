@@ -7,11 +7,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up_claims import CLAIM, cell, claimed, spread
-from places import PUBLISHED
 
-from sparsebench.harness.claims.catalog import chosen
-from sparsebench.harness.claims.check import evidence
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
 from sparsebench.reports.site import publish as site
@@ -22,6 +20,8 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written, parse
 from sparsebench.results.claims.verdict import Basis, Word
 from sparsebench.results.model_files import read_pruning
+from tests.results.claim_examples import CLAIM, cell, claimed, spread
+from tests.tools.paths import PUBLISHED
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 PRUNED = PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json"

@@ -8,19 +8,19 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from command import sparsebench
-from places import PUBLISHED
 
 from sparsebench.errors import ResultError
-from sparsebench.harness import _cli
+from sparsebench.harness.commands import _console
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.build import build
 from sparsebench.reports.figures.pareto import front
 from sparsebench.results import store
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_pruning
 from sparsebench.results.store import Run
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -203,11 +203,11 @@ def test_the_command_reads_errors_and_refuses_in_one_line(run: Run, tmp_path: Pa
     for text in ["not JSON", "{}"]:
         (tmp_path / "bad.json").write_text(text)
         done = report(tmp_path / "bad.json")
-        assert done.returncode == _cli.BAD_INPUT
+        assert done.returncode == _console.BAD_INPUT
         [line] = done.stderr.splitlines()
         assert "bad.json: expected sparsebench/pruning@1" in line
     done = report(tmp_path / "none.json")
-    assert done.returncode == _cli.BAD_INPUT
+    assert done.returncode == _console.BAD_INPUT
     assert "expected a readable file" in done.stderr
 
 

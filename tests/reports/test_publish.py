@@ -11,17 +11,17 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 import yaml
-from command import sparsebench
-from places import PUBLISHED
 
 from sparsebench.errors import ResultError
-from sparsebench.harness._cli_publish import address
+from sparsebench.harness.commands.publish import address
 from sparsebench.reports.site import grids
 from sparsebench.reports.site import publish as sites
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
 from sparsebench.results import bundle, store
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 
 STEP = PUBLISHED / "nvidia-h200" / "ffn-step"
 NAMED = "<script>alert(1)</script> \"quoted\" 'name'/slash" + 200 * "x"
@@ -286,13 +286,13 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     (broken / "suite.yaml").write_text("changed")
     to = tmp_path / "to"
     for given, said in (
-        ([STEP, "--to", full], "expected a new or an empty folder, or a site; found thesis.tex"),
-        ([STEP, STEP, "--to", to], "expected each run once, found it also as"),
-        ([tmp_path / "none", "--to", to], "expected manifest.json"),
-        ([broken, "--to", to], "expected SHA-256"),
-        ([STEP, "--to", to, "--base-url", "javascript:x"], "--base-url: expected an address"),
-        ([STEP, "--to", full / "thesis.tex"], "expected a folder, found a file"),
-        (["--to", to], "Missing argument"),
+        ([STEP, "--out", full], "expected a new or an empty folder, or a site; found thesis.tex"),
+        ([STEP, STEP, "--out", to], "expected each run once, found it also as"),
+        ([tmp_path / "none", "--out", to], "expected manifest.json"),
+        ([broken, "--out", to], "expected SHA-256"),
+        ([STEP, "--out", to, "--base-url", "javascript:x"], "--base-url: expected an address"),
+        ([STEP, "--out", full / "thesis.tex"], "expected a folder, found a file"),
+        (["--out", to], "Missing argument"),
     ):
         done = sparsebench("publish", *given)
         assert done.returncode == 2, given

@@ -7,16 +7,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import outsider
 import pytest
-from simulated_here import in_this_process
 
-from sparsebench.harness.campaign.pieces import pack
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.confirm import confirm
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.reproduce import reproduce
-from sparsebench.harness.run.state import Flags
+from sparsebench.harness.run.repeat import confirm, reproduce
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.shared_runs.pieces import pack
 from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline
@@ -24,6 +21,8 @@ from sparsebench.reports.site.cards import card
 from sparsebench.results import bundle
 from sparsebench.results.analysis import analyse
 from sparsebench.results.noise import Noise, Reliability
+from tests import outsider
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1

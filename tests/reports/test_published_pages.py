@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from places import KERNELS, PUBLISHED, ROOT
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.published import __main__ as command
@@ -18,6 +17,7 @@ from sparsebench.reports.published._table import Figure, Table, matched, rendere
 from sparsebench.reports.published.tables import PEERS, PERHAPS, QUESTIONS, SECTIONS
 from sparsebench.results.analysis import analyse
 from sparsebench.results.families import ours
+from tests.tools.paths import KERNELS, PUBLISHED, ROOT
 
 EVERY = [table for part in SECTIONS.values() for table in part]
 

@@ -5,12 +5,12 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from places import PUBLISHED, ROOT
 
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Row
+from tests.tools.paths import PUBLISHED, ROOT
 
 
 def blocks(page: str, language: str) -> list[str]:

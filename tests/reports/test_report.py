@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from sample import exhaustive
 
 from sparsebench.reports.build import build, figures
 from sparsebench.reports.figures import answer, storage
@@ -28,6 +27,7 @@ from sparsebench.results.contests import every
 from sparsebench.results.formatting import percent, significant
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
+from tests.tools.marks import exhaustive
 
 DENSE = Contender("dense", "cublas", baseline=True)
 SPARSE = [

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from markupsafe import Markup
-from places import PUBLISHED
 
 from sparsebench.reports.build import build
 from sparsebench.reports.figures._figure import Frames, each_measure, measures
@@ -23,6 +22,7 @@ from sparsebench.reports.figures.conversion import draw as conversion
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
+from tests.tools.paths import PUBLISHED
 
 WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
 DENSE = Contender("dense", "cublas", baseline=True)

@@ -7,8 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 import yaml
-from made_up_claims import CLAIM, DEVICES, cell, claimed, spread
-from places import PUBLISHED
 
 from sparsebench.errors import SuiteError
 from sparsebench.results.claims.cells import Cell, about, judging, of_files, over, said, united
@@ -16,6 +14,8 @@ from sparsebench.results.claims.metrics import METRICS
 from sparsebench.results.claims.schema import Bound, Claim, parse
 from sparsebench.results.claims.verdict import Basis, Verdict, Word, basis, judge, state
 from sparsebench.results.store import read
+from tests.results.claim_examples import CLAIM, DEVICES, cell, claimed, spread
+from tests.tools.paths import PUBLISHED
 
 
 def verdict(claim: Claim, *cells: Cell, of: int = 0) -> Verdict:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from few_tokens import MARGINS, slower_with_fewer
-from places import PUBLISHED
 
 from sparsebench.results import store
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.results.few_tokens import MARGINS, slower_with_fewer
+from tests.tools.paths import PUBLISHED
 
 FIELDS = {"n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9, "block": 16}
 FIRST = 3  # the version of rows whose dense baselines were searched among cuBLASLt's algorithms

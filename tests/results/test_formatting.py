@@ -10,9 +10,9 @@ from sparsebench.results.formatting import (
     between,
     duration,
     estimate,
-    part,
     plus_minus,
     rounded,
+    selection,
     significant,
     times,
 )
@@ -98,10 +98,10 @@ def test_no_value_is_a_dash() -> None:
 
 
 def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
-    assert part("m=16|64 block=64") == "m=16|64 block=64"
-    assert part("case=a|b") == "case=a|b"
-    assert part("m=16 case=a|b|c|d") == "m=16 4 cases"
-    assert part("") == ""
+    assert selection("m=16|64 block=64") == "m=16|64 block=64"
+    assert selection("case=a|b") == "case=a|b"
+    assert selection("m=16 case=a|b|c|d") == "m=16 4 cases"
+    assert selection("") == ""
 
 
 def test_a_count_of_one_is_singular() -> None:

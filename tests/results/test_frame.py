@@ -284,7 +284,7 @@ TRITON = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
 @pytest.mark.parametrize(
     ("kernel", "choice", "chosen"),
     [
-        ("ffn_sparse", {"chosen": "dense, cublas_ffn", "way": "dense"}, "dense, cublas_ffn"),
+        ("ffn_sparse", {"chosen": "dense, cublas", "way": "dense"}, "dense, cublas"),
         ("ffn_sparse", KEPT, "dense, ffn_dense_triton"),
         ("ffn_sparse", {"way": "few"}, "cvse, ffn_few"),
         ("mlp_sparse", {"way": "few"}, "cvse, mlp_few"),

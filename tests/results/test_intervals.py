@@ -4,9 +4,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from places import ROOT
-from sample import exhaustive
-from simulated_runs import (
+
+from sparsebench.results import store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.comparison import APART, tolerance
+from sparsebench.results.noise import classes
+from sparsebench.results.statistics import Outcome
+from tests.simulated.runs import (
     DESIGNS,
     LENGTHS_US,
     among_finalists,
@@ -18,12 +22,8 @@ from simulated_runs import (
     overlap,
     simulated,
 )
-
-from sparsebench.results import store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.comparison import APART, tolerance
-from sparsebench.results.noise import classes
-from sparsebench.results.statistics import Outcome
+from tests.tools.marks import exhaustive
+from tests.tools.paths import ROOT
 
 RUNS = 1000
 SLACK = 0.015  # two standard errors of 5 % of RUNS

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-from made_up_claims import CLAIM
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.claims.catalog import load
-from sparsebench.harness.claims.check import evidence
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_catalog import load
 from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
 from sparsebench.results.claims.schema import Claim, Written, parse
 from sparsebench.results.claims.verdict import Word
@@ -21,6 +20,7 @@ from sparsebench.results.model_files import (
     PatternTrainings,
 )
 from sparsebench.results.store import write_json
+from tests.results.claim_examples import CLAIM
 
 TEST = {
     **{"name": "at equal cost", "trained": "parameters", "metric": "loss_saved", "at_least": 1},

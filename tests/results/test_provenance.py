@@ -7,7 +7,7 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.provenance import identity_at, identity_of
+from sparsebench.results.provenance import device_id, device_id_at
 
 CPU = {"cpu": {"name": "EPYC"}}
 
@@ -21,16 +21,16 @@ CPU = {"cpu": {"name": "EPYC"}}
     ],
 )
 def test_a_device_is_its_gpu_or_else_its_cpu(environment: dict[str, Any], identity: str) -> None:
-    assert identity_of(environment) == identity
+    assert device_id(environment) == identity
 
 
 def test_no_row_is_read_to_tell_the_device(tmp_path: Path) -> None:
     store.write_json(tmp_path / "environment.json", CPU)
     (tmp_path / "rows.jsonl").write_text("no rows")
-    assert identity_at(tmp_path) == "EPYC"
+    assert device_id_at(tmp_path) == "EPYC"
 
 
 @pytest.mark.parametrize("environment", [{}, {"gpu": 5}, {"gpu": {"uuid": ""}, "cpu": []}])
 def test_an_environment_without_a_device_is_refused(environment: dict[str, Any]) -> None:
     with pytest.raises(ResultError, match=r"expected gpu\.uuid or cpu\.name, found neither"):
-        identity_of(environment)
+        device_id(environment)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import PUBLISHED, ROOT
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.validation import validate
 from sparsebench.reports.picture import picture
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import DEFAULTS_ONCE, ONCE, Problem
+from tests.tools.paths import PUBLISHED, ROOT
 
 RUNS = sorted(path.parent for path in PUBLISHED.rglob("run.json"))
 

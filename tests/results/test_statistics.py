@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sparsebench.harness.sim.clock import Spec, samples
+from sparsebench.harness.sim.gpu_model import Spec, samples
 from sparsebench.results.statistics import (
     FEWEST,
     Floats,

@@ -56,7 +56,7 @@ def test_a_published_run_is_gzipped(run: Path) -> None:
 
 
 def test_keeping_some_rows_drops_the_others(run: Path) -> None:
-    store.keep(run, ROWS[1:])
+    store.replace_rows(run, ROWS[1:])
     assert store.read(run).rows == ROWS[1:]
 
 

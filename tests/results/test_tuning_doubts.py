@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import PUBLISHED
 
 from sparsebench.results import store, tuning_doubts
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
+from tests.tools.paths import PUBLISHED
 
 PROBLEM = Problem("linear", {"m": 64, "n": 512, "k": 512, "dtype": "bf16"})
 H200 = PUBLISHED / "nvidia-h200"
@@ -80,7 +80,7 @@ def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_pat
     shutil.copytree(H200 / "quick", slow)
     (slow / "rows.jsonl.gz").unlink()
     (slow / "rows.jsonl").write_text("")
-    store.keep(slow, [late(each) for each in store.rows(H200 / "quick")])
+    store.replace_rows(slow, [late(each) for each in store.rows(H200 / "quick")])
     said = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
     assert all(line.startswith("warning: ") for line in said)
     assert any("nowhere is not compared: " in line for line in said)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -13,20 +12,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-
-from box import Box, box, missing
-
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.cluster import folder as folders
-from sparsebench.harness.cluster import jobs
-from sparsebench.harness.cluster.folder import Plan
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import measure
-from sparsebench.harness.run.state import Flags
-from sparsebench.harness.run.validate import validate
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
+from sparsebench.harness.shared_runs import cluster_jobs
+from sparsebench.harness.shared_runs import shared_folder as folders
+from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import store
 from sparsebench.results.record import Row
+from tests.slurm.box import Box, box, missing
 
 pytest.importorskip("submitit")
 pytestmark = [
@@ -88,18 +84,18 @@ class Sent:
         self.suite, self.folder = read(str(suite)), folders.beside(out)
         flags, devices = Flags("sim", replicates=2), ("sim",) * parts
         options = {"partition": "sim", "time": 60}
-        self.plan = Plan(self.suite.name, flags, devices, "slurm", options, jobs.job_name())
+        self.plan = Plan(self.suite.name, flags, devices, "slurm", options, cluster_jobs.job_name())
         self.failed: list[BaseException] = []
 
         def go() -> None:
             try:
-                jobs.submit(self.suite, self.plan, out)
+                cluster_jobs.submit(self.suite, self.plan, out)
             except BaseException as error:
                 self.failed.append(error)
 
         self.thread = threading.Thread(target=go)
         self.thread.start()
-        until(lambda: len(jobs.jobs(self.folder)) == parts, "jobs sent")
+        until(lambda: len(cluster_jobs.jobs(self.folder)) == parts, "jobs sent")
 
     def done(self, number: int) -> int:
         return next(
@@ -107,7 +103,7 @@ class Sent:
         )
 
     def job(self, number: int) -> str:
-        return jobs.jobs(self.folder)[str(number)][-1]
+        return cluster_jobs.jobs(self.folder)[str(number)][-1]
 
     def ended(self, number: int) -> bool:
         """Say whether no process holds the lock of a part."""
@@ -125,7 +121,7 @@ class Sent:
 def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     cluster: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(jobs.POLL_S, "slurm", 0.5)
+    monkeypatch.setitem(cluster_jobs.POLL_S, "slurm", 0.5)
     suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
     suite.write_text(SUITE)
     sent = Sent(suite, out, 3)  # on two nodes of one CPU: one waits
@@ -144,7 +140,7 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     until(lambda: cluster.ask(*state).stdout.strip() == "PENDING", "the job is queued again")
     cluster.ask("scontrol", "update", f"jobid={second}", "starttime=now")  # not in two minutes
 
-    until(lambda: len(jobs.jobs(sent.folder)["1"]) > 1, "the killed job is sent again")
+    until(lambda: len(cluster_jobs.jobs(sent.folder)["1"]) > 1, "the killed job is sent again")
     until(lambda: sent.ended(1), "no job has part 1")
     killed(sent.job(1))
     shutil.rmtree(sent.folder / "1" / "1")  # a shard is lost
@@ -168,9 +164,11 @@ def test_a_cluster_that_takes_no_job_is_one_clear_error(cluster: Box, tmp_path: 
         ({"partition": "nowhere"}, "expected a cluster that takes jobs"),
         ({"partitoin": "sim"}, "expected a cluster and options of it"),
     ):
-        plan = Plan(asked.name, Flags("sim"), ("sim",) * 2, "slurm", options, jobs.job_name())
+        plan = Plan(
+            asked.name, Flags("sim"), ("sim",) * 2, "slurm", options, cluster_jobs.job_name()
+        )
         with pytest.raises(SuiteError, match=said):
-            jobs.submit(asked, plan, out)
+            cluster_jobs.submit(asked, plan, out)
         assert sorted(tmp_path.iterdir()) == [suite]
 
 

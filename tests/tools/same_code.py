@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from sparsebench.errors import FormatError, SparsebenchError, SuiteError, Unsupported
-from sparsebench.harness.bench.entry import bound, one_line
+from sparsebench.harness.bench.contest_state import bound, one_line
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_format, load_kernel, load_op
 from sparsebench.kernels._kernel import Operands

@@ -2,12 +2,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from places import PUBLISHED
-from tools.same_code import compare, compare_all, published, report
 
 from sparsebench.errors import Unsupported
 from sparsebench.results import store
 from sparsebench.results.record import Row
+from tests.tools.paths import PUBLISHED
+from tests.tools.same_code import compare, compare_all, published, report
 
 QUICK = PUBLISHED / "nvidia-h200" / "quick"
 

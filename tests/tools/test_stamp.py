@@ -2,9 +2,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tools.stamp import stamp
 
 from sparsebench.kernels._common import tuned_table
+from tests.tools.stamp import stamp
 
 
 def test_a_stamp_changes_the_digests_of_a_table_alone(tmp_path: Path) -> None:

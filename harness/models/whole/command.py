@@ -31,8 +31,8 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.contest_state import bound, one_line, synchronize
 from sparsebench.harness.bench.energy import pieces, require_meter_on
-from sparsebench.harness.bench.entry import bound, one_line, synchronize
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.models.whole.model import (
     Pass,

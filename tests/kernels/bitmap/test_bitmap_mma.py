@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
-from on_hopper import assert_compiles_cleanly, hopper
-from places import cuda_source
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -28,6 +24,9 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.tools.marks import sampled
 
 STAND_INS = """
   #include "mma_on_cpu.h"
@@ -76,9 +75,7 @@ STAND_INS = """
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
-    head, _, rest = cuda_source("bitmap_mma.cu").partition("// ---- PTX ----")
-    source = STAND_INS + head + rest[rest.index("// ---- the decode") :]
-    source = re.sub("extern __shared__.*", "char* shared = dynamic_shared();", source)
+    source = STAND_INS + device_code("bitmap_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import Expected, check
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.search import Search
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("ffn")

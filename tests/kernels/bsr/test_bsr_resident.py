@@ -7,9 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from bsr_examples import Shape, example
-from on_hopper import assert_compiles_cleanly, assert_right, moved
-from sample import sampled
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -17,6 +14,9 @@ from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import bsr_resident
 from sparsebench.kernels.bsr.bsr_resident import Config, pack, pitch_of, turned, words_of
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly
+from tests.kernels.bsr.examples import Shape, assert_right, example, moved
+from tests.tools.marks import sampled
 
 CONFIGS = [Config(16, 4), Config(32, 8), Config(48, 4), Config(112, 16), Config(16, 8, 2)]
 CONFIGS += [Config(16, 16, 4), Config(32, 4, 4)]

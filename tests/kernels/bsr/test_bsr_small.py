@@ -8,9 +8,6 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from bsr_examples import Shape, example
-from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
-from sample import sampled
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -30,6 +27,9 @@ from sparsebench.kernels.bsr._small_steps import (
 )
 from sparsebench.kernels.bsr.bsr_small import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.examples import Shape, assert_right, example, moved
+from tests.tools.marks import sampled
 
 CONFIGS = [Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
 

@@ -8,15 +8,12 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from bsr_examples import Shape, example
-from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
-from sample import sampled
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import _packed, bsr_strips
+from sparsebench.kernels.bsr import _launch, bsr_strips
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, gathered, worked
 from sparsebench.kernels.bsr.bsr_strips import (
     Config,
@@ -27,6 +24,9 @@ from sparsebench.kernels.bsr.bsr_strips import (
     tiles_of,
 )
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.examples import Shape, assert_right, example, moved
+from tests.tools.marks import sampled
 
 # Few rows and many, one warpgroup; every number of strips in a step; aligned strips.
 CONFIGS = [Config(128, 2, 2), Config(64, 1, 1), Config(64, 3, 2), Config(256, 1, 2)]
@@ -159,8 +159,8 @@ def test_values_that_are_packed_have_zeros_where_there_is_no_block():
     order = packed_order(tiles, tiles.lists(Config(64, 1, 1, 2), 64, 1))
     zeros = (order < 0).nonzero()[:, 0]
     shape = (64, 72), (*w.values.shape,), (64, 48)
-    given = (order.clamp(0), (), lambda *a: a, *shape, torch.float16, False, zeros)
-    bound = _packed.bind(_packed.Plan(None, *given), torch.zeros(64, 72).half(), w.values)
+    plan = _launch.Plan(None, (), lambda *a: a, *shape, torch.float16, order.clamp(0), zeros=zeros)
+    bound = _launch.bind(plan, torch.zeros(64, 72).half(), w.values)
     packed = bound.kept[1].view(-1, 8)
     assert (packed[zeros] == 0).all()
     assert sorted(packed[order >= 0].flatten().tolist()) == sorted(w.values.flatten().tolist())

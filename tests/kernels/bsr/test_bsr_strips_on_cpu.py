@@ -8,10 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bsr_examples import Shape, example
-from cuda_on_cpu import built
-from places import cuda_source
-from sample import sampled
 
 from sparsebench.kernels._common.cuda import pitch
 from sparsebench.kernels._common.work_list import WORKERS
@@ -19,6 +15,10 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_strips
 from sparsebench.kernels.bsr._small_steps import gathered, worked
 from sparsebench.kernels.bsr.bsr_strips import Config, boxes_of, costs_of, packed_order, tiles_of
+from tests.emulation.cuda_on_cpu import built
+from tests.kernels.bsr.examples import Shape, example
+from tests.tools.marks import sampled
+from tests.tools.paths import cuda_source
 
 IN_CPP = """
 static u32 opaque(u32 v) { return v; }

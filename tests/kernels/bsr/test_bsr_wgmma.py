@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, assert_right, hopper, moved
-from sample import sampled
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
@@ -21,6 +19,9 @@ from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.examples import assert_right, moved
+from tests.tools.marks import sampled
 
 CONFIGS = [Config(tokens, cluster) for tokens in bsr_wgmma.TOKENS for cluster in (1, 2)]
 

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, hopper, moved
-from sample import sampled
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import bsr_wgrad
@@ -31,6 +29,9 @@ from sparsebench.kernels.bsr._wgrad_schedule import (
 )
 from sparsebench.kernels.bsr.bsr_wgrad import CONFIGS, Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.examples import moved
+from tests.tools.marks import sampled
 
 DONE = 2**31
 

@@ -14,10 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from csr_examples import BF16, FP16, FP32, SHAPES, ampere, example, on_gpu, on_this_machine
-from cuda_on_cpu import built
-from on_hopper import assert_compiles_cleanly
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -28,6 +24,19 @@ from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.csr._panels import Shape, bounds_of, parts_of, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly
+from tests.emulation.cuda_on_cpu import built
+from tests.kernels.csr.examples import (
+    BF16,
+    FP16,
+    FP32,
+    SHAPES,
+    ampere,
+    example,
+    on_gpu,
+    on_this_machine,
+)
+from tests.tools.marks import sampled
 
 
 @cache

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from csr_examples import BF16, FP16, FP32, SHAPES, ampere, example, on_gpu, on_this_machine
-from cuda_on_cpu import built
-from on_hopper import assert_compiles_cleanly
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -21,6 +17,19 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.csr import csr_cuda_wgrad
 from sparsebench.kernels.csr.csr_cuda_wgrad import Config
+from tests.compiling.nvcc import assert_compiles_cleanly
+from tests.emulation.cuda_on_cpu import built
+from tests.kernels.csr.examples import (
+    BF16,
+    FP16,
+    FP32,
+    SHAPES,
+    ampere,
+    example,
+    on_gpu,
+    on_this_machine,
+)
+from tests.tools.marks import sampled
 
 
 @cache

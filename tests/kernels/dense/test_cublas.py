@@ -11,17 +11,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import cublaslt_on_cpu
 import pytest
 import torch
-from cublaslt_on_cpu import ANY, TILED, VERSION
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.search import FINALISTS, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
-from sparsebench.kernels.dense import _cublaslt, cublas
-from sparsebench.kernels.dense.cublas import Product, Way
+from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
+from sparsebench.kernels.dense._gemm import Product, Way
+from tests.emulation import cublaslt_on_cpu
+from tests.emulation.cublaslt_on_cpu import ANY, TILED, VERSION
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(1, 16, 32), (3, 1, 5), (17, 9, 1), (1, 1, 1), (16, 40, 24)]
@@ -31,7 +31,7 @@ UNAVAILABLE = "needs nvmath-python: pip install 'sparsebench[gpu]'"
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test search, whatever others have met."""
-    monkeypatch.setattr(cublas, "_finalists", {})
+    monkeypatch.setattr(_gemm, "_finalists", {})
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvmath.bindings", bindings)
     monkeypatch.setattr(_cublaslt, "unavailable", lambda: None)
     monkeypatch.setattr(_cublaslt, "_handle", lambda device: 1)
-    monkeypatch.setattr(cublas, "_on_gpu", lambda product: True)
-    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    monkeypatch.setattr(_gemm, "_on_gpu", lambda product: True)
+    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
@@ -70,7 +70,7 @@ def right(product: Product) -> Tensor:
 def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> list[Way]:
     """Let the search keep the first way that is wanted; return the list of those that it times."""
     seen: list[Way] = []
-    found = cublas.ways_of
+    found = _gemm.ways_of
 
     def noted(product: Product, layout: Any) -> list[Way]:
         ways = found(product, layout)
@@ -83,9 +83,9 @@ def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> li
         best = next(i for i, way in enumerate(seen) if wanted(way))
         return Search(best, (Trial(1.0),) * len(calls))
 
-    monkeypatch.setattr(cublas, "ways_of", noted)
-    monkeypatch.setattr(cublas, "screened", lambda calls, *_: [*range(len(calls))])
-    monkeypatch.setattr(cublas, "searched", chosen)
+    monkeypatch.setattr(_gemm, "ways_of", noted)
+    monkeypatch.setattr(_gemm, "screened", lambda calls, *_: [*range(len(calls))])
+    monkeypatch.setattr(_gemm, "searched", chosen)
     return seen
 
 
@@ -97,10 +97,10 @@ def test_every_way_computes_the_product_of_redrawn_activations(
 ) -> None:
     product = product_of(op, *shape)
     seen = taking(monkeypatch, lambda way: True)
-    cublas.fastest_way(product)
+    _gemm.fastest_way(product)
     assert {way.library for way in seen} == {"cublas", "cublaslt"}
     for way in seen:
-        launch = cublas.fastest_way(product, cublas._choice(way, product))
+        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
         product.a.normal_()
         product.out.fill_(torch.nan)
         assert launch() is product.out
@@ -114,13 +114,13 @@ def test_every_way_is_right_in_narrow_types_and_in_fp8_scaled(
 ) -> None:
     product = product_of("linear", 5, 32, 48, dtype, scale=0.25 if dtype == "fp8" else 1.0)
     seen = taking(monkeypatch, lambda way: True)
-    cublas.fastest_way(product)
+    _gemm.fastest_way(product)
     direct = [way for way in seen if way.algorithm]
     assert {way.weights for way in direct} == ({"rows"} if dtype == "fp8" else {"rows", "columns"})
     accumulations = {True, False} if dtype == "fp8" else {None}
     assert {way.use_fast_accum for way in seen} == accumulations
     for way in seen:
-        launch = cublas.fastest_way(product, cublas._choice(way, product))
+        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
         torch.testing.assert_close(launch().double(), right(product), rtol=8e-3, atol=8e-3)
 
 
@@ -128,9 +128,9 @@ def test_every_way_is_right_in_narrow_types_and_in_fp8_scaled(
 def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     product = product_of("linear", 4, 8, 16, relu=True)
     seen = taking(monkeypatch, lambda way: True)
-    cublas.fastest_way(product)
+    _gemm.fastest_way(product)
     for way in seen:
-        launch = cublas.fastest_way(product, cublas._choice(way, product))
+        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
         torch.testing.assert_close(launch().double(), right(product).relu(), rtol=1e-5, atol=1e-5)
 
 
@@ -139,7 +139,7 @@ def test_algorithms_are_also_asked_for_more_tokens_and_equal_ones_are_timed_once
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = taking(monkeypatch, lambda way: True)
-    cublas.fastest_way(product_of("linear", 16, 32, 48))
+    _gemm.fastest_way(product_of("linear", 16, 32, 48))
     direct = [way for way in seen if way.algorithm]
     assert len(set(direct)) == len(direct) == len(seen) - 4
     by_rows = [(w.algorithm.id, w.tokens) for w in direct if w.weights == "rows" and w.algorithm]
@@ -151,7 +151,7 @@ def test_algorithms_are_also_asked_for_more_tokens_and_equal_ones_are_timed_once
 def test_short_products_also_try_what_is_never_proposed_together(n: int, combined: bool) -> None:
     a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
     gemm = Product(a, b, out).gemms[None]
-    found = cublas._algorithms(gemm)
+    found = _gemm._algorithms(gemm)
     proposed = {algorithm for algorithm, tokens in found if tokens is not None}
     others = {algorithm for algorithm, tokens in found if tokens is None} - proposed
     assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
@@ -172,9 +172,9 @@ def test_a_combination_that_is_wrong_is_not_timed(
 
     monkeypatch.setattr(_cublaslt, "bind", broken)
     seen = taking(monkeypatch, lambda way: True)
-    monkeypatch.setattr(cublas, "searched", lambda calls, _: timed.extend(calls) or Search(0))
-    cublas.fastest_way(product)
-    assert len(timed) == len(seen) - len(cublas.LAYOUTS)
+    monkeypatch.setattr(_gemm, "searched", lambda calls, _: timed.extend(calls) or Search(0))
+    _gemm.fastest_way(product)
+    assert len(timed) == len(seen) - len(_gemm.LAYOUTS)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -182,7 +182,7 @@ def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.M
     product = product_of("linear", 16, 32, 48)
     wanted = lambda way: way.weights == "columns" and way.tokens == 32  # noqa: E731
     taking(monkeypatch, wanted)
-    launch = cublas.fastest_way(product)
+    launch = _gemm.fastest_way(product)
     assert launch.candidates[0]["choice"] == {"library": "cublas", "weights": "rows"}
     assert [line["choice"].get("tokens") for line in launch.candidates if "kept" in line] == [32]
     assert launch.choice == {
@@ -195,8 +195,8 @@ def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.M
         "tokens": 32,
         "version": VERSION,
     }
-    monkeypatch.setattr(cublas, "searched", None)  # a search would raise
-    again = cublas.fastest_way(product, json.loads(json.dumps(launch.choice)))
+    monkeypatch.setattr(_gemm, "searched", None)  # a search would raise
+    again = _gemm.fastest_way(product, json.loads(json.dumps(launch.choice)))
     assert again.choice == launch.choice
     assert torch.equal(launch().clone(), again())
 
@@ -215,16 +215,16 @@ def test_an_equal_product_is_searched_among_the_finalists_of_the_first(
         trials = tuple(map(Trial, took_us))
         return Search(took_us.index(min(took_us)), trials)
 
-    monkeypatch.setattr(cublas, "searched", searched)
+    monkeypatch.setattr(_gemm, "searched", searched)
     product = product_of("linear", 16, 32, 48)
-    first = cublas.fastest_way(product)
+    first = _gemm.fastest_way(product)
     asked = len(seen)
-    again = cublas.fastest_way(replace(product))
+    again = _gemm.fastest_way(replace(product))
     assert len(seen) == asked, "cuBLASLt was asked again"
     assert timed == [asked, 4]  # the default and three within NEAR
     assert again.candidates[0]["choice"] == first.candidates[0]["choice"]
     assert first.choice in [line["choice"] for line in again.candidates]
-    cublas.fastest_way(product_of("linear", 17, 32, 48))
+    _gemm.fastest_way(product_of("linear", 17, 32, 48))
     assert len(timed) == 3
     assert timed[2] > 4
 
@@ -241,12 +241,12 @@ def test_a_later_process_times_the_finalists_of_the_first_alone(
         took_us = [9.0 + 0.05 * i for i in range(len(calls))]
         return Search(2, tuple(map(Trial, took_us)))
 
-    monkeypatch.setattr(cublas, "searched", searched)
+    monkeypatch.setattr(_gemm, "searched", searched)
     product = product_of("linear", 16, 32, 48)
-    first = cublas.fastest_way(product)
-    monkeypatch.setattr(cublas, "_finalists", {})  # another process
+    first = _gemm.fastest_way(product)
+    monkeypatch.setattr(_gemm, "_finalists", {})  # another process
     asked, told = len(seen), json.loads(json.dumps(first.candidates))
-    again = cublas.fastest_way(replace(product), timed=told)
+    again = _gemm.fastest_way(replace(product), timed=told)
     assert len(seen) == asked, "cuBLASLt was asked again"
     near = sum(9.0 + 0.05 * i <= 1.1 * 9.0 for i in range(asked))
     assert timed == [asked, min(near, FINALISTS)]
@@ -260,7 +260,7 @@ def test_an_algorithm_that_the_library_refuses_is_unsupported() -> None:
     product = product_of("linear", 16, 32, 48)
     pinned = {"library": "cublaslt", "algorithm": {"id": TILED, "tile": 8}}
     with pytest.raises(Unsupported, match=f"cuBLASLt {VERSION} does not accept the algorithm"):
-        cublas.fastest_way(product, pinned)
+        _gemm.fastest_way(product, pinned)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -268,7 +268,7 @@ def test_without_nvmath_the_row_says_what_was_not_tried(monkeypatch: pytest.Monk
     monkeypatch.setattr(_cublaslt, "unavailable", lambda: UNAVAILABLE)
     product = product_of("linear", 16, 32, 48)
     seen = taking(monkeypatch, lambda way: True)
-    launch = cublas.fastest_way(product)
+    launch = _gemm.fastest_way(product)
     assert [way.algorithm for way in seen] == [None] * 4
     assert launch.choice == {
         "library": "cublas",
@@ -277,19 +277,19 @@ def test_without_nvmath_the_row_says_what_was_not_tried(monkeypatch: pytest.Monk
     }
     direct = {"library": "cublaslt", "algorithm": {"id": ANY}}
     with pytest.raises(Unsupported, match="needs nvmath-python"):
-        cublas.fastest_way(product, direct)
+        _gemm.fastest_way(product, direct)
 
 
 @pytest.mark.usefixtures("emulated")
 def test_an_activation_is_never_copied_to_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = taking(monkeypatch, lambda way: True)
-    cublas.fastest_way(product_of("linear_wgrad", 16, 32, 48))
+    _gemm.fastest_way(product_of("linear_wgrad", 16, 32, 48))
     assert {way.weights for way in seen} == {None}
 
 
 def test_a_choice_of_an_older_run_is_taken_as_it_is() -> None:
     product = product_of("linear", 3, 8, 16)
-    launch = cublas.fastest_way(product, {"library": "cublas"})
+    launch = _gemm.fastest_way(product, {"library": "cublas"})
     assert launch.choice == {"library": "cublas"}
     torch.testing.assert_close(launch().double(), right(product), rtol=1e-5, atol=1e-5)
 
@@ -315,10 +315,10 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(
         pytest.skip("cuBLASLt multiplies fp8 with n in multiples of 16")
     product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32"))
     seen = taking(monkeypatch, lambda way: True)
-    cublas.fastest_way(product)
+    _gemm.fastest_way(product)
     for way in [*seen[:4], *seen[4::20]]:  # of up to a thousand
         launch, graph = (
-            cublas.fastest_way(product, cublas._choice(way, product)),
+            _gemm.fastest_way(product, _gemm._choice(way, product)),
             torch.cuda.CUDAGraph(),
         )
         launch()
@@ -336,8 +336,8 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(
 def test_odd_sizes_are_right_on_a_gpu(shape: tuple[int, int, int]) -> None:
     for op in cublas.PRODUCTS:
         product = on_gpu(product_of(op, *shape, "bf16"))
-        launch = cublas.fastest_way(product)
-        again = cublas.fastest_way(product, json.loads(json.dumps(launch.choice)))
+        launch = _gemm.fastest_way(product)
+        again = _gemm.fastest_way(product, json.loads(json.dumps(launch.choice)))
         for call in (launch, again):
             product.out.fill_(torch.nan)
             torch.testing.assert_close(call().double(), right(product), rtol=8e-3, atol=8e-2)

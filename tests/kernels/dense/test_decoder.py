@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_triton import complaint_about
 from torch import Tensor
 from triton.compiler import ASTSource
 
@@ -18,15 +16,17 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.bsr import decoder_bsr
-from sparsebench.kernels.dense import _decoder, _decoder_glue, cublas, decoder_dense
+from sparsebench.kernels.dense import _decoder, _decoder_glue, _gemm, decoder_dense
 from sparsebench.results.record import Problem
+from tests.compiling.triton_kernels import complaint_about
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("decoder")
@@ -46,7 +46,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():  # a build of torch without cuBLASLt refuses its name
-        monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+        monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
 
 
 def problem(**fields: Any) -> Problem:

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
-from sparsebench.kernels.dense import _layers, cublas, cublas_ffn
+from sparsebench.kernels.dense import _gemm, _layers, cublas
 from sparsebench.results.record import Problem
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = [(3, 40, 24), (33, 272, 136)]
@@ -29,7 +29,7 @@ SIZES = [(3, 40, 24), (33, 272, 136)]
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():  # a build of torch without cuBLASLt refuses its name
-        monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+        monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
 
 
 def problem(op: str, sizes: tuple[int, int, int], dtype: str, activation: str) -> Problem:
@@ -135,9 +135,9 @@ def test_an_interpreted_training_step_is_six_products(
 @interpreted
 def test_interpreted_gate_and_up_are_one_product_or_two() -> None:
     operands = given(problem("ffn", SIZES[0], "fp16", "silu"), CPU)
-    for pair in cublas_ffn.PAIRS:
+    for pair in _layers.PAIRS:
         pinned = {name: {"library": "cublas"} for name in (*pair, "down")}
-        launch = cublas_ffn.prepare(replace(operands, pinned=pinned))
+        launch = _layers.ffn(replace(operands, pinned=pinned))
         assert launch.choice == pinned
         assert_right(launch, operands)
 

@@ -4,11 +4,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from on_hopper import hopper
 from torch import Tensor, nn
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.nn import BitmapLinear
+from tests.compiling.nvcc import hopper
 
 BF16 = torch.bfloat16
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, has_interpreter
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -22,6 +21,7 @@ from sparsebench.kernels._common.triton import BoundKernel, box
 from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma, bsr_wgrad
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of, repack
+from tests.emulation.triton_interpreter import assert_passes, has_interpreter
 
 # n, k, block, sparsity, shape of X before k: edge blocks that leave W, rows and columns without a
 # block, no block at all, a vector, no token.

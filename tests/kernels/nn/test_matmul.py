@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_hopper import hopper
 from torch import Tensor
 
 import sparsebench
@@ -22,6 +21,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import matmul as module
 from sparsebench.kernels.peers import scipy_csr
+from tests.compiling.nvcc import hopper
 
 N, K = 96, 64
 BY_KERNEL: list[tuple[Any, str | None]] = [

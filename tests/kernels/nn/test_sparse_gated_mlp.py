@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_triton import complaint_about
-from sample import sampled
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear, relu
@@ -17,11 +14,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
 from sparsebench.kernels.twell import _autograd, _gather, _index, _overflow
+from tests.compiling.triton_kernels import complaint_about
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
+from tests.tools.marks import sampled
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

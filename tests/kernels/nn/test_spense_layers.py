@@ -10,8 +10,6 @@ import numpy
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from triton.backends.compiler import GPUTarget
@@ -20,7 +18,7 @@ from triton.compiler import ASTSource
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.models.pruning.mlp import GatedMLP
@@ -32,6 +30,8 @@ from sparsebench.kernels.nn import _spense_op as layers
 from sparsebench.kernels.spense import _written_out, spense_ffn, spense_wgmma
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.results.record import Contender, Problem, Status
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

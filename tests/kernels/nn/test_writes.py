@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, has_interpreter
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -16,6 +15,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseLinear, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of
+from tests.emulation.triton_interpreter import assert_passes, has_interpreter
 
 N, K = 64, 48
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from cusparselt_on_cpu import ALGORITHMS, OnCpu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.check import FP8, FP32, Expected, check
+from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
@@ -28,6 +27,7 @@ from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.peers import _cusparselt, cusparselt, cusparselt_hybrid
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Plan
 from sparsebench.results.record import Problem
+from tests.emulation.cusparselt_on_cpu import ALGORITHMS, OnCpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 N, K, M = 256, 512, 32

@@ -15,7 +15,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.dense import cublas, reference, torch_dense
+from sparsebench.kernels.dense import _gemm, cublas, reference, torch_dense
 from sparsebench.kernels.peers import _cusparse, cusparse_bell, scipy_bsr, scipy_csr, torch_bsr
 from sparsebench.results.record import Problem
 
@@ -131,7 +131,7 @@ def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(
 
 def test_cublas_restores_the_precision_after_an_error() -> None:
     before = torch.backends.cuda.matmul.fp32_precision
-    with pytest.raises(RuntimeError, match="mat1"), cublas.tf32_products(True):
+    with pytest.raises(RuntimeError, match="mat1"), _gemm.tf32_products(True):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert torch.backends.cuda.matmul.fp32_precision == before
 

@@ -10,7 +10,7 @@ import torch
 
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Kernel, Launch, Operands

@@ -11,12 +11,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from compile_record import known
-from on_hopper import CLEAN, nvcc_version, text_of
-from sample import sampled
-from spense_examples import CUOBJDUMP
 
 from sparsebench.kernels._common import cuda
+from tests.compiling.nvcc import CLEAN, nvcc_version, text_of
+from tests.compiling.record import known
+from tests.kernels.spense.examples import CUOBJDUMP
+from tests.tools.marks import sampled
 
 PROBE = Path(__file__).with_name("blackwell.cu")
 TARGET = "arch=compute_100a,code=sm_100a"

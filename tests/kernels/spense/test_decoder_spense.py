@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops.ffn import act_of
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
-from sparsebench.kernels.dense import cublas
+from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.spense import decoder_spense, spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import parted
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -99,7 +99,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
     monkeypatch.setattr(spense_wgmma, "prepare", prepare)
     monkeypatch.setattr(spense_wgmma, "plan", lambda w, m, config, activation: activation)
     monkeypatch.setattr(spense_wgmma, "bind", lambda plan, x, w, scales: product(x, w, plan))
-    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
     return made
 
 

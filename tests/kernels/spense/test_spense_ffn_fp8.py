@@ -10,8 +10,6 @@ import numpy
 import pytest
 import torch
 import triton
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,17 +19,19 @@ from sparsebench.errors import SuiteError
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.sim import contest as sim_contest
+from sparsebench.harness.sim import simulated_contest as sim_contest
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
-from sparsebench.kernels.dense import cublas, cublas_ffn, torch_compile
+from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,8 +42,8 @@ WAYS = {  # of torch to multiply, as a row names them
     "fp8": [{"library": "cublaslt", "use_fast_accum": fast} for fast in (True, False)],
     "16 bits": [
         {"library": library, "weights": layout}
-        for library in cublas.LIBRARIES
-        for layout in cublas.LAYOUTS
+        for library in _gemm.LIBRARIES
+        for layout in _gemm.LAYOUTS
     ],
 }
 
@@ -256,7 +256,6 @@ def test_its_steps_are_one_graph_to_torch_compile() -> None:
     ("kernel", "reason"),
     [
         (cublas, "products of fp8 need an NVIDIA GPU, found cpu"),
-        (cublas_ffn, "products of fp8 need an NVIDIA GPU, found cpu"),
         (torch_compile, "products of fp8 need an NVIDIA GPU, found cpu"),
         (spense_ffn, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
     ],
@@ -331,10 +330,10 @@ def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> 
     m, n, k = sizes
     asked = problem(dtype, m=m, n=n, k=k, activation=activation)
     these, drawn = given(asked)
-    launch = cublas_ffn.prepare(these)
+    launch = _layers.ffn(these)
     assert_right(launch, asked, drawn)
     pinned = {name: dict(way) for name, way in launch.choice.items()}
-    again = cublas_ffn.prepare(replace(these, pinned=pinned))
+    again = _layers.ffn(replace(these, pinned=pinned))
     assert again.choice == launch.choice
     assert_right(again, asked, drawn)
 
@@ -459,18 +458,18 @@ SHAPES = [(1, 512, 256), (17, 1360, 528), (33, 2048, 512), (300, 1360, 528), (10
 @pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
-    if reason := cublas_ffn.unsupported(problem(dtype), CUDA):
+    if reason := cublas.unsupported(problem(dtype), CUDA):
         pytest.skip(reason)
     m, n, k = shape
     for activation in cublas.ACTIVATIONS:
         asked = problem(dtype, m=m, n=n, k=k, activation=activation)
         these, drawn = given(asked, CUDA)
-        launch = cublas_ffn.prepare(these)
+        launch = cublas.prepare(these)
         assert_right(launch, asked, drawn)
-        for pair in cublas_ffn.PAIRS:
+        for pair in _layers.PAIRS:
             for way in WAYS["fp8" if dtype == "fp8" else "16 bits"]:
                 pinned = dict.fromkeys((*pair, "down"), way)
-                forced = cublas_ffn.prepare(replace(these, pinned=pinned))
+                forced = cublas.prepare(replace(these, pinned=pinned))
                 assert forced.choice == pinned
                 assert_right(forced, asked, drawn)
 
@@ -507,7 +506,7 @@ def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
 @hopper
 def test_layers_are_captured_and_follow_their_inputs_on_a_gpu() -> None:
     asked = problem(m=40, n=1024, k=512, pattern="spense_hidden", sparsity=0.25)
-    for kernel, fraction in ((cublas_ffn, None), (spense_ffn, 0.5)):
+    for kernel, fraction in ((cublas, None), (spense_ffn, 0.5)):
         these, drawn = given(asked, CUDA, fraction)
         launch = kernel.prepare(these)
         graph = torch.cuda.CUDAGraph()

@@ -12,9 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from on_hopper import hopper
-from sample import sampled
-from spense_epilogue_on_cpu import KERNEL, Case, on_cpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -25,6 +22,9 @@ from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
+from tests.kernels.spense.epilogue_on_cpu import KERNEL, Case, on_cpu
+from tests.tools.marks import sampled
 
 ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
 NAMES = "bf16", "fp16", "fp8"

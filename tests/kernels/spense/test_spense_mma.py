@@ -8,7 +8,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,30 +15,30 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
-from on_hopper import CLEAN, known_by_nvcc
-from places import KERNELS, cuda_source
-from sample import sampled
-from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_STEP, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import CLEAN, known_by_nvcc
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    ODD,
+    SHAPES,
+    Shape,
+    example,
+)
+from tests.tools.marks import sampled
+from tests.tools.paths import KERNELS
 
 KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 CONFIGS = spense_mma.space(KIB["sm_90"])
 ALONE, AHEAD = CONFIGS[:4], CONFIGS[4:]
-NAMES = "bf16", "fp16"
 NEEDED = "needs an NVIDIA GPU of compute capability 8.0 or newer"
-
-# As those of spense_wgmma, and n that is no multiple of 8; fewer columns than a box; all 2:4.
-ODD = [(3, 70, 8, 0.0, "rows"), (130, 258, 264, 0.5, "rows"), (9, 74, 648, 0.5, "columns")]
-ODD += [(70, 322, 1048, 0.0, "rows")]
 
 
 def test_a_work_item_has_one_kind_of_tiles() -> None:
@@ -69,10 +68,7 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: Path) -> Any:
     """Build the kernel's own source for this machine."""
-    source = cuda_source("spense_mma.cu")
-    head, _, rest = source.partition("// ---- PTX ----")
-    source = '#include "mma_on_cpu.h"\n' + head + rest[rest.index("// ---- a warp's part") :]
-    source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
+    source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }
@@ -189,32 +185,7 @@ def test_a_wrong_byte_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.equal(emulated(x, w, Config(32), 3, folder, monkeypatch), right)
 
 
-# ---- what is refused, and the code ----
-
-
-def refused(x: Tensor, w: Spense) -> str:
-    with pytest.raises(Unsupported) as raised:
-        spense_mma.prepare(Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul))
-    return str(raised.value)
-
-
-def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
-    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
-    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
-    assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
-    assert "found strides [1, 4]" in refused(x.T.contiguous().T, w)
-    odd = example((4, 64, 132, 0.0, "rows"), torch.float16)
-    assert "columns of X a multiple of 8 and of Y of 2, found 132 and 64" in refused(*odd)
-    odd = example((4, 63, 128, 0.0, "rows"), torch.float16)
-    assert "found 128 and 63" in refused(*odd)
-    fp8 = example((4, 64, 128, 0.0, "rows"), torch.float8_e4m3fn)
-    assert "expected fp16 or bf16 of one dtype, found torch.float8_e4m3fn" in refused(*fp8)
-    assert "expected 1 to 2^31 tokens and 1 to 2^24 columns, found 0, 64 and 128" in refused(
-        x[:0], w
-    )
-    shifted = torch.cat((w.sparse.flatten()[:8], w.sparse.flatten()))[8:].view_as(w.sparse)
-    found = refused(x, replace(w, sparse=shifted))
-    assert "multiples of 16 bytes, found [0, 8, 0] bytes more" in found
+# ---- devices and configurations ----
 
 
 @pytest.mark.parametrize(
@@ -330,50 +301,3 @@ def test_it_compiles_without_a_spill(
 def test_nvrtc_compiles_it_for_every_target(target: str) -> None:
     constants = spense_mma.constants_of(AHEAD[0], torch.float16, dense=True)
     assert cuda.compiled("spense_mma", constants, target).startswith(b"\x7fELF")
-
-
-# ---- on a GPU ----
-
-ampere = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < cuda.AMPERE,
-    reason="needs a GPU of compute capability 8.0 or newer",
-)
-
-
-@pytest.mark.gpu
-@ampere
-@pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_products_are_right_on_a_gpu(config: Config, dtype: str) -> None:
-    if config.kib >= spense_mma.kib_of(torch.device("cuda")):
-        pytest.skip(f"expected {config.kib} KiB of shared memory for a CTA, found fewer")
-    for shape in [*LARGE, *SHAPES, *ODD]:
-        x, w = on_gpu(shape, dtype)
-        program = spense_mma.launch(x, w, config)
-        seen = []
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            seen.append(program().clone())
-        torch.cuda.synchronize()
-        assert_right(program.out, x, w, shape)
-        assert all(torch.equal(y, seen[0]) for y in seen), (shape, "sums depend on the moment")
-
-
-@pytest.mark.gpu
-@ampere
-@pytest.mark.parametrize("dtype", NAMES)
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(dtype: str) -> None:
-    x, w = on_gpu(LARGE[1], dtype)
-    wide = torch.zeros(len(x), x.shape[1] + 8, device="cuda").to(x.dtype)[:, : x.shape[1]]
-    problem = Problem("linear", {"dtype": dtype})
-    operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
-    launch = spense_mma.prepare(operands)
-    again = spense_mma.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, launch.choice)

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from spense_epilogue_on_cpu import KERNEL, on_cpu
 
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
+from tests.kernels.spense.epilogue_on_cpu import KERNEL, on_cpu
 
 BEFORE = """
 static u32 map_shared_rank(u32 address, int cta) { return address | cta << 24; }

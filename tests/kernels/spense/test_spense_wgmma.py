@@ -17,32 +17,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, hopper
-from sample import sampled
-from spense_examples import CUOBJDUMP, LARGE, SHAPES, Shape, assert_right, example, on_gpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES as PACKED
-from sparsebench.formats.spense import SPAN_BYTES, VALUE_BYTES, Spense
-from sparsebench.harness.bench.check import FP8, Expected, check
+from sparsebench.formats.spense import VALUE_BYTES, Spense
+from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
-from sparsebench.results.record import Problem
-
-CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
-CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
-SPLIT = [  # a cluster for each item, and lists of items of one and three warpgroups
-    *(Config(16, 1, 4, 1, 8), Config(48, 1, 4, 1, 2), Config(112, 1, 4, 2, 2)),
-    *(Config(112, 1, 4, 3, 3), Config(128, 1, 4, 3, 1), Config(128, 1, 4, 3, 5)),
-    *(Config(48, 1, 4, 3), Config(128, 1, 4, 3), Config(112, 2, 4, 3), Config(80, 2, 4, 1)),
-]
-CONFIGS += SPLIT
-NAMES = "bf16", "fp16", "fp8"
-
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.spense.examples import (
+    CUOBJDUMP,
+    LARGE,
+    SHAPES,
+    Shape,
+    example,
+    on_gpu,
+)
+from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
+from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
+from tests.tools.marks import sampled
 
 # ---- what the instructions read ----
 
@@ -263,39 +259,7 @@ def test_what_runs_at_one_time_shares_tokens_and_features() -> None:
     assert len(np.unique(wave[:, 0])) == 9
 
 
-# ---- what is refused, and the code ----
-
-
-def refused(x: Tensor, w: Spense) -> str:
-    with pytest.raises(Unsupported) as raised:
-        spense_wgmma.prepare(Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul))
-    return str(raised.value)
-
-
-def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
-    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
-    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
-    assert "expected activations of 128 columns, found shape [4, 64]" in refused(x[:, :64], w)
-    assert "found strides [1, 4]" in refused(x.T.contiguous().T, w)
-    odd = example((4, 64, 132, 0.0, "rows"), torch.float16)
-    assert "columns of X a multiple of 8 and of Y of 8, found 132 and 64" in refused(*odd)
-    odd = example((4, 60, 128, 0.0, "rows"), torch.float16)
-    assert "found 128 and 60" in refused(*odd)
-    odd = example((4, 64, 136, 0.0, "rows"), torch.float8_e4m3fn)
-    assert "columns of X a multiple of 16 and of Y of 8, found 136 and 64" in refused(*odd)
-    assert "expected 1 to 2^31 tokens and 1 to 2^21 columns, found 0, 64 and 128" in refused(
-        x[:0], w
-    )
-    shifted = torch.cat((w.sparse.flatten()[:8], w.sparse.flatten()))[8:].view_as(w.sparse)
-    found = refused(x, replace(w, sparse=shifted))
-    assert "expected tiles at a multiple of 16 bytes, found [8, 0] bytes more" in found
-
-
-@pytest.mark.parametrize("dtype", NAMES)
-def test_other_devices_are_unsupported(dtype: str) -> None:
-    problem = Problem("linear", {"dtype": dtype})
-    reason = spense_wgmma.KERNEL.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
+# ---- configurations and machine code ----
 
 
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 256, 257, 8192])
@@ -406,30 +370,7 @@ def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(
         assert_metadata_stays(file)
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-def test_nvrtc_compiles_it() -> None:
-    constants = spense_wgmma.constants_of(CONFIGS[0], torch.float16)
-    assert cuda.compiled("spense_wgmma", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
-
-
-# ---- on a Hopper GPU ----
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_products_are_right_on_a_hopper_gpu(config: Config, dtype: str) -> None:
-    for shape, watchdog in product([*LARGE, *SHAPES], (True, False)):
-        x, w = on_gpu(shape, dtype)
-        program = spense_wgmma.launch(x, w, config, watchdog=watchdog)
-        seen = []
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            seen.append(program().clone())
-        torch.cuda.synchronize()
-        assert_right(program.out, x, w, (shape, watchdog))
-        assert all(torch.equal(y, seen[0]) for y in seen), (shape, "sums depend on the moment")
+# ---- scales ----
 
 
 def test_scales_of_a_wrong_size_or_dtype_are_unsupported() -> None:
@@ -466,24 +407,3 @@ def test_accumulators_of_fp8_are_scaled(config: Config) -> None:
             spread = (of_x.square() @ right.square().T).sqrt()
             expected = Expected(of_x @ right.T, spread, y.dtype, w.shape[1], sums=FP8)
             assert (reason := check(y, expected).reason) is None, (shape, reason)
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", NAMES)
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(dtype: str) -> None:
-    x, w = on_gpu(LARGE[1], dtype)
-    step = SPAN_BYTES // x.itemsize
-    wide = torch.zeros(len(x), x.shape[1] + step, device="cuda").to(x.dtype)[:, : x.shape[1]]
-    problem = Problem("linear", {"dtype": dtype})
-    operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
-    launch = spense_wgmma.prepare(operands)
-    again = spense_wgmma.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, launch.choice)

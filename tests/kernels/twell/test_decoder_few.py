@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes, compiled, has_interpreter, interpreted
-from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check, roundings
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
-from sparsebench.kernels.dense import _decoder, cublas
+from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
+from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -89,7 +89,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
         return made[-1]
 
     monkeypatch.setattr(ffn_few, "launch", launch)
-    monkeypatch.setattr(cublas, "preferred", lambda library: nullcontext())
+    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
     return made
 
 

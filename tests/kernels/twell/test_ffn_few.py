@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import built
-from on_hopper import assert_compiles_cleanly, hopper
-from places import cuda_source
-from sample import sampled
 from torch import Tensor
 
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import ffn_few
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.emulation.cuda_on_cpu import built
+from tests.tools.marks import sampled
+from tests.tools.paths import cuda_source
 
 GPU = torch.device("cuda", 0)
 Operands = tuple[Tensor, Tensor, Tensor | None, Tensor]

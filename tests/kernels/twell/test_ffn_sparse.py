@@ -11,11 +11,6 @@ from typing import Any, get_args
 import pytest
 import torch
 import triton
-from cuda_on_cpu import built
-from interpreter import assert_passes, compiled, interpreted
-from on_hopper import assert_compiles_cleanly, hopper
-from places import cuda_source
-from sample import sampled
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -23,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._common.cuda import Constants
@@ -42,6 +37,11 @@ from sparsebench.kernels.twell import (
 )
 from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.emulation.cuda_on_cpu import built
+from tests.emulation.triton_interpreter import assert_passes, compiled, interpreted
+from tests.tools.marks import sampled
+from tests.tools.paths import cuda_source
 
 CPU = torch.device("cpu")
 OP = load_op("ffn")

@@ -10,8 +10,8 @@ from torch.nn.functional import linear, relu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.check import Expected, Verdict, check
-from sparsebench.harness.bench.entry import bound
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, Verdict, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.plan.suite import read

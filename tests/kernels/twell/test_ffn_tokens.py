@@ -8,15 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from on_hopper import hopper
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench.check import Expected, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
 from sparsebench.kernels.twell._layer import Layer
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
 
 TOKENS = 33, 64, 65, 100, 129, 255, 500
 SHAPES = (5632, 2048), (9728, 2560), (1000, 200), (520, 1032), (2056, 3064)

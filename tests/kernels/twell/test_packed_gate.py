@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from on_hopper import assert_compiles_cleanly, hopper
-from sample import sampled
-from spense_epilogue_on_cpu import KERNEL, Case, on_cpu
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -22,6 +19,9 @@ from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config
 from sparsebench.kernels.twell import _packed_gate
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.spense.epilogue_on_cpu import KERNEL, Case, on_cpu
+from tests.tools.marks import sampled
 
 READ = """
 static uint4 ld_shared_v4(u32 at) {  // some warps are much later than others, in either order

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_on_cpu import built
-from on_hopper import assert_compiles_cleanly, hopper
-from places import cuda_source
-from sample import sampled
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -19,6 +15,10 @@ from sparsebench.formats.twell import Twell
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _twell_gate, ffn_twell
 from sparsebench.kernels.twell._twell_gate import Config, Tiles
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.emulation.cuda_on_cpu import built
+from tests.tools.marks import sampled
+from tests.tools.paths import cuda_source
 
 TILES = [Tiles(256, 31), Tiles(256, 127), Tiles(64, 7), Tiles(128, 3), Tiles(256, 3)]
 

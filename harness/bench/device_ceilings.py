@@ -1,0 +1,220 @@
+"""Measure the ceilings of this device: memory, products by dtype, a launch (results/ceilings.py).
+
+    read     torch.sum; our streams in each shape (kernels/_common/streams.py); the dense product of
+             the reference contest `memory`, which reads its weight and hardly anything else
+    copy     torch.copy_ and our streams; bytes read and written together
+    write    torch.fill_ and our streams
+    matrix   large products of random matrices by the dense baseline, those of the reference contest
+             `compute` among them; zeros would draw less power
+
+All candidates are timed as rows are: captured, in turn, queued behind flushes of the L2 cache. Each
+ceiling is the best of their samples, not a mean: a kernel that runs for 50 µs meets no power limit.
+Products have rests between their bursts, since those before have used up the power.
+The end of what is written may stay in the L2 cache; so its size is taken off what was moved.
+Datasheets are no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from time import sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.operands import operands
+from sparsebench.harness.bench.timing import ready, time_together
+from sparsebench.harness.catalog import keywords, load_kernel, load_op
+from sparsebench.kernels._common.search import warmed
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
+from sparsebench.kernels.dense.cublas import unsupported_fp8
+from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.record import Problem
+
+DENSE = {"cuda": "cublas", "cpu": "torch_dense"}
+"""The dense baseline of a device."""
+
+# Of the reference contests (plan/selection.py): m, n, k, dtype. On a GPU the first reads 512 MB.
+MEMORY = {"cuda": (1, 16384, 16384, "bf16"), "cpu": (1, 2048, 2048, "fp32")}
+COMPUTE = {"cuda": (4096, 4096, 4096, "bf16"), "cpu": (256, 256, 256, "fp32")}
+SIDES = {"cuda": (4096, 8192), "cpu": (256, 512)}  # of products, the first as in COMPUTE
+BURSTS, REST_S = 3, 0.1  # of a product; without rests bf16 came out at 738 or 778, not at 790
+LONG_US = 2000.0  # a product that takes longer is not followed by a larger one
+
+STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # at most, and at most an eighth of what is free
+LEAST_BYTES = 2**20  # holds whole chunks of every stream
+COMPILERS = 8  # threads, of our own streams
+SEED = 0
+FP8 = "fp8"
+
+Call = Callable[[], Any]
+Streams = Iterator[tuple[str, Call]]
+
+
+def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ceilings:
+    """Measure a device's ceilings, those of products of these dtypes; they take 10 s on an H200."""
+    memory, moved_by = _memory(device), {}
+    for kind, found in memory.items():
+        moved_by[kind] = max(found.items(), key=lambda pair: pair[1])
+    best = {kind: rate for kind, (_, rate) in moved_by.items()}
+    by = {kind: name for kind, (name, _) in moved_by.items()}
+    rates: dict[str, float] = {}
+    for dtype in dtypes:
+        products = _products(dtype, device)
+        if products:
+            by[dtype], rates[dtype] = max(products.items(), key=lambda pair: pair[1])
+    return Ceilings(
+        read_gb_per_s=_digits(best["read"] / 1e3),
+        copy_gb_per_s=_digits(best["copy"] / 1e3),
+        matrix_tflops={dtype: _digits(rate / 1e6) for dtype, rate in rates.items()},
+        launch_us=_digits(nothing_us(device)),
+        l2_bytes=_l2_bytes(device),
+        write_gb_per_s=_digits(best["write"] / 1e3),
+        by=by | _missing(device),
+    )
+
+
+def nothing_us(device: torch.device) -> float:
+    """Return the µs of a sample of almost nothing: what launching costs every sample."""
+    small = torch.zeros(32, device=device)
+    small.add_(1)  # compiled and loaded before a graph is captured
+    (taken,) = time_together([ready(Launch(lambda: small.add_(1)), device)], device, "launch")
+    return median(taken.times_us)
+
+
+def _memory(device: torch.device) -> dict[str, dict[str, float]]:
+    """Return bytes a µs, by what memory does and by who did it."""
+    size = _stream_bytes(device)
+    source = torch.arange(size // 4, dtype=torch.int32, device=device)
+    target, total = torch.empty_like(source), torch.empty((), device=device)
+    kept = _l2_bytes(device)  # of what is written, by the cache
+    moved = {"read": size, "copy": 2 * size - kept, "write": size - kept}
+    floats = source.view(torch.float32)
+    calls: dict[str, dict[str, Call]] = {
+        "read": {"torch.sum": partial(torch.sum, floats, 0, out=total)},
+        "copy": {"torch.copy_": partial(target.copy_, source)},
+        "write": {"torch.fill_": partial(target.fill_, 1)},
+    }
+    for kind, streams in _streams(source, target).items():
+        calls[kind] |= dict(streams)
+    names = [(kind, name) for kind, named in calls.items() for name in named]
+    every = [calls[kind][name] for kind, name in names]
+    if device.type == "cuda":
+        warmed(every, device, COMPILERS)
+    least_us = _least_us(every, device)
+    found: dict[str, dict[str, float]] = {kind: {} for kind in calls}
+    for (kind, name), time_us in zip(names, least_us, strict=True):
+        found[kind][name] = moved[kind] / time_us
+    if (product := _product(MEMORY[device.type], device)) is not None:
+        name, call, problem = product
+        bytes_read = DTYPES[problem["dtype"]].itemsize * problem["n"] * problem["k"]
+        found["read"][name] = bytes_read / _least_us([call], device)[0]
+    return found
+
+
+def _streams(source: Tensor, target: Tensor) -> dict[str, Streams]:
+    """Return our own streams of memory, by what they do; none where there is no Triton."""
+    if source.device.type != "cuda" or not find_spec("triton"):
+        return {}
+    from sparsebench.kernels._common import streams
+
+    return {
+        "read": streams.readers(source),
+        "copy": streams.copiers(source, target),
+        "write": streams.writers(target),
+    }
+
+
+def _missing(device: torch.device) -> dict[str, str]:
+    """Say which candidates there were none of."""
+    if device.type != "cuda" or find_spec("triton"):
+        return {}
+    return {"streams": "left out: they need Triton, and found none"}
+
+
+def _products(dtype: str, device: torch.device) -> dict[str, float]:
+    """Return FLOPs a µs of large dense products of a dtype, by name; none if it has none here."""
+    rates: dict[str, float] = {}
+    if dtype == FP8 and unsupported_fp8(device):
+        return rates  # a CPU would convert them
+    for side in SIDES[device.type]:
+        if (product := _product((side, side, side, dtype), device)) is None:
+            return rates
+        name, call, _ = product
+        least_us = min(_rested(call, device) for _ in range(BURSTS))
+        rates[name] = 2 * side**3 / least_us
+        if least_us > LONG_US:
+            break
+    return rates
+
+
+def _rested(call: Call, device: torch.device) -> float:
+    """Return the least µs of a call after a rest: products of a second run at a lower clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        sleep(REST_S)
+    (least_us,) = _least_us([call], device)
+    return least_us
+
+
+def _product(
+    size: tuple[int, int, int, str], device: torch.device
+) -> tuple[str, Launch, Problem] | None:
+    """Return the dense baseline's name and launch of a problem; None where it cannot run here."""
+    op, kernel = load_op("linear"), load_kernel(DENSE[device.type])
+    m, n, k, dtype = size
+    fields = {**op.defaults, "m": m, "n": n, "k": k, "dtype": dtype}
+    problem = Problem("linear", fields, SEED, defaults=op.defaults)
+    try:
+        launch = _prepared(kernel, problem, device)
+    except Unsupported:
+        return None
+    return f"{DENSE[device.type]}, m {m}, n {n}, k {k}, {dtype}", launch, problem
+
+
+def _prepared(kernel: Kernel, problem: Problem, device: torch.device) -> Launch:
+    """Prepare a kernel on drawn operands, as in a contest. Raises Unsupported."""
+    if reason := kernel.unsupported(problem, device):
+        raise Unsupported(reason)
+    op = load_op(problem.op)
+    drawn = operands(problem, op, device, None)
+    asked: Mapping[str, Any] = {name: problem[name] for name in keywords(op.definition)}
+    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
+    launch = kernel.prepare(
+        Operands(problem, weights, drawn.activations, partial(op.definition, **asked))
+    )
+    launch()  # compiled and loaded before a graph is captured
+    return launch
+
+
+def _least_us(calls: list[Call], device: torch.device) -> list[float]:
+    """Return the least µs of each call, timed together."""
+    for call in calls:
+        call()
+    timed = [ready(Launch(call), device) for call in calls]
+    return [min(taken.times_us) for taken in time_together(timed, device, "ceilings")]
+
+
+def _stream_bytes(device: torch.device) -> int:
+    """Return a power of two: long streams, which the device has room for."""
+    size = STREAM_BYTES[device.type]
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        while size > max(LEAST_BYTES, free // 8):
+            size //= 2
+    return size
+
+
+def _l2_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _digits(value: float) -> float:
+    """Round to six digits, however small: 268 MFLOP that take a tenth of a second are a rate."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,244 @@
+"""Do the operands stay what they are? Whoever changes one is told, and the others lose nothing.
+
+    watched    dense weights and activations, recordings, and every array of a format that several
+               contenders share
+    looked at  after each convert, after each prepare with its first run, and after each check
+    changed    the contender is wrong, and the bits are written again from the seed
+
+A checksum reads an array twice, in 8-byte words w laid out in rows of COLUMNS:
+
+    sum over rows r of  a_r sum_c w_rc   +   sum over columns c of  b_c sum_r w_rc      modulo 2^64
+
+a and b are odd random numbers, drawn anew in each process: no kernel can know them in advance.
+"""
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import Format
+
+COLUMNS = 4096
+WORD = 8  # bytes
+
+
+class Meddled(Exception):
+    """A contender changed, or returned, what is not its own; the message is one line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """An array by name: its bytes, where they are, and how they are written again."""
+
+    name: str
+    array: Callable[[], Tensor | None]  # None once nobody holds it
+    place: tuple[int, int]  # address and bytes
+    total: int
+    rewrite: Callable[[], None]
+
+
+@dataclass
+class Guard:
+    """What must not change in a contest."""
+
+    device: torch.device
+    watched: list[Watched] = field(default_factory=list)
+    seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(7), "little"))
+
+    def watch(
+        self,
+        arrays: Mapping[str, Tensor],
+        rewrite: Callable[[], None],
+        *,
+        held: bool = True,
+    ) -> None:
+        """Watch arrays that `rewrite` writes again; those not `held` may be let go by others."""
+        self.watched = [w for w in self.watched if w.array() is not None]
+        known = {watched.place for watched in self.watched}
+        new = {n: a for n, a in arrays.items() if a.numel() and _place(a) not in known}
+        totals = self._sums(new.values())
+        for (name, array), total in zip(new.items(), totals, strict=True):
+            own = array.detach() if held else None  # whatever happens to the one handed out
+            find = (lambda own=own: own) if held else weakref.ref(array)
+            self.watched.append(Watched(name, find, _place(array), total, rewrite))
+
+    def renew(self, names: set[str]) -> None:
+        """Take the arrays of these names as they are now: the harness has written them."""
+        new = [w for w in self.watched if w.name in names]
+        totals = self._totals(new)
+        renewed = {w.name: replace(w, total=t) for w, t in zip(new, totals, strict=True)}
+        self.watched = [renewed.get(w.name, w) for w in self.watched]
+
+    def check(self) -> None:
+        """Raise Meddled where an array has changed, after all are as they were."""
+        changed = self._changed()
+        if not changed:
+            return
+        for watched in changed:
+            _take_back(watched.array(), watched.place[1])
+        for rewrite in dict.fromkeys(watched.rewrite for watched in changed):
+            rewrite()
+        self.watched = [
+            w if w not in changed else replace(w, place=_place(array))
+            for w in self.watched
+            if (array := w.array()) is not None
+        ]
+        lost = self._changed()  # of a shape that nothing can be written to: its holder is wrong
+        self.watched = [w for w in self.watched if w not in lost]
+        raise Meddled(f"changed {', '.join(sorted({w.name for w in changed}))}")
+
+    def _changed(self) -> list[Watched]:
+        """Return the arrays that are not where they were, or not what they were."""
+        self.watched = [w for w in self.watched if w.array() is not None]
+        there = [w for w in self.watched if _there(w.array(), w.place)]
+        totals = self._totals(there)
+        right = [w for w, total in zip(there, totals, strict=True) if total == w.total]
+        return [w for w in self.watched if w not in right]
+
+    def refuse(self, out: Tensor) -> None:
+        """Raise Meddled where an output lies in an array that is watched."""
+        start, size = _place(out)
+        for watched in self.watched:
+            first, length = watched.place
+            if watched.array() is not None and start < first + length and first < start + size:
+                raise Meddled(f"returned memory of {watched.name}")
+
+    def _totals(self, watched: Iterable[Watched]) -> list[int]:
+        return self._sums(array for w in watched if (array := w.array()) is not None)
+
+    def _sums(self, arrays: Iterable[Tensor]) -> list[int]:
+        sums = [checksum(array, self.seed) for array in arrays]
+        return torch.stack(sums).tolist() if sums else []
+
+
+def checksum(array: Tensor, seed: int) -> Tensor:
+    """Return an int64 of an array's bits and their places, on its device."""
+    words = _words(array)
+    rows = -(-len(words) // COLUMNS)
+    of_rows, of_columns = _odd(seed, rows, array.device), _odd(~seed, COLUMNS, array.device)
+    full = len(words) // COLUMNS
+    table, rest = words[: full * COLUMNS].view(full, COLUMNS), words[full * COLUMNS :]
+    total = (table.sum(1) * of_rows[:full]).sum() + (table.sum(0) * of_columns).sum()
+    return total + (rest * of_columns[: len(rest)]).sum() * (2 * full + 1)
+
+
+@lru_cache(64)  # each contest has a seed: an unbounded cache grew by 33 KB a contest and more
+def _odd(seed: int, count: int, device: torch.device) -> Tensor:
+    """Return so many odd random numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**62), 2**62, (count,), generator=draw).mul_(2).add_(1).to(device)
+
+
+def _words(array: Tensor) -> Tensor:
+    """Return the bits as int64, zeros after the last."""
+    flat = array.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(flat) % WORD or flat.data_ptr() % WORD:
+        padded = flat.new_zeros(-(-len(flat) // WORD) * WORD)
+        padded[: len(flat)] = flat
+        flat = padded
+    return flat.view(torch.int64)
+
+
+def _place(array: Tensor) -> tuple[int, int]:
+    return array.data_ptr(), array.numel() * array.element_size()
+
+
+def _there(array: Tensor | None, place: tuple[int, int]) -> bool:
+    """Say whether an array's memory is where it was, and has not been given back."""
+    return array is not None and _place(array) == place and _short(array, place[1]) <= 0
+
+
+def _short(array: Tensor, size: int) -> int:
+    """Return by how many bytes an array's storage is too small for it."""
+    start = array.storage_offset() * array.element_size()
+    return int(start + size - array.untyped_storage().nbytes())
+
+
+def _take_back(array: Tensor | None, size: int) -> None:
+    """Give an array memory again, where somebody gave it back."""
+    if array is not None and _short(array, size) > 0:
+        storage = array.untyped_storage()
+        storage.resize_(storage.nbytes() + _short(array, size))
+
+
+def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
+    """Name every array of a conversion."""
+    return {
+        f"{name}'s {array} in {of}": tensor
+        for name, weight in weights.items()
+        for array, tensor in weight.arrays().items()
+    }
+
+
+CLOCKS = [
+    (time, "perf_counter"),
+    (time, "perf_counter_ns"),
+    (time, "monotonic"),
+    (torch.cuda, "Event"),
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Event, "record"),
+    (torch.cuda.Event, "elapsed_time"),
+]
+OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
+OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
+CODE = "__code__", "__defaults__", "__kwdefaults__"
+
+
+class Seal:
+    """What names of the harness mean."""
+
+    def __init__(self) -> None:
+        """Take everything as it is now."""
+        self._known = [(owner, name, value) for owner, name, value in _everything()]
+
+    def check(self) -> None:
+        """Raise Meddled where a name means something else, after all mean what they did."""
+        changed = [found for found in self._known if _get(*found[:2]) is not found[2]]
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+        if changed:
+            raise Meddled(f"replaced {', '.join(sorted({_called(*c[:2]) for c in changed})[:3])}")
+
+
+def _everything() -> Iterator[tuple[Any, str, Any]]:
+    for owner, name in [*CLOCKS, *((torch.Tensor, name) for name in OF_TENSORS)]:
+        yield owner, name, _get(owner, name)
+    for title, module in list(sys.modules.items()):
+        if title.partition(".")[0] != "sparsebench":
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType | type) or callable(value):
+                yield module, name, value
+            if getattr(value, "__module__", None) == title:
+                yield from _inside(value)
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield a function's code, or a class's functions and their code."""
+    if isinstance(value, FunctionType):
+        yield from ((value, name, getattr(value, name)) for name in CODE)
+    elif isinstance(value, type):
+        for name, member in list(vars(value).items()):
+            if isinstance(member, FunctionType | property | classmethod | staticmethod):
+                yield value, name, member
+            if isinstance(member, FunctionType):
+                yield from _inside(member)
+
+
+def _get(owner: Any, name: str) -> Any:
+    """Return what a name means; a class's own member unwrapped, as it is written."""
+    inherited = getattr(owner, name, None)
+    return vars(owner).get(name, inherited) if isinstance(owner, type) else inherited
+
+
+def _called(owner: Any, name: str) -> str:
+    return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"

@@ -1,1 +1,0 @@
-"""A campaign: many runs in one order, in pieces, over several machines and sittings."""

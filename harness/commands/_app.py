@@ -1,0 +1,150 @@
+"""The app: finds commands in this folder, runs one, and reports errors.
+
+    sparsebench NAME ─> import commands/NAME.py alone ─> its function, or its app with subcommands
+
+Exit codes are documented in harness/README.md. Every error becomes one line on stderr; for an
+error inside sparsebench, SPARSEBENCH_TRACEBACK=1 also prints the traceback.
+"""
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from sparsebench.harness.commands._console import (
+    BAD_INPUT,
+    DEFECT,
+    INTERRUPTED,
+    UNFIT,
+    stderr,
+    stdout,
+)
+from sparsebench.harness.run import early_start
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands of this folder, each imported when it is needed."""
+
+    @cached_property
+    def modules(self) -> dict[str, str]:
+        """Return the modules of all commands by the commands' names."""
+        names = sorted(module.name for module in iter_modules([str(Path(__file__).parent)]))
+        return {name.rstrip("_").replace("_", "-"): name for name in names if name[0] != "_"}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [*self.modules]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command; None for a name that is not one."""
+        if (name := self.modules.get(cmd_name)) is None:
+            return None
+        found = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)
+        if not isinstance(found, typer.Typer):
+            single = typer.Typer(rich_markup_mode=None, add_completion=False)
+            single.command(cmd_name)(found)
+            found = single
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Compare sparse matrix formats on a GPU, reproducibly.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # usage errors are a plain line, not a box
+    pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": stdout.width,  # keeps the first line of each command's help whole
+    },
+)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        stdout.write(f"sparsebench {version('sparsebench')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Compare sparse matrix formats on a GPU, reproducibly."""
+
+
+def main() -> int:
+    """Run a command and return its exit code; print any error as one line on stderr."""
+    from sparsebench.errors import SuiteError
+
+    try:
+        if any(word.partition("=")[0] == "--to" for word in sys.argv[1:]):
+            raise SuiteError("no such option: --to; use --out")
+        app(prog_name="sparsebench")
+    except BaseException as error:
+        code, message = outcome(error)
+        if message and os.environ.get("SPARSEBENCH_TRACEBACK"):
+            traceback.print_exc()
+        with suppress(OSError):  # the terminal may have been closed
+            if message:
+                line = " ".join(message.encode(errors="backslashreplace").decode().split())
+                stderr.print(f"[red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
+        return code
+    finally:
+        early_start.end()
+    return 0
+
+
+def outcome(error: BaseException) -> tuple[int, str]:
+    """Return the exit code for an exception that ended a command, and the line to print."""
+    from sparsebench.errors import SparsebenchError, WorkerError
+
+    match error:
+        case SystemExit():
+            return int(error.code or 0), ""
+        case KeyboardInterrupt():
+            return INTERRUPTED, "interrupted"
+        case SparsebenchError():
+            return BAD_INPUT, str(error)
+        case WorkerError():
+            return UNFIT, str(error)
+        case OSError():
+            return BAD_INPUT, f"{error.filename or 'a file'}: {error.strerror or error}"
+        case MemoryError():
+            return BAD_INPUT, "expected enough memory, found none left"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    hint = "SPARSEBENCH_TRACEBACK=1 shows where"
+    message = f"{type(error).__name__}: {error} ({place}; {hint})"
+    if plugin := _plugin(error):
+        return BAD_INPUT, f"an error in the plug-in {plugin}: {message}"
+    return DEFECT, f"an error in sparsebench: {message}"
+
+
+def _plugin(error: BaseException) -> str | None:
+    """Return the plug-in package that raised an error, possibly through a library that it called.
+
+    Returns None if the innermost frame of sparsebench or a plug-in belongs to sparsebench.
+    """
+    from sparsebench._discovery import others
+
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    named = [name for name in packages if name in {"sparsebench", *others}]
+    return named[-1] if named and named[-1] != "sparsebench" else None

@@ -1,0 +1,209 @@
+"""Both consoles, exit codes, progress, warnings, JSON, and interrupts that keep the results."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from sparsebench.harness.doctor.findings import Finding
+
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, a scheduler, a closed terminal
+GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, UNCHECKED, DEFECT, INTERRUPTED = 1, 2, 3, 4, 5, 70, 130
+PIPE_COLUMNS = 120  # width of tables in a pipe or a file
+RESUME = "run --resume"
+EVERY_S = 10.0  # between two progress lines in a pipe
+LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
+
+Show = Callable[[int, int, str], None]
+"""Called with the parts done, the parts in all, and a description of the next one."""
+
+
+class Output(Console):
+    """A console that drops its output once the pipe is closed, and lets the command finish.
+
+    With `sparsebench run | head -1` the report is still written and the exit code is unchanged.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Discard all further output."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+    def write(self, text: str) -> None:
+        """Write text without wrapping or styles."""
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
+
+    def line(self, text: str) -> None:
+        """Print text without wrapping, highlighting or markup."""
+        self.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+stdout, stderr = Output(), Output(stderr=True)
+
+
+def wide() -> Output:
+    """Return a console for tables: the terminal's width, or at least PIPE_COLUMNS in a pipe."""
+    return stdout if stdout.is_terminal else Output(width=max(stdout.width, PIPE_COLUMNS))
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON."""
+    stdout.write(json.dumps(data, indent=1) + "\n")
+
+
+def show_page(page: Path) -> None:
+    """Open a report in a browser."""
+    if typer.launch(page.resolve().as_uri()) != 0:
+        stderr.line(f"no browser opened {page}")
+
+
+def warn(finding: "Finding") -> None:
+    """Print a finding about the machine on stderr, unless its level is "ok"."""
+    if finding.level != "ok":
+        level = f"[{LEVELS[finding.level]}]{finding.level}:[/]"
+        text = f"{finding.check}: {finding.found}. {finding.means} {finding.do}".rstrip()
+        stderr.print(f"{level} {escape(text)}", soft_wrap=True, highlight=False)
+
+
+def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
+    """Return a callback that prints findings and the reason of the first failed case on stderr.
+
+    With `debug` it prints the reason and traceback of every failed case, and an error in
+    sparsebench prints its traceback as well.
+    """
+    from sparsebench.harness.doctor.findings import FAILED
+
+    failed = 0
+    if debug:
+        os.environ["SPARSEBENCH_TRACEBACK"] = "1"
+
+    def on_message(finding: "Finding") -> None:
+        nonlocal failed
+        if finding.check != FAILED:
+            warn(finding)
+            return
+        failed += 1
+        if debug or failed == 1:
+            rest = f"\n{finding.means}" if debug else f" {finding.do} --debug prints all."
+            text = f"{finding.check}: {finding.found}.{rest}"
+            stderr.print(f"[bold red]warning:[/] {escape(text)}", soft_wrap=True, highlight=False)
+
+    return on_message
+
+
+@contextmanager
+def measuring(resume: str = RESUME) -> Iterator[Show]:
+    """Show progress, and on a signal keep what was measured and say how to resume.
+
+    The first signal ends the run; further ones are ignored until the results are written. A signal
+    that was ignored before, such as SIGHUP under nohup, stays ignored.
+    """
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
+    handled = [stop for stop, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def interrupt(number: int, frame: object) -> None:
+        for stop in handled:
+            signal.signal(stop, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for stop in handled:
+        signal.signal(stop, interrupt)
+    try:
+        with progress_bar() as show:
+            yield show
+    except KeyboardInterrupt as stopped:
+        path = getattr(stopped, "path", "")  # set by measure.Stopped; the tuner needs no path
+        text = f"the results so far are kept; `sparsebench {f'{resume} {path}'.rstrip()}` resumes"
+        if not path and resume == RESUME:
+            text = "nothing was measured yet"
+        with suppress(OSError):  # the terminal may have been closed
+            stderr.line(f"interrupted; {text}")
+        raise typer.Exit(INTERRUPTED) from stopped
+    finally:
+        for stop in handled:
+            signal.signal(stop, before[stop])
+
+
+@contextmanager
+def progress_bar() -> Iterator[Show]:
+    """Show progress on stderr: a bar in a terminal, a line every EVERY_S seconds in a pipe.
+
+    Either has the parts done, the time left, the next part and the fastest kernel of the last one.
+    """
+    if not stderr.is_terminal:
+        yield progress_lines()
+        return
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def show(done: int, total: int, problem: str) -> None:
+            progress.update(task, completed=done, total=total, description=problem)
+
+        yield show
+
+
+def progress_lines() -> Show:
+    """Return a callback that prints the first and the last part, and a line every EVERY_S."""
+    began = time.monotonic()
+    due, remaining = began, _TimeLeft()
+
+    def show(done: int, total: int, problem: str) -> None:
+        nonlocal due
+        now = time.monotonic()
+        left_s = remaining.after(now, done, total)
+        if now < due and done < total:
+            return
+        due = now + EVERY_S
+        left = "" if left_s is None else f", {left_s:.0f} s left"
+        stderr.line(f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip())
+
+    return show
+
+
+class _TimeLeft:
+    """Estimates the seconds left from the parts done since the first call.
+
+    A resumed run starts with some parts done. When a run is followed by another, the estimate
+    starts again. If a run is followed before it is complete, several runs take turns, or one was
+    given up, and no further estimate is made.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last = 0, 0
+        self._predictable = True
+
+    def after(self, now: float, done: int, total: int) -> float | None:
+        """Return the seconds left when `done` of `total` parts are done, or None if unknown."""
+        before, last_total = self._last
+        if self._first is None:
+            self._first = now, done
+        elif total != last_total or done < before:
+            self._first = now, done
+            self._predictable = self._predictable and before >= last_total
+        self._last = done, total
+        since, first = self._first
+        if not self._predictable or done == first:
+            return None
+        return (now - since) / (done - first) * (total - done)

@@ -1,0 +1,94 @@
+"""Option types that several commands share."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+LEAST_BUDGET_S = 60.0  # of a budget: the doctor, one process and the page take half of it
+
+
+def _set_peers(folder: Path | None) -> Path | None:
+    """Tell this process and its children where the checkouts of peers are."""
+    if folder:
+        os.environ["SPARSEBENCH_PEERS"] = str(folder)
+    return folder
+
+
+SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="A suite's name, or a file.yaml.")]
+RunPath = Annotated[Path, typer.Argument(help="A run directory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
+Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Run directory to write. Default: runs/…")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda or cuda:N; for run also sim or sim:FILE.yaml. Default: the best available."
+    ),
+]
+Data = Annotated[Path | None, typer.Option(help="Folder with the source files that a suite names.")]
+Peers = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with checkouts of peers that are not packages (kernels/peers).",
+        callback=_set_peers,
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+    ),
+]
+Only = Annotated[str, typer.Option(help="Select cases, such as 'block=64 sparsity=0.8|0.9'.")]
+Timeout = Annotated[
+    float,
+    typer.Option(help="Seconds without an answer before a contender fails.", min=0.1, max=86400),
+]
+Replicates = Annotated[
+    int,
+    typer.Option(help="Number of fresh processes: 3 for a look, 8 for a verdict.", min=1, max=1000),
+]
+Energy = Annotated[
+    bool, typer.Option(help="Also measure the energy of a call, which takes 2 s a case.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
+Profile = Annotated[
+    str, typer.Option(help="Run each case once under ncu or nsys, in an NVTX range with its name.")
+]
+Repeat = Annotated[
+    int,
+    typer.Option(
+        help="Check each case, then call it this many times without timing, for a profiler.", min=0
+    ),
+]
+Plugins = Annotated[
+    bool,
+    typer.Option("--allow-plugins", help="Allow the suite to import modules of other packages."),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="Time limit, such as 90s, 10m or 2h. Default: no limit.")
+]
+PublishedRuns = Annotated[
+    Path | None,
+    typer.Option(help="Runs whose times the estimate uses, such as results/published/nvidia-h200."),
+]
+
+
+def budget_s(text: str) -> float:
+    """Return the seconds of a budget such as 90s, 10m or 1.5h. Raises SuiteError."""
+    from sparsebench.harness.plan.duration import seconds
+
+    return seconds("--budget", text, LEAST_BUDGET_S)
+
+
+def refuse_beside_resume(context: typer.Context, names: Collection[str]) -> None:
+    """Raise BadParameter if options were given that a resumed run takes from its directory."""
+    given = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source and source.name == "COMMANDLINE":
+            given.append(option.opts[0])
+    if given:
+        expected = "expected --resume RUN, which keeps the flags of the run"
+        raise typer.BadParameter(f"{expected}; found {' '.join(given)} beside it")

@@ -1,0 +1,168 @@
+"""`sparsebench campaign`: many suites in one order, measured in pieces on one or more machines."""
+
+from dataclasses import asdict
+from datetime import timedelta
+from math import inf
+from pathlib import Path
+from time import monotonic
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from sparsebench.errors import ResultError
+from sparsebench.harness.commands._console import (
+    GATE_FAILED,
+    SOME_FAILED,
+    measuring,
+    message_printer,
+    print_json,
+    stdout,
+    wide,
+)
+from sparsebench.harness.commands._options import (
+    Budget,
+    Data,
+    Device,
+    Json,
+    Peers,
+    PublishedRuns,
+    Timeout,
+    budget_s,
+)
+from sparsebench.harness.commands._sharing import Devices, Sharing
+
+campaign = typer.Typer(
+    help="Measure many suites in one order, in pieces.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+PUBLISHED = Path("results/published")
+GPU = PUBLISHED / "nvidia-h200"
+
+File = Annotated[str, typer.Argument(help="A campaign's name, or a file.yaml.")]
+Folder = Annotated[Path, typer.Option("--out", help="Folder of its runs, new or to be resumed.")]
+Names = Annotated[
+    list[str] | None, typer.Option("--entry", help="Only this entry; may be given repeatedly.")
+]
+
+
+@campaign.command()
+def plan(
+    file: File = "published",
+    gpu: PublishedRuns = None,
+    data: Data = None,
+    names: Names = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate the GPU time of each entry and of all of them, and compare it with the budget."""
+    from sparsebench.harness.costs.campaign_estimates import estimates
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+
+    if gpu is None and not GPU.is_dir():
+        raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
+    requested = read(file)
+    selected = {entry.name for entry in requested.named(names or [])}
+    entries = [e for e in estimates(requested, gpu or GPU, data) if e.entry.name in selected]
+    total = sum(each.seconds or 0.0 for each in entries)
+    if as_json:
+        lines = [
+            {"name": e.entry.name, "replicates": e.entry.replicates, "seconds": e.seconds}
+            for e in entries
+        ]
+        print_json({"title": requested.title, "entries": lines, "seconds": total})
+    else:
+        table = Table("entry", "what", "processes", "about", "", box=None)
+        for each in entries:
+            entry, time = each.entry, "?" if each.seconds is None else _time(each.seconds)
+            what = f"{entry.kind} {getattr(entry, entry.kind) or ''} {entry.only}".strip()
+            table.add_row(entry.name, escape(what), str(entry.replicates), time, escape(each.how))
+        wide().print(table)
+        limit = _time(requested.budget_s)
+        stdout.print(f"{_time(total)} of one GPU (h:mm:ss), of a budget of {limit}")
+    if total > requested.budget_s:
+        raise typer.Exit(GATE_FAILED)
+
+
+@campaign.command()
+def run(
+    out: Folder,
+    file: File = "published",
+    budget: Budget = None,
+    device: Device = None,
+    devices: Devices = "",
+    data: Data = None,
+    names: Names = None,
+    timeout: Timeout = 120.0,
+    peers: Peers = None,
+) -> None:
+    """Measure the rest of a campaign until the budget ends; the same command resumes it."""
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+    from sparsebench.harness.shared_runs.sitting import Sitting
+
+    until = monotonic() + budget_s(budget) if budget else inf
+    requested, sharing = read(file), Sharing(devices)
+    first = sharing.first(device)
+    entries = requested.named(names or [])
+    sitting = Sitting(requested, entries, out, data, until, timeout, message_printer())
+    with measuring("campaign run --out") as show:
+        sitting.run(sharing.device_names if sharing else [first], show)
+    for name, reason in sitting.said.items():
+        if reason:
+            stdout.line(f"{name}: {reason}")
+    status(out, file, names)
+    if sitting.refused:
+        raise typer.Exit(SOME_FAILED)
+
+
+@campaign.command()
+def status(
+    out: Folder, file: File = "published", names: Names = None, as_json: Json = False
+) -> None:
+    """Show how far each entry of a campaign is, without a GPU."""
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+    from sparsebench.harness.shared_runs.publication import published
+    from sparsebench.harness.shared_runs.sitting import state
+    from sparsebench.results.formatting import are
+
+    requested = read(file)
+    states = [state(out, entry) for entry in requested.named(names or [])]
+    if as_json:
+        print_json([asdict(each) for each in states])
+        return
+    table = Table("entry", "status", "contests", "cards", "GPU time", box=None)
+    for each in states:
+        contests = f"{each.done} of {each.of}" if each.of else ""
+        cards = str(each.cards or "")
+        table.add_row(each.name, each.status, contests, cards, _time(each.seconds))
+    wide().print(table)
+    whole = sum(each.status == "whole" for each in states)
+    spent = _time(sum(each.seconds for each in states))
+    stdout.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")
+    shown = {each.name for each in states} & {*published(requested, out, PUBLISHED)}
+    if shown:
+        stdout.print(f"{len(shown)} of them are in {PUBLISHED} already, measured by this code")
+
+
+@campaign.command()
+def publish(
+    out: Folder,
+    file: File = "published",
+    into: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PUBLISHED,
+    names: Names = None,
+) -> None:
+    """Replace the published runs with a whole campaign, and write every page.
+
+    With --entry, replace only the runs of those entries, each of which must be whole.
+    """
+    from sparsebench.harness.shared_runs.campaign_file import campaign as read
+    from sparsebench.harness.shared_runs.publication import publish as replace
+
+    for page in replace(read(file), out, into, names or []):
+        stdout.line(f"{page}: written")
+
+
+def _time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,67 @@
+"""`sparsebench check`: what a suite would measure, and how long it would take."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from sparsebench.harness.commands._console import print_json, stdout
+from sparsebench.harness.commands._options import (
+    Data,
+    Device,
+    Json,
+    Only,
+    Peers,
+    Replicates,
+    SuiteName,
+)
+
+
+def check(
+    suite: SuiteName,
+    device: Device = None,
+    data: Data = None,
+    only: Only = "",
+    replicates: Replicates = 3,
+    gpu: Annotated[
+        Path | None,
+        typer.Option(
+            help="Estimate for the GPU of these runs, such as results/published/nvidia-h200."
+        ),
+    ] = None,
+    peers: Peers = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate the run time of a suite, and list unsupported cases."""
+    from sparsebench.harness.costs.suite_estimates import costs, plan_there
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.preview import plan, uncontested
+    from sparsebench.harness.plan.suite import read
+    from sparsebench.results.formatting import amount
+
+    if gpu and device:
+        raise typer.BadParameter("expected --device or --gpu, found both")
+    requested = read(suite, data)
+    if gpu:
+        planned = plan_there(requested, costs(gpu), only, replicates)
+    else:
+        planned = plan(requested, named(device), only, replicates)
+    if as_json:
+        print_json(planned)
+        return
+    stdout.print(escape(planned["title"]), style="bold")
+    counts = f"{amount(planned['problems'], 'problem')}, {amount(planned['cases'], 'case')}"
+    stdout.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
+    if not gpu and uncontested(requested, planned["device"], only):
+        stdout.print("only baselines are supported, so nothing will be compared")
+    estimate = timedelta(seconds=planned["estimate_s"])
+    stdout.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")
+    if gpu:
+        largest, memory = (planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes"))
+        stdout.line(f"a dense kernel needs up to {largest:.1f} GiB; the GPU has {memory:.0f} GiB")
+        if planned["unknown"]:
+            stdout.line(f"no times there, typical ones assumed: {', '.join(planned['unknown'])}")
+    for entry in planned["unsupported"]:
+        stdout.line(f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}")

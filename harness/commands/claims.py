@@ -1,0 +1,282 @@
+"""`sparsebench claims`: judge published claims about sparse formats."""
+
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.commands._console import (
+    BAD_INPUT,
+    measuring,
+    print_json,
+    stderr,
+    stdout,
+    wide,
+)
+from sparsebench.harness.commands._options import (
+    Budget,
+    Data,
+    Device,
+    Json,
+    Peers,
+    PublishedRuns,
+    Timeout,
+    budget_s,
+)
+
+if TYPE_CHECKING:
+    from sparsebench.harness.claims.checking import Evidence
+    from sparsebench.results.ceilings import Ceilings
+    from sparsebench.results.model_files import Pruning
+
+claims = typer.Typer(
+    help="Judge what others published about sparse formats.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Claims, by name or as file.yaml. Default: all in the package."),
+]
+Runs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from", help="Runs, folders of runs, or JSON of train-lm and whole, to judge by."
+    ),
+]
+Losses = Annotated[
+    Path | None,
+    typer.Option(help="JSON of prune, or a Gemma 3 as .gguf, to show the loss beside the speed."),
+]
+
+
+@claims.command("list")
+def list_(names: Names = None, as_json: Json = False) -> None:
+    """List the known claims and what each one says."""
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.reports.claims.sheets import listed
+
+    selected = chosen(names or [])
+    if as_json:
+        print_json({each.name: each.claim.model_dump(by_alias=True) for each in selected})
+    else:
+        wide().print(listed(selected))
+
+
+@claims.command()
+def schema() -> None:
+    """Print the JSON Schema of a claim file, for editors that check YAML."""
+    from sparsebench.results.claims.schema import Claim
+
+    print_json(Claim.model_json_schema(by_alias=True))
+
+
+@claims.command()
+def lint(names: Names = None, data: Data = None) -> None:
+    """Check the fields of claims, and the suites and contenders that they name."""
+    from sparsebench.harness.claims.claim_catalog import claims as known
+    from sparsebench.harness.claims.claim_catalog import load
+    from sparsebench.harness.claims.claim_plan import parts
+    from sparsebench.results.formatting import amount
+
+    valid = True
+    for name in names or known():
+        try:
+            written = load(name)
+            planned = parts(written, data)
+        except SuiteError as error:
+            valid = False
+            stdout.line(str(error))
+            continue
+        cells = sum(len(part.contests) for part in planned)
+        tests = amount(len(written.claim.tests), "test")
+        stdout.line(f"{name}: ok, {tests} of {amount(cells, 'cell')}")
+    if not valid:
+        raise typer.Exit(BAD_INPUT)
+
+
+@claims.command()
+def bound(
+    names: Names = None,
+    gpu: Annotated[
+        Path | None,
+        typer.Option(help="A run whose ceilings are the bounds, such as results/published/…"),
+    ] = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the best possible result of each claim, and which tests no kernel can meet."""
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.reports.claims.sheets import bounded
+
+    planned = evidence(chosen(names or []), data=data).asked(_ceilings(gpu))
+    if not as_json:
+        wide().print(bounded(planned))
+        return
+    print_json(
+        {
+            each.name: {
+                "tests": {test: [*most.values()] for test, most in each.bounds.items()},
+                "beyond": [*each.beyond],
+                "bounds": {one.of: one.most for one in each.claim.bounds},
+            }
+            for each in planned
+        }
+    )
+
+
+@claims.command()
+def check(
+    names: Names = None,
+    device: Device = None,
+    runs: Runs = None,
+    data: Data = None,
+    replicates: Annotated[
+        int,
+        typer.Option(help="Fresh processes: 1 to 5 for a look, 8 for a verdict.", min=1, max=1000),
+    ] = 8,
+    timeout: Timeout = 120.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: runs/…")] = (
+        None
+    ),
+    budget: Budget = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only print the missing runs and their estimated time.")
+    ] = False,
+    gpu: PublishedRuns = None,
+    losses: Losses = None,
+    peers: Peers = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what is missing for claims, confirm the promising results, and judge.
+
+    The missing runs are printed first; --gpu adds their estimated time. With 6 processes or more,
+    the best cell of each claim that needs one is measured again, alone. If --budget ends the check
+    early, the same command with --out resumes it.
+    """
+    from sparsebench.harness.claims.checking import check as measure
+    from sparsebench.harness.claims.checking import evidence, to_json
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.costs.claim_estimates import left_out, looks
+    from sparsebench.harness.costs.suite_estimates import costs
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.run_json import Flags
+    from sparsebench.results.formatting import amount
+
+    until = monotonic() + budget_s(budget) if budget else inf
+    selected = chosen(names or [])
+    times = costs(gpu) if gpu else None
+    picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
+
+    def print_plan(known: "Evidence") -> None:
+        left = looks(known, picked, replicates, times)
+        for line in [*(look.sentence for look in left), *left_out(known)]:
+            stderr.line(line)
+        seconds = [look.seconds for look in left if look.seconds is not None]
+        total = f", about {sum(seconds):.0f} s" if seconds else ""
+        stderr.line(f"{amount(len(left), 'run')} of {amount(replicates, 'process')}{total}")
+
+    if plan:
+        print_plan(evidence(selected, _runs(runs), data))
+        return
+    flags = Flags(picked, data, timeout, replicates)
+    out = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-claims"
+    with measuring("claims check --out") as show:
+        result = measure(selected, flags, _runs(runs), out, show, until=until, planned=print_plan)
+    if result.left:
+        rest = f"`sparsebench claims check --out {out}` measures the rest"
+        stderr.line(f"not completely measured: {', '.join(result.left)}; {rest}")
+    if as_json:
+        print_json(to_json(result))
+    else:
+        _show(result, _pruning(losses, result, picked), out / "pages")
+
+
+@claims.command()
+def report(
+    names: Names = None,
+    runs: Runs = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for a page and a badge per claim.")
+    ] = None,
+    data: Data = None,
+    losses: Losses = None,
+    as_json: Json = False,
+) -> None:
+    """Judge claims by existing runs, without a GPU."""
+    from sparsebench.harness.claims.checking import evidence, to_json
+    from sparsebench.harness.claims.claim_catalog import chosen
+
+    result = evidence(chosen(names or []), _runs(runs), data)
+    if as_json:
+        print_json(to_json(result))
+    else:
+        _show(result, _pruning(losses, result, "cpu"), out)
+
+
+def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> None:
+    """Print the verdicts, and write the pages of all claims if a folder is given."""
+    from sparsebench.reports.claims.pages import alone, entries
+    from sparsebench.reports.claims.sheets import judged
+
+    wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
+    if out is None:
+        return
+    pages = entries(result.asked(), result.cells, pruning)
+    for name, text in alone(pages, version("sparsebench")):
+        file = out / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+    stdout.line(f"pages: {out / 'claims' / 'index.html'}")
+
+
+def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning | None":
+    """Read the output of prune, or prune a model now to the dense fractions of the claims."""
+    from sparsebench.harness.machine.device import pick, simulated
+    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
+    from sparsebench.results.model_files import read_pruning
+
+    if losses is None or losses.suffix != ".gguf":
+        return read_pruning(losses) if losses else None
+    problems = [contest.problem for part in result.all_parts for contest in part.contests]
+    hybrid = [p for p in problems if p["pattern"].startswith(("spense_", "two_four"))]
+    fractions = sorted({round(1 - 2 * problem["sparsity"], 6) for problem in hybrid} - {1.0})
+    if not fractions:
+        expected = "a claim about 2:4 beside dense weights"
+        raise SuiteError(f"--losses {losses}: expected {expected}, found none")
+    recipes = parse_recipes("spensegpt", ",".join(f"{each:g}" for each in fractions), "scored")
+    return prune_file(losses, recipes, pick("cpu" if simulated(device) else device))
+
+
+def _runs(paths: list[Path] | None) -> list[Path]:
+    """Return runs and JSON files as given, and the runs inside each folder of runs."""
+    runs = list[Path]()
+    for path in paths or []:
+        if path.suffix == ".json" or (path / "run.json").exists():
+            inside = [path]
+        else:
+            inside = sorted(file.parent for file in path.glob("*/run.json"))
+        if not inside:
+            raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
+        runs += inside
+    return runs
+
+
+def _ceilings(gpu: Path | None) -> "Ceilings | None":
+    """Return the ceilings of a run's device; None if no run is given."""
+    from sparsebench.results import store
+    from sparsebench.results.ceilings import Ceilings
+
+    if gpu is None:
+        return None
+    run = store.read(_runs([gpu])[0])
+    if not run.environment.get("ceilings"):
+        raise ResultError(f"--gpu {gpu}: expected a run with ceilings, found none")
+    return Ceilings.from_json(run.environment["ceilings"])

@@ -1,0 +1,48 @@
+"""`sparsebench confirm`: measure the largest speed-ups of a run again, alone."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout
+from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
+
+
+def confirm(
+    path: RunPath,
+    cases: Annotated[int, typer.Option(help="Number of cases, fastest first.", min=1)] = 1,
+    replicates: Annotated[int, typer.Option(help="Number of fresh processes.", min=6)] = 8,
+    device: Device = None,
+    data: Data = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a run's largest speed-ups again, alone."""
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import RunOptions
+    from sparsebench.harness.run.repeat import confirm as measure_again
+    from sparsebench.harness.run.repeat import headlines
+    from sparsebench.reports.build import build
+    from sparsebench.results import store
+    from sparsebench.results.provenance import choices_of
+
+    with measuring() as show:
+        options = RunOptions(progress=show)
+        fresh = measure_again(
+            path, named(device), data, out, options, cases=cases, replicates=replicates
+        )
+    again = store.read(fresh)
+    build(again, fresh / "report.html")
+    lines = headlines(again)
+    if as_json:
+        given = [asdict(headline) for headline in lines]
+        print_json({"run": str(fresh), "headlines": given, "choices": choices_of(again.state)})
+    else:
+        for headline in lines:
+            stdout.line(headline.sentence)
+        screened = again.state["confirms"]["screened"]
+        stdout.line(f"Chosen among {screened} cells of a screening, none of whose times are used.")
+        stdout.line(choices_of(again.state).sentence)
+    if not all(headline.confirmed for headline in lines):
+        raise typer.Exit(GATE_FAILED)

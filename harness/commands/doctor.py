@@ -1,0 +1,27 @@
+"""`sparsebench doctor`: whether this machine is fit to measure."""
+
+from dataclasses import asdict
+
+import typer
+
+from sparsebench.harness.commands._console import UNFIT, print_json, wide
+from sparsebench.harness.commands._options import Device, Json
+
+
+def doctor(device: Device = None, as_json: Json = False) -> None:
+    """Check whether this machine is fit to measure.
+
+    The command suggests remedies and changes nothing.
+    """
+    from sparsebench.harness.doctor.examination import examine, table
+    from sparsebench.harness.doctor.findings import unfit
+    from sparsebench.harness.machine.device import pick
+
+    findings = examine(pick(device))
+    if as_json:
+        fit = not unfit(findings)
+        print_json({"fit": fit, "findings": [asdict(finding) for finding in findings]})
+    else:
+        wide().print(table(findings))
+    if unfit(findings):
+        raise typer.Exit(UNFIT)

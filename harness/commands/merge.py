@@ -1,0 +1,28 @@
+"""`sparsebench merge`: join the parts of one plan."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import stdout, wide
+from sparsebench.harness.commands._options import Data, Plugins
+
+
+def merge(
+    paths: Annotated[list[Path], typer.Argument(help="Runs that hold parts of one plan.")],
+    out: Annotated[Path, typer.Option("--out", help="Run directory to write.")],
+    data: Data = None,
+    plugins: Plugins = False,
+) -> None:
+    """Join the parts of one plan into a run, and write its report."""
+    from sparsebench.harness.shared_runs.merging import merge as join
+    from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import Answer
+    from sparsebench.results import store
+    from sparsebench.results.analysis import analyse
+
+    run = store.read(join(paths, out, data, plugins=plugins))
+    build(run, out / "report.html")
+    wide().print(Answer(run, analyse(run)))
+    stdout.line(f"report: {out / 'report.html'}")

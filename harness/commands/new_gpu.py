@@ -1,0 +1,63 @@
+"""`sparsebench new-gpu`: survey a GPU that has no published runs."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.commands._console import measuring, stdout
+from sparsebench.harness.commands._options import Device, Out, budget_s
+from sparsebench.harness.commands._sharing import Devices, Sharing
+
+RESUME = "new-gpu --resume"
+PUBLISHED = Path("results/published")
+BUDGET_S = 600.0
+
+
+def new_gpu(
+    device: Device = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time limit, such as 90s, 10m or 2h. Default: 10m.")
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help=f"Runs of other GPUs, or folders of them. Default: {PUBLISHED}."),
+    ] = None,
+    out: Out = None,
+    resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
+    devices: Devices = "",
+) -> None:
+    """Survey a GPU: its fitness, its kernels and the fastest formats."""
+    from sparsebench.harness.new_gpu import survey as surveys
+    from sparsebench.reports.survey import write
+
+    seconds = None if budget is None else budget_s(budget)
+    for path in against or []:
+        if not path.is_dir():
+            raise SuiteError(f"--against {path}: expected a run or a folder of runs, found none")
+    others = against or [path for path in [PUBLISHED] if path.is_dir()]
+    with measuring(RESUME) as show:
+        if resume:
+            survey = surveys.resume(resume, seconds, lambda step: show)
+        else:
+            sharing = Sharing(devices)
+            name = sharing.first(device)
+            shared = sharing.device_names if sharing else []
+            path = out or _new_path(name)
+            survey = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show, shared)
+        page = write(survey.path, others)
+    for step, text in [*survey.notes.items(), *survey.left.items()]:
+        stdout.line(f"{step}: {text}")
+    if survey.left:
+        stdout.line(f"`sparsebench {RESUME} {survey.path}` measures the rest")
+    stdout.line(f"report: {page}")
+
+
+def _new_path(device: str) -> Path:
+    """Return runs/<time>-new-gpu-<device>."""
+    from sparsebench.harness.machine.device import pick, simulated, slug
+
+    name = "sim" if simulated(device) else slug(pick(device))
+    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{name}"

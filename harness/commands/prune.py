@@ -1,0 +1,70 @@
+"""`sparsebench prune`: prune weights and measure the error."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import print_json, wide
+from sparsebench.harness.commands._options import Device, Json
+
+
+def prune(
+    weights: Annotated[
+        Path, typer.Argument(help="A .safetensors or .gguf file, or a Hugging Face directory.")
+    ],
+    tensors: Annotated[
+        str,
+        typer.Option(help="Tensors of a .safetensors file: 'gate,up,down', or one linear layer."),
+    ] = "",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Activations [tokens, k] as .safetensors; for a model, a text file."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="magnitude, wanda or spensegpt.")] = "spensegpt",
+    dense: Annotated[str, typer.Option(help="Fraction of features that stays dense.")] = "0.5",
+    region: Annotated[
+        str, typer.Option(help="Which features stay dense: last or scored.")
+    ] = "scored",
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="Pattern of the other features: 2:4, or a fraction of zeros such as 0.5."
+        ),
+    ] = "2:4",
+    activation: Annotated[
+        str, typer.Option(help="Activation of an MLP: silu, gelu_tanh or relu.")
+    ] = "silu",
+    split: Annotated[
+        str, typer.Option(help="Dimension of a linear layer that is split: rows or columns.")
+    ] = "columns",
+    tokens: Annotated[
+        int, typer.Option(help="Number of tokens of the text to calibrate on.", min=1024)
+    ] = 8192,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A .safetensors file to write; for a model, a directory."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prune weights beside a dense region. A list such as "a,b" in an option tries each value."""
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file, table
+
+    pruned = prune_file(
+        weights,
+        parse_recipes(method, dense, region, pattern),
+        pick(device),
+        names=[name for name in tensors.split(",") if name],
+        calibration=calibration,
+        activation=activation,
+        split=split,
+        tokens=tokens,
+        to=out,
+    )
+    if as_json:
+        print_json(asdict(pruned))
+    else:
+        wide().print(table(pruned))

@@ -1,0 +1,61 @@
+"""`sparsebench publish`: a static site of runs and claims."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.errors import ResultError
+from sparsebench.harness.commands._console import stdout
+from sparsebench.harness.commands._options import Data
+
+
+def publish(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the site, new or to be extended.")],
+    base_url: Annotated[
+        str, typer.Option(help="Address of the site, for its sitemap, feed and link previews.")
+    ] = "",
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON of train-lm --pattern or whole, for claims that it decides."),
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Add runs to a static site.
+
+    The site has a page for each run, format, kernel and claim. Each run is validated first. User
+    names, host names and paths are left out.
+    """
+    from sparsebench.harness.catalog import listing
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.run.validation import validate
+    from sparsebench.reports.site.pages import Site
+    from sparsebench.reports.site.publish import publish as add
+    from sparsebench.results.formatting import amount
+
+    def check(run: Path) -> None:
+        for _ in validate(run, data):
+            pass
+
+    names = listing()
+    claims = evidence(chosen([]), files or ()).asked()
+    site = Site(
+        address(base_url), names["formats"], names["kernels"], version("sparsebench"), claims
+    )
+    added = add(runs, out, site, check)
+    for note in added.notes:
+        stdout.line(note)
+    counts = f"{amount(len(added.slugs), 'run')}, {len(added.written)} of them new"
+    stdout.line(f"{counts}: {out / 'index.html'}")
+
+
+def address(text: str) -> str:
+    """Return a site's address with one slash at its end. Raises ResultError if it is not one."""
+    if text and not re.fullmatch(r"https?://[^\s/?#\"'<>]+[^\s?#\"'<>]*", text):
+        expected = "expected an address such as https://name.example/path/"
+        raise ResultError(f"--base-url: {expected}; found {text!r}")
+    return text.rstrip("/") + "/" if text else ""

@@ -1,0 +1,52 @@
+"""`sparsebench report`: the page, the answer and the tables of a finished run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from sparsebench.harness.commands._console import show_page, stderr, stdout, wide
+from sparsebench.harness.commands._options import Markdown, Open, RunPath
+
+
+def report(
+    path: RunPath,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="HTML file to write. Default: in the run.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
+    errors: Annotated[
+        Path | None,
+        typer.Option(help="Output of prune --json, to plot its error against the speed-up."),
+    ] = None,
+    markdown: Markdown = False,
+    browse: Open = False,
+) -> None:
+    """Write a run's report as one HTML file, and print its answer."""
+    from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import Answer, answer_markdown
+    from sparsebench.results import bundle, store
+    from sparsebench.results.analysis import analyse
+    from sparsebench.results.frame import frame, to_csv, to_parquet
+    from sparsebench.results.model_files import read_pruning
+
+    measured = store.read(path)
+    if changed := bundle.changed(path, measured.state):
+        text = f"[yellow]warning:[/] {escape(changed)}; the report shows the files as they are now"
+        stderr.print(text, soft_wrap=True, highlight=False)
+    out = out or path / "report.html"
+    build(measured, out, read_pruning(errors) if errors else None)
+    if csv:
+        to_csv(frame(measured.rows), csv)
+    if parquet:
+        to_parquet(frame(measured.rows), parquet)
+    analysis = analyse(measured)
+    if markdown:
+        stdout.write(answer_markdown(measured, analysis))
+    else:
+        wide().print(Answer(measured, analysis))
+        stdout.line(f"report: {out}")
+    if browse:
+        show_page(out)

@@ -1,0 +1,49 @@
+"""`sparsebench reproduce`: measure a finished run again and compare."""
+
+import json
+
+import typer
+
+from sparsebench.harness.commands._console import (
+    GATE_FAILED,
+    measuring,
+    print_json,
+    stdout,
+    wide,
+)
+from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
+from sparsebench.harness.commands._sharing import Devices, Sharing
+
+
+def reproduce(
+    path: RunPath,
+    device: Device = None,
+    data: Data = None,
+    out: Out = None,
+    devices: Devices = "",
+    as_json: Json = False,
+) -> None:
+    """Measure a run's suite again here, and report what agrees."""
+    from sparsebench.harness.run.measure import RunOptions, measure
+    from sparsebench.harness.run.repeat import reproduce as measure_again
+    from sparsebench.reports.build import build
+    from sparsebench.reports.comparison import agreement_sheet
+    from sparsebench.results import store
+    from sparsebench.results.comparison import agreement
+
+    with measuring() as show:
+        sharing = Sharing(devices)
+        engine = sharing.measure if sharing else measure
+        options = RunOptions(progress=show)
+        fresh = measure_again(path, sharing.first(device), data, out, options, engine)
+    again = store.read(fresh)
+    build(again, fresh / "report.html")
+    result = agreement(store.read(path), again)
+    if as_json:
+        cases = json.loads(result.found.cases.to_json(orient="records"))
+        print_json({"run": str(fresh), **result.counts, "cases": cases})
+    else:
+        wide().print(agreement_sheet(result.found))
+        stdout.line("\n".join(result.sentences))
+    if not result.reproduced:
+        raise typer.Exit(GATE_FAILED)

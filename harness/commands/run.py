@@ -1,0 +1,209 @@
+"""`sparsebench run`: measure a suite here, shared out over GPUs, or for a profiler."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import (
+    SOME_FAILED,
+    measuring,
+    message_printer,
+    print_json,
+    show_page,
+    stdout,
+    warn,
+    wide,
+)
+from sparsebench.harness.commands._options import (
+    Data,
+    Debug,
+    Device,
+    Energy,
+    Json,
+    Markdown,
+    Only,
+    Open,
+    Out,
+    Peers,
+    Profile,
+    Repeat,
+    Replicates,
+    Timeout,
+    refuse_beside_resume,
+)
+from sparsebench.harness.commands._sharing import (
+    Devices,
+    Shard,
+    Shards,
+    Sharing,
+    Slurm,
+    Submit,
+    is_shared,
+    resume_shared,
+)
+from sparsebench.harness.run import early_start
+
+if TYPE_CHECKING:
+    from sparsebench.harness.plan.suite import Suite
+    from sparsebench.harness.run.run_json import Flags
+
+REPORT_MODULES = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"  # 3 s
+# Options that --resume takes from the run, and those that it takes from a shared plan as well.
+FIXED_BY_RUN = (
+    "out", "only", "replicates", "energy", "devices", "slurm", "submit", "shards", "shard",
+)  # fmt: skip
+FIXED_BY_PLAN = "device", "data", "timeout"
+
+
+def run(
+    context: typer.Context,
+    suite: Annotated[str | None, typer.Argument(help="A suite's name, or a file.yaml.")] = None,
+    device: Device = None,
+    data: Data = None,
+    out: Out = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume a run that was stopped.")] = None,
+    only: Only = "",
+    timeout: Timeout = 120.0,
+    replicates: Replicates = 3,
+    energy: Energy = False,
+    peers: Peers = None,
+    repeat: Repeat = 0,
+    profile: Profile = "",
+    devices: Devices = "",
+    slurm: Slurm = "",
+    submit: Submit = "",
+    shards: Shards = 0,
+    shard: Shard = "",
+    debug: Debug = False,
+    as_json: Json = False,
+    markdown: Markdown = False,
+    browse: Open = False,
+) -> None:
+    """Measure a suite, write its report, and print the answer."""
+    sharing = Sharing(devices, slurm, submit, shards)
+    if (suite is None) == (resume is None):
+        raise typer.BadParameter("expected a suite, or --resume RUN alone")
+    if resume:
+        if repeat or profile:
+            raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
+        refuse_beside_resume(context, FIXED_BY_RUN)
+        early_start.early(device, 1, 1)
+        if is_shared(resume):
+            refuse_beside_resume(context, FIXED_BY_PLAN)
+            from sparsebench.harness.run.measure import RunOptions
+
+            with measuring() as show:
+                options = RunOptions(progress=show, on_message=message_printer(debug))
+                path = resume_shared(resume, options)
+        else:
+            path = _resumed(resume, device, data, timeout, debug)
+    elif repeat or profile:
+        raise typer.Exit(_profiled(str(suite), device, data, only, repeat, profile))
+    else:
+        early_start.early(device or devices, sharing.count, replicates)
+        from sparsebench.harness.doctor.findings import nothing_compared
+        from sparsebench.harness.plan.preview import uncontested
+        from sparsebench.harness.plan.suite import read
+        from sparsebench.harness.run.run_json import Flags
+
+        requested, first = read(str(suite), data), sharing.first(device)
+        if not (slurm or submit) and uncontested(requested, first, only):
+            warn(nothing_compared(requested.name, first))
+        flags = Flags(first, data, timeout, replicates, only, energy, shard)
+        path = _measured(requested, flags, debug, out=out, sharing=sharing)
+    _report(path, as_json, markdown, browse)
+
+
+def _resumed(
+    run: Path, device: str | None, data: Path | None, timeout_s: float, debug: bool
+) -> Path:
+    """Resume a run with its own suite and flags, on `device` if one is named."""
+    from sparsebench.errors import SuiteError
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.recorded_plan import own_suite
+    from sparsebench.harness.run.run_json import Flags
+    from sparsebench.results import store
+
+    stopped = store.read(run)
+    if stopped.state.get("shards"):
+        raise SuiteError(f"--resume {run}: expected a run that was stopped, found a merged one")
+    before = stopped.state["flags"]
+    data = data or (Path(before["data"]) if before.get("data") else None)
+    flags = Flags(
+        device=named(device or before["device"]),
+        data=data,
+        timeout_s=timeout_s,
+        replicates=before["replicates"],
+        only=before["only"],
+        energy=before.get("energy", False),
+        shard=before.get("shard", ""),
+    )
+    return _measured(own_suite(stopped, data), flags, debug, resume=run)
+
+
+def _measured(
+    suite: "Suite",
+    flags: "Flags",
+    debug: bool,
+    *,
+    out: Path | None = None,
+    resume: Path | None = None,
+    sharing: Sharing | None = None,
+) -> Path:
+    """Measure on this device, or share the plan out, and return the run."""
+    from sparsebench.harness.run.measure import RunOptions, measure
+
+    engine = sharing.measure if sharing else measure
+    early_start.meanwhile(*REPORT_MODULES)
+    with measuring() as show:
+        options = RunOptions(progress=show, on_message=message_printer(debug))
+        return engine(suite, flags, out, resume, options)
+
+
+def _profiled(
+    suite: str, device: str | None, data: Path | None, only: str, repeat: int, profile: str
+) -> int:
+    """Call each case of a suite for a profiler, without timing, and return the exit code."""
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.plan.selection import only as selected
+    from sparsebench.harness.plan.suite import read
+    from sparsebench.harness.run import profiling as profiler
+
+    picked, contests = pick(device), selected(read(suite, data).contests, only)
+    if profile:
+        command = ["run", suite, *(["--only", only] if only else [])]
+        return profiler.under(profile, command, str(picked), data)
+    code = 0
+    for case in profiler.call_each(contests, picked, data, repeat):
+        stdout.line(case.said)
+        code = code if case.fine else SOME_FAILED
+    return code
+
+
+def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
+    """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
+    from sparsebench.reports.build import build
+    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+    from sparsebench.results import store
+    from sparsebench.results.analysis import analyse
+
+    measured = store.read(path)
+    page = path / "report.html"
+    analysis = analyse(measured)
+    counts = counted(analysis)
+    if as_json:
+        head = {"run": str(path), "report": str(page), "cases": counts}
+        print_json({**head, **answer_json(measured, analysis)})
+    elif markdown:
+        stdout.write(answer_markdown(measured, analysis))
+    else:
+        wide().print(Answer(measured, analysis))
+        stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
+    build(measured, page, found=analysis)  # after the answer, which need not wait for the page
+    if not as_json and not markdown:
+        stdout.line(f"report: {page}")
+    if browse:
+        show_page(page)
+    if counts.keys() - {"ok", "unsupported"}:
+        raise typer.Exit(SOME_FAILED)

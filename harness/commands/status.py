@@ -1,0 +1,50 @@
+"""`sparsebench status`: how far a run is."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from sparsebench.harness.commands._console import print_json, stdout, wide
+from sparsebench.harness.commands._options import Json
+from sparsebench.harness.commands._sharing import is_shared
+
+
+def status(
+    run: Annotated[Path, typer.Argument(help="A run, which may be shared out.")],
+    as_json: Json = False,
+) -> None:
+    """Show how far a run is, from any host that sees its folder."""
+    from sparsebench.harness.shared_runs import shared_folder as folders
+    from sparsebench.harness.shared_runs.cluster_jobs import jobs
+    from sparsebench.results import store
+    from sparsebench.results.formatting import amount
+
+    if not is_shared(run):
+        state = store.read(run).state
+        counts = state["contests"]
+        if as_json:
+            print_json({"status": state["status"], "contests": counts})
+        else:
+            of = amount(counts["of"], "contest")
+            stdout.print(f"{state['status']}: {counts['done']} of {of}")
+        return
+    folder = folders.beside(run)
+    plan = folders.read(folder)
+    shares, sent = list(folders.shares(folder, plan)), jobs(folder)
+    contests = folders.contests(plan, folders.suite(folder, plan))
+    done, total = sum(share.contests for share in shares), len(contests) * plan.flags.replicates
+    left = folders.unclaimed(folder, contests)
+    if as_json:
+        parts = [asdict(share) | {"jobs": sent.get(str(share.number), [])} for share in shares]
+        print_json({"contests": {"done": done, "of": total, "unclaimed": left}, "parts": parts})
+        return
+    measured = f"{done} of {amount(total, 'contest')} in all processes"
+    stdout.print(f"{measured}, {amount(left, 'problem')} not begun")
+    table = Table("part", "status", "contests", "device", "jobs", box=None)
+    for share in shares:
+        ids = " ".join(sent.get(str(share.number), []))
+        table.add_row(str(share.number), share.status, str(share.contests), share.device, ids)
+    wide().print(table)

@@ -1,0 +1,68 @@
+"""`sparsebench train-lm`: small language models with sparse activations or sparse weights."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsebench.harness.commands._console import print_json, progress_bar, wide
+from sparsebench.harness.commands._options import Device, Json
+
+L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that turns most units off
+
+
+def train_lm(
+    l1: Annotated[str, typer.Option(help="Coefficients of the L1 term, one model each.")] = L1,
+    steps: Annotated[int, typer.Option(help="Training steps per model.", min=1)] = 3000,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the data order.", min=0)] = 0,
+    layers: Annotated[int, typer.Option(help="Layers of the decoder.", min=1)] = 6,
+    width: Annotated[int, typer.Option(help="Width of the decoder.", min=2)] = 512,
+    hidden: Annotated[int, typer.Option(help="Hidden units of each gated MLP.", min=1)] = 2048,
+    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 8,
+    context: Annotated[int, typer.Option(help="Bytes per context.", min=16, max=8192)] = 256,
+    batch: Annotated[int, typer.Option(help="Contexts per step.", min=1)] = 64,
+    pattern: Annotated[
+        str, typer.Option(help="Train block-sparse weights instead: small_world,uniform.")
+    ] = "",
+    block: Annotated[str, typer.Option(help="Block sizes for --pattern.")] = "32,64",
+    sparsity: Annotated[str, typer.Option(help="Sparsities for --pattern.")] = "0.8,0.9",
+    seeds: Annotated[int, typer.Option(help="Models per block-sparse setting.", min=1)] = 3,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="A .safetensors file for an MLP and its inputs; with --pattern, a JSON file.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train small language models and count their active units.
+
+    They have gated ReLU MLPs and learn Python's own source, byte by byte. Each L1 coefficient gives
+    the sparsity that it reaches and what that costs in loss. With --pattern, block-sparse models
+    are compared with dense ones of equal width and of equal parameter count.
+    """
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.models.train_lm import command, widths
+    from sparsebench.harness.models.train_lm.model import Sizes
+    from sparsebench.harness.models.train_lm.train import Settings
+
+    settings = Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
+    picked = pick(device)
+    trained: Any
+    if pattern:
+        plan = widths.parse(pattern, block, sparsity)
+        with progress_bar() as show:
+            trained = widths.train_widths(plan, settings, seeds, picked, to=out, show=show)
+        table = widths.table(trained)
+    else:
+        coefficients = command.parse_coefficients(l1)
+        with progress_bar() as show:
+            trained = command.train_all(coefficients, settings, picked, to=out, show=show)
+        table = command.table(trained)
+    if as_json:
+        print_json(asdict(trained))
+    else:
+        wide().print(table)

@@ -1,0 +1,42 @@
+"""`sparsebench try`: one kernel on one problem, beside its baseline."""
+
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import SOME_FAILED, stderr, wide
+from sparsebench.harness.commands._options import Data, Debug, Device, Peers, Profile, Repeat
+
+
+def try_(
+    kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
+    words: Annotated[list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 …")] = None,
+    device: Device = None,
+    data: Data = None,
+    peers: Peers = None,
+    repeat: Repeat = 0,
+    profile: Profile = "",
+    debug: Debug = False,
+) -> None:
+    """Check one kernel against fp64 and time it beside its baseline."""
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.run import profiling as profiler
+    from sparsebench.harness.run import try_kernel as trial
+
+    picked = pick(device)
+    if profile:
+        trial.plan(kernel, words or [], picked, data)
+        command = ["try", kernel, *(words or [])]
+        raise typer.Exit(profiler.under(profile, command, str(picked), data))
+    if repeat:
+        trial.repeat(kernel, words or [], picked, repeat, data)
+        return
+    explain = {"explain": _print_failure} if debug else {}
+    tried = trial.try_kernel(kernel, words or [], picked, data, **explain)
+    wide().print(trial.report(tried), soft_wrap=True, highlight=False)
+    if not tried.right:
+        raise typer.Exit(SOME_FAILED)
+
+
+def _print_failure(case: str, reason: str, traceback: str) -> None:
+    stderr.line(f"{reason}\n{traceback}")

@@ -1,0 +1,37 @@
+"""`sparsebench tune`: search configurations for this GPU."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import SOME_FAILED, measuring, stdout
+from sparsebench.harness.commands._options import Data, Device, Only, SuiteName
+
+
+def tune(
+    suite: SuiteName = "sparsity",
+    device: Device = None,
+    minutes: Annotated[
+        float, typer.Option(help="Approximate time limit in minutes.", min=0.1, max=1440)
+    ] = 10.0,
+    only: Only = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Table to write. Default: yours, for this GPU.")
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Search the fastest configurations for this GPU.
+
+    Later runs take them from the table that the command writes.
+    """
+    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.plan.suite import read
+    from sparsebench.harness.run.tuning import tune as search
+
+    with measuring("tune") as show:
+        tuned = search(read(suite, data), named(device), minutes, only, out, data, show)
+    for line in tuned.lines:
+        stdout.line(line)
+    if tuned.failed:
+        raise typer.Exit(SOME_FAILED)

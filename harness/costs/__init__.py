@@ -1,0 +1,1 @@
+"""How long runs will take, estimated from the times of earlier runs."""

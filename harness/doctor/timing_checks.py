@@ -1,0 +1,153 @@
+"""Equal things timed, and one thing timed by several clocks: how far apart do they come out?
+
+    A/A          the same call twice, timed together: |log ratio| would be 0
+    clocks       graph     events around the replay of a captured call
+                 events    events around the call as torch launches it
+                 CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
+    nothing      events around the replay of almost no work: in every sample of a GPU
+
+Functions that begin with `read_` take readings; the others judge them. A/A pairs are cold, as in a
+run. Clocks are compared hot, since the profiler would time the flush too, and on the same few
+calls: a compute-bound op of 170 µs takes 200 once power limits the clock.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import expm1
+from statistics import median
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity
+
+from sparsebench.harness.bench.timing import Timed, ready, time_together
+from sparsebench.harness.doctor.findings import Finding, Level, ok
+from sparsebench.harness.plan import selection as references
+from sparsebench.kernels._kernel import DTYPES, Launch
+from sparsebench.results.statistics import block_logs, by_block
+
+PAIRS = 3
+KINDS = "launch", "memory", "compute"  # of references.py's sizes
+# A/A: a note, a warning. Ten processes on an H200 had 0.8 % at most, and 4.8 % where launch-bound.
+APART = {"launch": (0.05, 0.10), "memory": (0.01, 0.03), "compute": (0.01, 0.03)}
+
+# m, n, k, and the µs it takes on an H200.
+LADDER = (16, 512, 512, 5), (64, 4096, 4096, 20), (4096, 4096, 4096, 200)
+DISAGREE = 0.03
+LONG_US = 100.0  # below, an event pair and launch gaps are more than DISAGREE
+CALLS = 50
+
+
+def read_pairs(device: torch.device) -> dict[str, list[float]]:
+    """Return, for each kind of op, the log-ratio of each of PAIRS A/A pairs."""
+    sizes = references.sizes(device.type)
+    return {
+        kind: [_pair(_call(*size, device), device, f"{kind} {i}") for i in range(PAIRS)]
+        for kind, size in zip(KINDS, sizes, strict=True)
+    }
+
+
+def read_clocks(device: torch.device) -> list[dict[str, float]]:
+    """Return µs by clock for each op of the LADDER; without CUPTI where it tells nothing."""
+    calls = [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
+    events = [median(_by_events(call, device)) for call in calls]
+    graphs = [_by_graph(_captured(call, device), device) for call in calls]
+    return [graph | {"events": us} for graph, us in zip(graphs, events, strict=True)]
+
+
+def floor(kind: str, logs: Sequence[float]) -> Finding:
+    """Judge A/A pairs of one kind: nothing below the largest difference can be told apart."""
+    largest = max(expm1(abs(log)) for log in logs)
+    note, warning = APART[kind]
+    check, found = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
+    if largest <= note:
+        return ok(check, found)
+    means = "The same call twice differs by so much: smaller differences say nothing."
+    do = "Look for other work, heat and changing clocks above; take more processes."
+    return Finding(Level.WARNING if largest > warning else Level.NOTE, check, found, means, do)
+
+
+def nothing(time_us: float) -> Finding:
+    """Tell the cost of a sample: it compresses ratios of short ops."""
+    return ok("a sample of nothing", f"{time_us:.2g} µs: ratios of ops that short say nothing")
+
+
+def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
+    """Judge one op's time by several clocks against the replay of its graph.
+
+    Durations of kernels are shorter by what a pair of events costs: a sample of nothing.
+    """
+    graph_us = times_us["graph"]
+    check = f"clocks, {graph_us:.3g} µs op"
+    apart = {name: t / graph_us - 1 for name, t in times_us.items() if name != "graph"}
+    found = f"graph {graph_us:.4g} µs; " + ", ".join(
+        f"{name} {times_us[name]:.4g} µs ({100 * part:+.1f} %)" for name, part in apart.items()
+    )
+    if "CUPTI" not in apart:
+        found += "; CUPTI tells nothing here"
+    if graph_us < LONG_US or all(
+        abs(part) <= DISAGREE + (nothing_us / graph_us if name == "CUPTI" else 0)
+        for name, part in apart.items()
+    ):
+        return ok(check, found)
+    means = "One of the clocks is wrong, or the call waits for its host."
+    return Finding(Level.WARNING, check, found, means, "Believe no time before it is known which.")
+
+
+def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
+    x, w = (torch.randn(rows, k, device=device).to(DTYPES[dtype]) for rows in (m, n))
+    return Launch(lambda: linear(x, w))
+
+
+def _captured(call: Launch, device: torch.device) -> Timed:
+    for _ in range(2):  # the first starts libraries, which a capture forbids
+        call()
+    return ready(call, device)
+
+
+def _pair(call: Launch, device: torch.device, seed: str) -> float:
+    """Return log(second / first), the median over blocks, of a call and its twin."""
+    both = [_captured(call, device) for _ in range(2)]
+    first, second = time_together(both, device, seed)
+    blocks = (by_block(own.times_us, own.per_block) for own in (second, first))
+    return float(np.median(block_logs(*blocks)))
+
+
+def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Return the µs of CALLS calls, hot: too few for a limit on power to slow the clock."""
+    marks = []
+    torch.cuda.synchronize(device)
+    for _ in range(CALLS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize(device)
+    return [1e3 * begin.elapsed_time(end) for begin, end in marks]
+
+
+def _by_graph(graph: Timed, device: torch.device) -> dict[str, float]:
+    found = _by_cupti(graph.call, device)
+    if found["graph"] < LONG_US:  # the host is slower than that: queue the replays up
+        (taken,) = time_together([graph], device, "clocks", cache="hot")
+        found["graph"] = median(taken.times_us)
+    return found
+
+
+def _by_cupti(replay: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return the median µs of the same replays by events and by their kernels' durations.
+
+    One clock would be compared with a faster or slower GPU where the calls were not the same.
+    """
+    activities = [ProfilerActivity.CUDA]
+    for _ in range(2):  # the first starts CUPTI
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            found = {"graph": median(_by_events(replay, device))}
+    kernels = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    spans = sorted((kernel.time_range.start, kernel.time_range.elapsed_us()) for kernel in kernels)
+    each, rest = divmod(len(spans), CALLS)
+    if rest or not each:
+        return found
+    by_call = np.reshape([took_us for _, took_us in spans], (CALLS, each))
+    return found | {"CUPTI": float(np.median(by_call.sum(1)))}

@@ -1,0 +1,81 @@
+"""What a suite will do on a device, without doing it."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from sparsebench.harness.bench.prepare import unsupported
+from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.plan.selection import only, planned
+from sparsebench.harness.plan.suite import Suite
+from sparsebench.results.provenance import Choices, planned_choices
+from sparsebench.results.record import Contender, Problem
+
+# Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a
+# case in each process, and a case in each one that searches, compilation included.
+START_S = {"cuda": 3.0, "cpu": 3.0, "sim": 3.0}
+CASE_S = {"cuda": 0.06, "cpu": 0.4, "sim": 0.02}
+SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
+AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # among finalists (harness/NOTES.md)
+
+
+def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
+    """Return counts, an estimate in seconds, and who is unsupported here and why.
+
+    Counted are the suite's own cases; the estimate has the A/A pairs in it too.
+    """
+    contests = only(suite.contests, condition)
+    reasons: Counter[tuple[str, str]] = Counter()
+    for contest in contests:
+        for contender in contest.contenders:
+            reason = _unsupported(contest.problem, contender, device)
+            if reason:
+                reasons[contender.label, reason] += 1
+    cases = sum(len(contest.contenders) for contest in contests)
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "device": device,
+        "problems": len(contests),
+        "cases": cases,
+        "supported": cases - reasons.total(),
+        "replicates": replicates,
+        "estimate_s": _estimate_s(suite, device, condition, replicates),
+        "unsupported": [
+            {"contender": label, "reason": reason, "cases": count}
+            for (label, reason), count in sorted(reasons.items())
+        ],
+    }
+
+
+def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+    """Say whether of what a suite compares with its baselines nothing is supported on a device."""
+    compared = [
+        (contest.problem, contender)
+        for contest in only(suite.contests, condition)
+        for contender in contest.contenders
+        if not contender.baseline
+    ]
+    return bool(compared) and all(_unsupported(*each, device) for each in compared)
+
+
+def _unsupported(problem: Problem, contender: Contender, device: str) -> str | None:
+    """Say why a contender cannot run on a device; nothing is unsupported on a simulated one."""
+    return None if simulated(device) else unsupported(problem, contender, torch.device(device))
+
+
+def _estimate_s(suite: Suite, device: str, condition: str, replicates: int) -> int:
+    running = [
+        contender
+        for contest in planned(suite, device, condition)
+        for contender in contest.contenders
+        if not _unsupported(contest.problem, contender, device)
+    ]
+    kind = device.partition(":")[0]
+    measured = len(running) * len(possible(suite.measures, device))
+    each_s = START_S[kind] + measured * CASE_S[kind]
+    again = replicates - 1 if planned_choices(replicates, False) is Choices.AMONG else 0
+    search_s = len(running) * (SEARCH_S[kind] + again * AGAIN_S[kind])
+    return round(replicates * each_s + search_s)

@@ -1,0 +1,181 @@
+"""Tuning: a long search for every problem of a suite, into a table of this GPU.
+
+    suite's problems x contenders that tune ─> contests of {tuned: wide} beside {tuned: false}
+      ─> a worker: convert, search, check, time the two in turn, check again ─> rows
+      ─> an entry: the faster of the two, where the search's answer is right ─> the file, at once
+
+What the table has of the same code and the same libraries is not searched again: tuning that was
+stopped, by its time or by Ctrl-C, goes on with the rest. Entries of other code are dropped.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from time import monotonic
+
+import torch
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.catalog import load_kernel
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.plan.selection import meets, only
+from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.run.measure import describe
+from sparsebench.harness.run.runner import Runner
+from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
+from sparsebench.results.formatting import amount
+from sparsebench.results.record import Case, Row, Status
+
+TIMEOUT_S = 300.0  # of silence: a first search compiles some forty programs
+
+
+@dataclass
+class Tuning:
+    """What came of it: `found` entries are new, `left` problems were not reached, `failed` say why.
+
+    `failed` are the cases whose search ended wrong or not at all; the table has nothing of them.
+    """
+
+    file: Path
+    table: Table
+    found: int = 0
+    left: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        """Tell it: the table, what its configurations save, what is left and what failed."""
+        entries = self.table.entries
+        kept = amount(len(entries), "entry")
+        told = [f"{self.file}: {kept} for {self.table.gpu}, {self.found} new"]
+        timed = [entry for entry in entries if entry.untuned_us is not None]
+        if timed:
+            worst = max(timed, key=_gain)
+            where = " ".join(f"{k}={v}" for k, v in asdict(worst.sizes).items())
+            usual, most = median(map(_gain, timed)), _gain(worst)
+            told.append(f"untuned over tuned: median {usual:.2f}, at most {most:.2f}")
+            told[-1] += f" ({worst.kernel} {where})"
+        if self.left:
+            told.append(f"time is up: {amount(self.left, 'problem')} left; tune again to go on")
+        return told + self.failed
+
+
+def _gain(entry: Entry) -> float:
+    return (entry.untuned_us or entry.time_us) / entry.time_us
+
+
+def tune(
+    suite: Suite,
+    device: str,
+    minutes: float,
+    condition: str = "",
+    out: Path | None = None,
+    data: Path | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, problem: None,
+) -> Tuning:
+    """Search what the table lacks, for so many minutes; raises SuiteError.
+
+    The table is the user's, or `out`. It is on disk after every problem.
+    """
+    if simulated(device) or torch.device(device).type != "cuda":
+        raise SuiteError(f"--device {device}: expected an NVIDIA GPU to tune for")
+    contests = searches(suite, condition)
+    runner = Runner(device, data, TIMEOUT_S)
+    try:
+        gpu = runner.about["environment"]["gpu"]
+        libraries = runner.about["environment"]["versions"]
+        versions = {"driver": gpu.get("driver")} | {n: libraries[n] for n in ("torch", "triton")}
+        major, minor = map(int, gpu["compute_capability"].split("."))
+        name = tuned_table.file_name((major, minor), gpu["multiprocessors"])
+        file = out or tuned_table.folders()["user"] / name
+        known = _known(file)
+        done = {case for case, entry in known.items() if entry.versions == versions}
+        todo = [part for contest in contests if (part := _lacking(contest, done))]
+        tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(known.values())))
+        end = monotonic() + 60 * minutes
+        for number, contest in enumerate(todo):
+            tuning.left = len(todo) - number
+            if monotonic() > end:
+                break
+            progress(number, len(todo), describe(contest))
+            for measured in runner.run([contest]):
+                entries, failed = _entries(measured.rows, versions)
+                known |= {entry.case: entry for entry in entries}
+                tuning.found += len(entries)
+                tuning.failed += failed
+            tuning.table = Table(SCHEMA, gpu["name"], list(known.values()))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tuned_table.write(file, tuning.table)
+            tuning.left -= 1
+    finally:
+        runner.kill()
+    return tuning
+
+
+def searches(suite: Suite, condition: str) -> list[Contest]:
+    """Return a contest a problem: each contender that tunes, searched and as it is by default."""
+    found = []
+    for contest in only(suite.contests, condition):
+        pairs = {}
+        for contender in contest.contenders:
+            if load_kernel(contender.kernel).tunes and meets(contest.problem, contender, condition):
+                wide, default = (
+                    replace(contender, baseline=False, options={**contender.options, "tuned": how})
+                    for how in ("wide", False)
+                )
+                pairs[Case(contest.problem, wide).id] = wide, default
+        if pairs:
+            both = tuple(contender for pair in pairs.values() for contender in pair)
+            found.append(Contest(contest.problem, both))
+    if not found:
+        expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
+        raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
+    return random.Random(suite.name).sample(found, len(found))  # little time: a bit of everything
+
+
+def _known(file: Path) -> dict[str, Entry]:
+    """Return what a table has of the present code, by case."""
+    entries = tuned_table.read(file).entries if file.exists() else []
+    return {entry.case: entry for entry in entries if entry.current}
+
+
+def _lacking(contest: Contest, done: set[str]) -> Contest | None:
+    """Leave out the pairs whose search the table has; None where nothing is left."""
+    pairs = zip(contest.contenders[::2], contest.contenders[1::2], strict=True)
+    left = [pair for pair in pairs if Case(contest.problem, pair[0]).id not in done]
+    return replace(contest, contenders=tuple(c for pair in left for c in pair)) if left else None
+
+
+def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[Entry], list[str]]:
+    """Return the entries of a contest, and a line for each search that ended badly."""
+    entries, failed = [], []
+    for wide, default in zip(rows[::2], rows[1::2], strict=True):
+        if wide.status is Status.OK:
+            entries.append(_entry(wide, default, versions))
+        elif wide.status is not Status.UNSUPPORTED:
+            contender, case = wide.case.contender.label, wide.case.id
+            failed.append(f"{wide.status.value}: {contender}, case {case}: {wide.detail}")
+    return entries, failed
+
+
+def _entry(wide: Row, default: Row, versions: Mapping[str, str | None]) -> Entry:
+    """Return the faster of a search's choice and the default."""
+    times_us = {id(r): round(median(r.samples_us), 3) for r in (wide, default) if r.samples_us}
+    untuned_us = times_us.get(id(default))
+    best = default if untuned_us is not None and untuned_us < times_us[id(wide)] else wide
+    sizes = dict(wide.choice["sizes"])
+    sizes["block"] = sizes["block"] and tuple(sizes["block"])
+    kernel = wide.case.contender.kernel
+    return Entry(
+        kernel=kernel,
+        sizes=Sizes(**sizes),
+        choice={k: v for k, v in best.choice.items() if k not in ("by", "sizes")},
+        time_us=times_us[id(best)],
+        untuned_us=untuned_us,
+        source=tuned_table.source(kernel),
+        case=wide.case.id,
+        versions=dict(versions),
+    )

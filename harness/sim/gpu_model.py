@@ -1,0 +1,213 @@
+"""A GPU that is not there: what a call takes by a formula, and noise as measured on a real one.
+
+    time    = max(launch, bytes / bandwidth, FLOPs / rate) / efficiency(contender)
+    sample  = time x exp(regret + process + drift + step + noise)
+
+    regret    of what a search settled on, over the best; pinned with the choice. Half-normal, or
+              that of one of WAYS, spread evenly, each of which a process times with an error
+    process   of one contender in one process: normal
+    drift     of the process's time line, so that it moves all contenders of a block alike: AR(1)
+    step      likewise: the clock changes at a random moment of a contest, in some of them
+    noise     of one sample: normal; the shorter the call, the larger
+
+Every draw comes from a seed. A YAML file describes the device; defaults are an NVIDIA H200's. Over
+ten processes with clocks not locked, samples had an interquartile range of 6.3 % at 4.5 µs,
+2.5 % at 18 µs and 0.5 % above 100 µs. Ratios differed by 0.3 to 0.6 %. Drift and steps are assumed.
+
+    schema: sparsebench/sim@1
+    seed: 7
+    efficiency: {bsr/bsr_triton: 0.6}
+    faults: [{when: kernel=bsr_triton m=64, fault: hang, process: 1}]
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
+from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.plan.suite import parse
+from sparsebench.results import files
+from sparsebench.results.record import Contender
+
+IQR_OF_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
+SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
+# Of a search, in regrets: how slow the slowest of its ways is, and the sd of what is found of one.
+# At a regret of 1 % 33 of 48 are within 10 % of the fastest; of cuBLAS's on an H200, 12 to 40.
+WAYS, SLOWEST, BLUR = 48, 15.0, 2.1
+EFFICIENCY = 0.3, 0.9  # between these, by a hash of its label, is a contender that no one named
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Array = NDArray[np.float64]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Fault(_Model):
+    """What goes wrong in the cases that meet `when`, written as for --only; in one process or all.
+
+    crash          the process dies           hang        it never answers
+    out_of_memory  the case does not fit      failed      it raises
+    wrong          its output is no product   throttle    its whole contest gets slower midway
+    slow_start     its first block takes longer
+    """
+
+    when: str
+    fault: Literal["crash", "hang", "out_of_memory", "failed", "wrong", "throttle", "slow_start"]
+    process: NonNegativeInt | None = None
+
+
+class Rates(_Model):
+    """TFLOP/s of matrix products: what cuBLAS reaches at best on an H200, rounded."""
+
+    fp16: PositiveFloat = 800.0
+    bf16: PositiveFloat = 800.0
+    tf32: PositiveFloat = 400.0
+    fp32: PositiveFloat = 50.0
+    fp8: PositiveFloat = 1500.0
+
+
+class Spec(_Model):
+    """A simulated GPU. Sizes of noise are relative: 0.01 is 1 %.
+
+    launch_us   least time of a call, of device time; host_us: the same, as called from Python;
+                next_us: of a layer that follows another in one graph (assumed)
+    noise       µs of a call to the interquartile range of its samples; between, a line over log µs
+    drift       standard deviation of the drift, which is forgotten over `drift_samples`
+    step        size of a clock step; step_odds: the part of contests that have one
+    process     standard deviation, over processes, of the log ratio of two contenders
+    regret      standard deviation, over searches, of the log time of what a search settles on
+    efficiency  by a contender's label; a twin has its original's
+    """
+
+    schema_: Literal["sparsebench/sim@1"] = Field(default="sparsebench/sim@1", alias="schema")
+    seed: int = 0
+    gpu: str = "H200"
+    bandwidth_gb_per_s: PositiveFloat = 4100.0
+    matrix_tflops: Rates = Rates()
+    launch_us: PositiveFloat = 4.5
+    host_us: PositiveFloat = 12.0
+    next_us: PositiveFloat = 1.5
+    l2_bytes: NonNegativeInt = 62914560
+    noise: dict[PositiveFloat, Share] = Field(
+        default={4.5: 0.063, 18.0: 0.025, 100.0: 0.005}, min_length=1
+    )
+    drift: Share = 0.006
+    drift_samples: PositiveFloat = 400.0
+    step: Share = 0.02
+    step_odds: Share = 0.3
+    process: Share = 0.004
+    regret: Share = 0.0
+    efficiency: dict[str, PositiveFloat] = {}
+    faults: list[Fault] = []
+
+    @property
+    def identity(self) -> str:
+        """Name the device, as a UUID names a GPU."""
+        return f"sim-{self.seed}"
+
+
+def read(device: str) -> Spec:
+    """Return the spec of `sim` (all defaults) or `sim:FILE.yaml`; SuiteError says what is wrong."""
+    file = device.partition(":")[2]
+    if not file:
+        return Spec()
+    try:
+        text = files.text(Path(file), files.YAML_BYTES, SuiteError)
+    except SuiteError as error:
+        raise SuiteError(f"--device {device}: {str(error).removeprefix(f'{file}: ')}") from error
+    return parse(file, text, Spec)
+
+
+def faults(device: str) -> list[Fault]:
+    """Return what is planned to go wrong on a device: on a real one, nothing."""
+    return read(device).faults if simulated(device) else []
+
+
+def call_us(
+    spec: Spec, contender: Contender, dtype: str, flops: float, read_bytes: float, scope: str
+) -> float:
+    """Return what a call takes without noise: the formula's first line."""
+    least_us = {"op": spec.host_us, CHAIN: spec.next_us}.get(scope, spec.launch_us)
+    memory_us = read_bytes / spec.bandwidth_gb_per_s / 1e3
+    rate: float = getattr(spec.matrix_tflops, dtype)
+    compute_us = flops / rate / 1e6
+    return max(least_us, memory_us, compute_us) / _efficiency(spec, contender)
+
+
+def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
+    """Return by how much the log time of what searches settled on is above the best."""
+    return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
+
+
+def ways(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
+    """Return log times [*shape, WAYS], over the fastest, of what a search may settle on."""
+    times: Array = draw.uniform(0, SLOWEST * spec.regret, (*shape, WAYS))
+    least: Array = times.min(axis=-1, keepdims=True)
+    return times - least
+
+
+def blurred(spec: Spec, times: Array, draw: np.random.Generator) -> Array:
+    """Return what one search finds of these log times."""
+    return times + draw.normal(0, BLUR * spec.regret, times.shape)
+
+
+def samples(
+    spec: Spec,
+    times_us: Sequence[float],
+    draw: np.random.Generator,
+    *,
+    processes: int = 1,
+    blocks: int = BLOCKS,
+    per_block: int = SAMPLES_PER_BLOCK,
+) -> Array:
+    """Return µs [processes, contenders, blocks, per_block] of one contest, contenders in turn.
+
+    `times_us` is what a call of each takes without noise. Every block goes through all contenders
+    in an order drawn anew, `per_block` samples each, as on a real device (timing.py).
+    """
+    times = np.asarray(times_us, dtype=np.float64)
+    shape = processes, blocks, len(times), per_block
+    line = _time_line(spec, draw, processes, blocks * len(times) * per_block).reshape(shape)
+    turns = draw.random(shape[:3]).argsort(axis=2)
+    shared = np.take_along_axis(line, turns[..., None], axis=2)
+    process = draw.normal(0, spec.process / np.sqrt(2), (processes, 1, len(times), 1))
+    noise = draw.normal(0, 1, shape) * _noise(spec, times)[:, None]
+    taken: Array = times[:, None] * np.exp(process + shared + noise)
+    return taken.swapaxes(1, 2)
+
+
+def _efficiency(spec: Spec, contender: Contender) -> float:
+    label = replace(contender, twin=False).label
+    low, high = EFFICIENCY
+    digest = hashlib.sha256(label.encode()).digest()
+    return spec.efficiency.get(label, low + (high - low) * digest[0] / 255)
+
+
+def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: int) -> Array:
+    """Return drift and step [processes, length], which all contenders share."""
+    kept = float(np.exp(-1 / spec.drift_samples))
+    line = draw.normal(0, spec.drift, (length, processes))
+    for before, now in pairwise(line):
+        now *= np.sqrt(1 - kept**2)
+        now += kept * before
+    step = spec.step * draw.choice([-1, 1], processes) * (draw.random(processes) < spec.step_odds)
+    moment = draw.integers(0, length, processes)
+    return line.T + step[:, None] * (np.arange(length) >= moment[:, None])
+
+
+def _noise(spec: Spec, times_us: Array) -> Array:
+    """Return the standard deviation of a sample's logarithm, by what a call takes."""
+    known = sorted(spec.noise.items())
+    iqr = np.interp(np.log(times_us), np.log([us for us, _ in known]), [iqr for _, iqr in known])
+    return np.asarray(iqr / IQR_OF_SD)

@@ -1,0 +1,247 @@
+"""One problem, all its contenders, on the simulated GPU: no operands, no kernels.
+
+    non-zeros    elements x (1 - sparsity asked for)
+    work         of a contender in format dense: all elements; of any other: the non-zeros
+    time         by clock.py; hot, what the L2 cache holds is not read
+    faults       as planned; every other case runs and is right, and none is unsupported
+
+    search       what a contender settled on, of several ways, is its choice: pinned, it is taken
+                 again; a later process times the finalists of what an earlier one has timed
+
+Draws depend on the seed, the problem and the process alone. So a resumed run has the same rows as
+one that was never stopped.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import exp, prod
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.bench.operands import level_of
+from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
+from sparsebench.harness.catalog import load_op, weights_format
+from sparsebench.harness.plan.selection import meets
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, call_us, samples, ways
+from sparsebench.kernels._common.search import Search, Trial, finalists
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.results.ceilings import check_bound
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+
+ENDS = {
+    "out_of_memory": Status.OUT_OF_MEMORY,
+    "failed": Status.FAILED,
+    "wrong": Status.WRONG,
+}
+CRASH_CODE = 7
+THROTTLED = 0.7  # of the clock, in the second half of a contest
+SLOW_START = 2.0  # times as long, in the first block
+ENERGY_WINDOW_S = 2.0
+COOL = {  # an H200's clocks; watts and degrees are made up
+    "sm_mhz": 1980.0,
+    "sm_mhz_min": 1980.0,
+    "memory_mhz": 3201.0,
+    "power_w": 500.0,
+    "temperature_c": 45.0,
+    "power_capped_us": 0.0,
+    "thermal_us": 0.0,
+    "hardware_us": 0.0,
+}
+HOT = {"sm_mhz_min": THROTTLED * COOL["sm_mhz"], "temperature_c": 92.0}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a problem asks for, in the fields of its rows; and the bytes of its output."""
+
+    sparsity: float
+    nnz: int
+    flops: float
+    dense_flops: float
+    fewest_bytes: int
+    dense_bytes: int
+    output_bytes: int
+
+
+def run(
+    spec: Spec,
+    problem: Problem,
+    contenders: Sequence[Contender],
+    options: ContestOptions,
+    announce: Callable[[str, str], None],
+) -> list[Row]:
+    """Return the rows of every contender, unless a planned crash or hang comes before."""
+    work = _work(problem)
+    rows = [_row(spec, Case(problem, contender), work, options) for contender in contenders]
+    for number, row in enumerate(rows):
+        announce(row.case.id, "prepare")
+        faults = _faults(spec, row)
+        if "crash" in faults:
+            print("a planned crash", file=sys.stderr, flush=True)
+            os._exit(CRASH_CODE)
+        if "hang" in faults:
+            sys.stdin.read()  # ends with the parent: it says nothing more before it has an answer
+        for fault in sorted(faults & ENDS.keys()):
+            rows[number] = replace(row, status=ENDS[fault], detail=f"planned: {fault}")
+    announce("", "timing")
+    timed = [_time(spec, rows, work, options, *measure) for measure in options.measures]
+    return [row for measured in timed for row in measured]
+
+
+def _work(problem: Problem) -> Work:
+    op, itemsize = load_op(problem.op), DTYPES[problem["dtype"]].itemsize
+    sizes = op.sizes(problem.fields)
+    size = {n: prod(sizes[name] for name in o.shape) for n, o in op.operands.items()}
+    full = {name: size[name] for name in op.weights}
+    part = {name: 1 - level_of(op, problem.fields, name) for name in full}
+    kept = {name: round(part[name] * full[name]) for name in full}
+    written = {name: kept[name] if name == op.pattern else 0 for name in kept}
+    stored = {name: o.dtypes[problem["dtype"]].itemsize for name, o in op.operands.items()}
+    taken = sum(stored[name] * size[name] for name in op.activations)
+    return Work(
+        sparsity=1 - sum(kept.values()) / sum(full.values()),
+        nnz=sum(kept.values()),
+        flops=op.flops(problem, kept),
+        dense_flops=op.flops(op.dense(problem), full),
+        fewest_bytes=op.fewest_bytes(problem, kept, itemsize),
+        dense_bytes=itemsize * sum(full.values()),
+        output_bytes=op.fewest_bytes(problem, written, itemsize) - taken,
+    )
+
+
+def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
+    """Return a case's row as far as it is known before anything is timed."""
+    choice, candidates = _search(spec, case, options)
+    known = asdict(work)
+    held = known.pop("output_bytes") + _stored(case, work)
+    return Row(
+        case,
+        Status.OK,
+        options.replicate,
+        options.attempt,
+        options.reference,
+        device=spec.identity,
+        clock="sim",
+        choice=choice,
+        candidates=tuple(candidates),
+        error=0.0,
+        error_of_bound=0.0,
+        usual_error=0.0,
+        bias=0.0,
+        usual_bias=0.0,
+        digest=f"simulated {case.problem.id}",
+        stored_bytes=_stored(case, work),
+        held_bytes=held,
+        peak_bytes=held,
+        convert_us=(work.dense_bytes + _stored(case, work)) / spec.bandwidth_gb_per_s / 1e3,
+        prepare_s=0.0,
+        **known,
+    )
+
+
+def _search(
+    spec: Spec, case: Case, options: ContestOptions
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what a contender settles on in a process, and what it timed; a twin as its original.
+
+    Times are of a call that takes 100 µs by the fastest way. All contenders of a problem have the
+    same ways, so that equal ones stay equal.
+    """
+    if pinned := options.pinned.get(case.id):
+        return dict(pinned), []
+    original = Case(case.problem, replace(case.contender, twin=False)).id
+    if not spec.regret:
+        return {"simulated": True, "regret": 0.0}, []
+    every = ways(spec, _draw(f"ways {spec.seed} {case.problem.id}"))
+    choices = [{"simulated": True, "way": i, "regret": round(t, 6)} for i, t in enumerate(every)]
+    again = {choice["way"] for choice in finalists(options.timed.get(original, ()))}
+    choices = [choice for choice in choices if not again or choice["way"] in again]
+    draw = _draw(f"search {spec.seed} {options.replicate} {original}")
+    took = blurred(spec, np.array([choice["regret"] for choice in choices]), draw)
+    trials = tuple(Trial(median_us=round(100 * exp(t), 2)) for t in took)
+    found = Search(int(took.argmin()), trials)
+    return choices[found.best], found.told(choices, whole=True)
+
+
+def _draw(seed: str) -> np.random.Generator:
+    return np.random.default_rng(list(hashlib.sha256(seed.encode()).digest()))
+
+
+def _stored(case: Case, work: Work) -> int:
+    """Return the bytes of a contender's weights, indices left out."""
+    itemsize = DTYPES[case.problem["dtype"]].itemsize
+    return work.dense_bytes if _dense_weights(case.contender) else itemsize * work.nnz
+
+
+def _dense_weights(contender: Contender) -> bool:
+    return weights_format(contender.format) is Dense
+
+
+def _faults(spec: Spec, row: Row) -> set[str]:
+    problem, contender = row.case.problem, row.case.contender
+    now = [fault for fault in spec.faults if fault.process in (None, row.replicate)]
+    return {fault.fault for fault in now if meets(problem, contender, fault.when)}
+
+
+def _time(
+    spec: Spec, rows: Sequence[Row], work: Work, options: ContestOptions, scope: str, cache: str
+) -> list[Row]:
+    """Return the rows for one scope and cache state; those that are still running have samples."""
+    rows = [replace(row, scope=scope, cache=cache) for row in rows]
+    running = [row for row in rows if row.status is Status.OK]
+    if not running:
+        return rows
+    seed = f"{spec.seed} {options.replicate} {rows[0].case.problem.id} {scope} {cache}"
+    times = [_call_us(spec, row, work) * exp(row.choice.get("regret", 0)) for row in running]
+    (taken,) = samples(spec, times, _draw(seed))
+    throttled = any("throttle" in _faults(spec, row) for row in rows)
+    if throttled:
+        taken[:, BLOCKS // 2 :] /= THROTTLED
+    telemetry = _telemetry(taken, throttled)
+    done = {}
+    for row, own in zip(running, taken, strict=True):
+        if "slow_start" in _faults(spec, row):
+            own[0] *= SLOW_START
+        done[row.case.id] = replace(_measured(row, own, work, options), telemetry=telemetry)
+    return [done.get(row.case.id, row) for row in rows]
+
+
+def _call_us(spec: Spec, row: Row, work: Work) -> float:
+    problem, contender = row.case.problem, row.case.contender
+    sparse_bytes = DTYPES[problem["dtype"]].itemsize * work.nnz
+    moved = work.fewest_bytes - sparse_bytes + _stored(row.case, work)
+    cached = spec.l2_bytes / layers_of(row.scope) if row.cache == "hot" else 0
+    flops = work.dense_flops if _dense_weights(contender) else work.flops
+    return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)
+
+
+def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row:
+    """Put samples, bound and energy into a row; what is faster than the bound has no samples."""
+    times_us = tuple(round(float(us), 3) for us in taken.flat)
+    typical_us = median(times_us)
+    if options.energy and row.scope != CHAIN:
+        joule = COOL["power_w"] * typical_us / 1e6
+        row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S)
+    if options.ceilings:
+        dtype = row.case.problem["dtype"]
+        bound_us, by = options.ceilings.bound(
+            dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache, layers_of(row.scope)
+        ) or (None, None)
+        row = check_bound(replace(row, bound_us=bound_us, bound_by=by), typical_us)
+        if row.status is not Status.OK:
+            return row
+    return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)
+
+
+def _telemetry(taken: Array, throttled: bool) -> dict[str, float]:
+    """Return what NVML would have told of the contest (telemetry.py)."""
+    window_us = float(taken.sum())
+    hot = HOT | {"thermal_us": window_us / 2} if throttled else {}
+    return {"seconds": window_us / 1e6, **COOL, **hot}

@@ -1,0 +1,44 @@
+"""pytest: `pytest SUITE.yaml --benchmark-only` collects a suite's cases as benchmarks.
+
+Every pytest session of an environment imports this file. So it imports nothing: torch and the rest
+of the package (_pytest_nodes.py) come when a suite is collected.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+OURS = re.compile(rb"^schema:\s*['\"]?sparsebench/suite@", re.MULTILINE)  # in any version
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `sparsebench run` calls --device, --data and --only."""
+    group = parser.getgroup("sparsebench", "sparsebench: pytest SUITE.yaml --benchmark-only")
+    group.addoption(
+        "--sparsebench-device",
+        metavar="NAME",
+        help="cpu, cuda or cuda:N; default: the best there is.",
+    )
+    group.addoption(
+        "--sparsebench-data",
+        metavar="DIR",
+        type=Path,
+        help="Folder that a suite's source files are in.",
+    )
+    group.addoption(
+        "--sparsebench-only",
+        metavar="WHAT",
+        default="",
+        help="Measure less: 'block=64 sparsity=0.8|0.9'.",
+    )
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Take a YAML file that was named itself and says that it is a suite: others are not ours."""
+    named = file_path.suffix in (".yaml", ".yml") and parent.session.isinitpath(file_path)
+    if not named or not OURS.search(file_path.read_bytes()):
+        return None
+    from sparsebench.harness.testing._pytest_nodes import SuiteFile
+
+    return SuiteFile.from_parent(parent, path=file_path)

@@ -1,0 +1,1 @@
+"""Tests of sparsebench; README.md says what is where."""

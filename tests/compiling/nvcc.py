@@ -1,0 +1,80 @@
+"""What the tests of the CUDA C++ kernels for Hopper share: to compile here, and to run there."""
+
+import inspect
+import re
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.tuned_table import _bare_cuda
+from tests.compiling.record import known
+
+HOPPERS_OWN = "arch=compute_90a,code=sm_90a"
+CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != cuda.HOPPER,
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+def assert_compiles_cleanly(
+    name: str,
+    constants: cuda.Constants,
+    folder: Path,
+    allowed: str = "",
+    clean: str = CLEAN,
+    look: Callable[[Path], None] | None = None,
+) -> None:
+    """Compile NAME.cu by nvcc: no spill, no warning, no serialised product (C75..).
+
+    `look` judges the machine code. What the record knows is not compiled (record.py).
+    """
+    if known_by_nvcc(name, constants, HOPPERS_OWN, allowed, clean, look):
+        return
+    command = ["nvcc", "-std=c++17", f"-gencode={HOPPERS_OWN}", "-cubin"]
+    command += ["-I", str(cuda.HEADERS), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
+    command += [str(cuda.source_of(name))]
+    command += [f"-D{macro}={value}" for macro, value in constants]
+    run = subprocess.run(command, capture_output=True, text=True)
+    log = run.stdout + run.stderr
+    assert run.returncode == 0, log
+    assert clean in log, log
+    told = log.replace(allowed, "")
+    assert not any(word in told for word in ("warning", "C75", "error")), log
+    if look:
+        look(folder / "kernel.cubin")
+
+
+def known_by_nvcc(
+    name: str,
+    constants: cuda.Constants,
+    target: str,
+    *judged_by: str | Callable[..., None] | None,
+) -> bool:
+    """Say whether the record has this compile, so judged: by words, or by functions."""
+    judges = [inspect.getsource(judge) if callable(judge) else judge for judge in judged_by]
+    sources = sorted(text_of(cuda.source_of(name)).items())
+    return known("nvcc", nvcc_version(), target, sources, constants, judges)
+
+
+@cache
+def nvcc_version() -> str:
+    """Return what nvcc says of itself."""
+    return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def text_of(source: Path) -> dict[str, str]:
+    """Return the code of a file and of the headers that it includes, by name, without comments."""
+    code = source.read_text()
+    found = {source.name: _bare_cuda(code)}
+    for header in re.findall(r'#include "([^"]+)"', code):
+        places = source.parent / header, cuda.HEADERS / header
+        found |= text_of(next(place for place in places if place.exists()))
+    return found

@@ -1,0 +1,81 @@
+"""What the tests of the Triton kernels share: to compile one without a GPU, and to judge it."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import dedent
+from types import ModuleType
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas_version
+from triton.compiler import ASTSource
+from triton.language import constexpr
+from triton.runtime.jit import JITCallable
+
+from sparsebench.kernels._common.tuned_table import _bare_python
+from tests.compiling.record import known
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
+
+
+def complaint_about(source: ASTSource, capability: int, options: Mapping[str, Any]) -> str | None:
+    """Compile, unless the record knows the result, and say what is wrong with it, or None."""
+    limit = SHARED_BYTES[capability]
+    if known(*identity(source), capability, sorted(options.items()), limit):
+        return None
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), dict(options))
+    if compiled.metadata.shared > limit:
+        return f"expected at most {limit} bytes of shared memory, found {compiled.metadata.shared}"
+    with TemporaryDirectory() as scratch:
+        binary = Path(scratch) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        command = [str(BIN / "cuobjdump"), "--dump-resource-usage", str(binary)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    spilled = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
+    assert spilled, usage
+    clean = not any(map(int, spilled.groups()))
+    return None if clean else f"expected no spill, found REG{usage.split('REG')[1][:40]}"
+
+
+def identity(source: ASTSource) -> Iterator[str]:
+    """Yield all that decides what is compiled, but for the target and the options."""
+    constants = sorted(source.constants.items())
+    yield triton.__version__
+    yield from (get_ptxas_version(capability) for capability in (80, 100))  # it has two
+    yield code_of(source.fn)
+    yield str([*source.signature.items()])
+    yield str([(k, code_of(v) if isinstance(v, JITCallable) else v) for k, v in constants])
+    yield str(sorted(source.attrs.items()))
+
+
+@cache
+def code_of(function: JITCallable) -> str:
+    """Return the code of a kernel and of what it calls, and the constants of their modules."""
+    code = dedent("".join(function.raw_src))
+    parts = {}
+    for name, value in sorted(names_in(code, function.__globals__).items()):
+        if isinstance(value, JITCallable) and not value.__module__.startswith("triton."):
+            parts[name] = code_of(value)
+        elif isinstance(value, (bool, int, float, str, constexpr)):
+            parts[name] = str(value)
+    return f"{_bare_python(code)} {parts}"
+
+
+def names_in(code: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a module's names, and of MODULE.name, that code reads."""
+    found = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name) and node.id in scope:
+            found[node.id] = scope[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = scope.get(node.value.id)
+            if isinstance(module, ModuleType) and hasattr(module, node.attr):
+                found[f"{node.value.id}.{node.attr}"] = getattr(module, node.attr)
+    return found

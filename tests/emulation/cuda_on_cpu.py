@@ -1,0 +1,50 @@
+"""Kernels' own CUDA C++ as a library of this machine; cuda_on_cpu.h stands in for the device."""
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.tools.paths import cuda_source
+
+FUNCTION = re.compile(
+    r"^(?:template <.*>[ \n])?__device__ (?:.*\}\n|[^;{]*\{(?s:.*?)^\}\n)", re.MULTILINE
+)
+"""A function of device code at the top level: it ends on its line, or at a } in column 0."""
+
+PTX_HEADERS = "hopper.cuh", "mma.cuh"
+
+
+def without_ptx(code: str, *replaced: str) -> str:
+    """Drop the device functions that have PTX, or a name in `replaced`: stand-ins replace them."""
+    dropped = re.compile(rf"\basm\b|__cvta|^[^({{]*\b(?:{'|'.join(replaced) or '$'})\(")
+    code = FUNCTION.sub(lambda function: "" if dropped.search(function[0]) else function[0], code)
+    assert not re.search(r"\basm[ (]", code)
+    return code
+
+
+def device_code(name: str, *replaced: str) -> str:
+    """Return a CUDA C++ file of kernels/ with its headers and without PTX, for this machine."""
+
+    def header(include: re.Match[str]) -> str:
+        return "" if include[1] in PTX_HEADERS else device_code(include[1], *replaced)
+
+    code = re.sub(r'#include "(.*)"\n', header, cuda_source(name).replace("#pragma once", ""))
+    code = re.sub("extern __shared__.*", "#define shared dynamic_shared()", code)
+    return without_ptx(code, *replaced)
+
+
+def built(
+    source: str, constants: Iterable[tuple[str, int]], folder: Path, name: str = "kernel"
+) -> Any:
+    """Compile C++ with its constants as macros; return the library, loaded."""
+    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    file.write_text(source)
+    macros = ["-U_FORTIFY_SOURCE", *(f"-D{macro}={value}" for macro, value in constants)]
+    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[:3000]
+    return ctypes.CDLL(str(library))

@@ -1,0 +1,64 @@
+"""What the tests of csr's kernels share: examples, and their source for this machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.cuda import AMPERE
+from tests.emulation.cuda_on_cpu import device_code
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+# m, n, k, part stored
+SHAPES = [
+    (3, 5, 7, 0.5),
+    (65, 40, 132, 0.2),
+    (40, 70, 260, 0.1),
+    (5, 4, 700, 0.02),
+    (33, 9, 64, 0.0),
+    (9, 33, 100, 1),
+]
+
+
+def example(shape: tuple[int, int, int, float], dtype: torch.dtype) -> tuple[Tensor, Csr]:
+    """Return X and W of small integers, so that sums are exact; every fifth row of W is empty."""
+    m, n, k, part = shape
+    generator = torch.Generator().manual_seed(m)
+    w = (
+        torch.randint(1, 4, (n, k), generator=generator)
+        * torch.tensor([1, -1])[torch.arange(k) % 2]
+    )
+    there = torch.rand(n, k, generator=generator) < part
+    there[::5] = False
+    there[1] = True  # a long row
+    x = torch.randint(-3, 4, (m, k), generator=generator)
+    return x.to(dtype), Csr.from_dense((w * there).to(dtype).contiguous())
+
+
+def on_this_machine(name: str, dtype: torch.dtype) -> str:
+    """Return the source of a kernel, with what stands in for the device."""
+    narrowing = "__float_as_uint(f)" if dtype == FP32 else "(u16)narrow(f)"
+    return f"""
+      #define __align__(n)
+      #include "mma_on_cpu.h"
+      static void prefetch_l2(const void*) {{}}
+      using u16 = unsigned short;
+      #define narrow(f) {narrowing}
+      {device_code(name, "narrow")}
+    """
+
+
+ampere = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE,
+    reason="needs a GPU of compute capability 8.0 or newer",
+)
+
+
+def on_gpu(operands: tuple[Tensor, Csr]) -> tuple[Tensor, Csr]:
+    """Put an example on the GPU."""
+    x, w = operands
+    arrays = {name: array.cuda() for name, array in w.arrays().items()}
+    return x.cuda(), replace(w, **arrays)

@@ -1,0 +1,362 @@
+"""Checks of layers on two ranks, each a process, by gloo on the CPU or by nccl on two GPUs.
+
+Both ranks call every function whose name begins with `check_`, in order.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsebench.errors import FormatError
+from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn.linear import index_of
+
+RANKS = 2
+WAIT = timedelta(seconds=60)
+N, K, HIDDEN, BLOCK = 256, 192, 320, 64
+
+
+def device() -> torch.device:
+    """Return this rank's GPU where there are two, else the CPU."""
+    enough = torch.cuda.device_count() >= RANKS
+    return torch.device("cuda", dist.get_rank()) if enough else torch.device("cpu")
+
+
+def dtype() -> torch.dtype:
+    return torch.bfloat16 if device().type == "cuda" else torch.float32
+
+
+def make(seed: int, sparsity: float = 0.5, **options: Any) -> nn.Sequential:
+    """Return a model of both layers that train, with a pattern and weights of this seed."""
+    torch.manual_seed(seed)
+    made: dict[str, Any] = {"device": device(), "dtype": dtype(), **options}
+    return nn.Sequential(
+        BlockSparseLinear(K, N, block=BLOCK, sparsity=sparsity, **made),
+        SparseGatedMLP(N, HIDDEN, slots=HIDDEN // 4, **made),
+        BlockSparseLinear(N, K, block=(BLOCK, 2 * BLOCK), sparsity=sparsity, **made),
+    )
+
+
+def inputs() -> Tensor:
+    """Return the inputs of all ranks; on GPUs enough for the kernels of many tokens."""
+    torch.manual_seed(17)
+    tokens = 512 if device().type == "cuda" else 8
+    return torch.randn(RANKS * tokens, K).to(device(), dtype())
+
+
+def mine(x: Tensor) -> Tensor:
+    return x.chunk(RANKS)[dist.get_rank()]
+
+
+def train(model: nn.Module, x: Tensor, steps: int = 2) -> torch.optim.Optimizer:
+    """Train by SGD; the loss is a mean over tokens, so a mean over ranks is that of all."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (60 * model(x).float().square().mean()).backward()  # a step moves all weights by percents
+        optimizer.step()
+    return optimizer
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def assert_near(found: Tensor, expected: Tensor, what: str = "y") -> None:
+    found, expected = whole(found).detach().double(), expected.detach().double()
+    wide = dtype() == torch.float32
+    eps = 1e-4 if wide else 0.03 if what == "y" else 0.01
+    error = (found - expected).norm()
+    assert error <= eps * expected.norm(), f"{what}: off by {error}"
+
+
+def assert_same_model(found: nn.Module, expected: nn.Module) -> None:
+    """Compare all parameters and buffers, and Y."""
+    theirs = dict(expected.state_dict())
+    for name, t in found.state_dict().items():
+        assert_near(t, theirs[name], name)
+    x = inputs()
+    with torch.no_grad():
+        assert_near(found(x), expected(x), "y")
+
+
+def patterns(model: nn.Module) -> list[BlockSparseLinear]:
+    return [layer for layer in model.modules() if isinstance(layer, BlockSparseLinear)]
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard each layer, and the model."""
+    mesh = init_device_mesh(device().type, (RANKS,))
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def refused(function: Callable[[], Any], message: str) -> None:
+    """Expect a FormatError with this message, on both ranks."""
+    said = "nothing"
+    try:
+        function()
+    except FormatError as error:
+        said = str(error)
+    assert message in said, f"expected a FormatError: {message}; found {said}"
+
+
+# ---- DistributedDataParallel ----
+
+
+def check_ddp_gives_unlike_ranks_the_pattern_of_the_first() -> None:
+    """The audit's reproduction: the second rank was off by 2.5."""
+    model, x = make(seed=dist.get_rank()), inputs()
+    model(mine(x))  # both ranks have plans
+    ddp = DistributedDataParallel(model)
+    expected = make(seed=0)
+    assert_same_model(model, expected)
+    train(ddp, mine(x))
+    train(expected, x)
+    assert_same_model(model, expected)
+
+
+def check_ddp_takes_another_pattern_of_as_many_blocks() -> None:
+    model, expected, other, x = make(seed=1), make(seed=1), make(seed=2), inputs()
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    train(ddp, mine(x))
+    train(expected, x)
+    for each in (model, expected):
+        for layer, source in zip(patterns(each), patterns(other), strict=True):
+            layer.set_pattern(source.offsets, source.columns, source.values)
+    train(ddp, mine(x))
+    train(expected, x)
+    assert_same_model(model, expected)
+
+
+def check_ddp_refuses_another_number_of_blocks_and_takes_it_when_wrapped_anew() -> None:
+    model, expected, other, x = make(seed=1), make(seed=1), make(seed=2, sparsity=0.75), inputs()
+    ddp = DistributedDataParallel(model)
+    before = copy.deepcopy(model.state_dict())
+
+    def change(each: nn.Module) -> None:
+        for layer, source in zip(patterns(each), patterns(other), strict=True):
+            layer.set_pattern(source.offsets, source.columns, source.values)
+
+    train(ddp, mine(x), steps=1)
+    model.load_state_dict(before)
+    message = "the number of blocks cannot change under DistributedDataParallel"
+    refused(lambda: change(model), message)
+    refused(lambda: model.load_state_dict(other.state_dict()), message)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name]), name
+    del ddp
+    change(model)
+    change(expected)
+    train(DistributedDataParallel(model), mine(x))
+    train(expected, x)
+    assert_same_model(model, expected)
+
+
+# ---- fully_shard ----
+
+
+def check_fsdp_trains_as_one_process_does() -> None:
+    model, expected, x = sharded(make(seed=3)), make(seed=3), inputs()
+    train(model, mine(x))
+    train(expected, x)
+    assert_same_model(model, expected)
+
+
+def check_full_and_sharded_state_dicts_go_round() -> None:
+    x = inputs()
+    model = sharded(make(seed=4))
+    optimizer = train(model, mine(x))
+    for full in (True, False):
+        options = StateDictOptions(full_state_dict=full)
+        state = get_model_state_dict(model, options=options)
+        moments = get_optimizer_state_dict(model, optimizer, options=options)
+        assert isinstance(state["0.values"], DTensor) != full
+        other = sharded(make(seed=5))
+        its = train(other, mine(x), steps=1)
+        set_model_state_dict(other, state, options=options)
+        set_optimizer_state_dict(other, its, moments, options=options)
+        with torch.no_grad():
+            assert_near(other(x), model(x))
+        for name, t in model.state_dict().items():
+            assert torch.equal(whole(other.state_dict()[name]), whole(t)), name
+
+
+def check_a_checkpoint_goes_round_and_loads_without_fsdp() -> None:
+    x, folder = inputs(), Path(os.environ["SHARED"]) / "checkpoint"
+    model = sharded(make(seed=6))
+    train(model, mine(x))
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
+    for other in (sharded(make(seed=7)), make(seed=7)):
+        state = get_model_state_dict(other)
+        checkpoint.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state)
+        with torch.no_grad():
+            assert_near(other(x), model(x))
+
+
+def check_a_full_state_dict_of_the_first_rank_is_sent_to_all() -> None:
+    x, source = inputs(), make(seed=8)
+    state = source.state_dict() if not dist.get_rank() else {}
+    model = sharded(make(seed=9))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    with torch.no_grad():
+        assert_near(model(x), source(x))
+
+
+def check_a_model_from_meta_is_sharded_then_filled() -> None:
+    x, source = inputs(), make(seed=10)
+    model = sharded(make(seed=11, device="meta"))
+    model.to_empty(device=device())
+    for layer in model.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    y = model(mine(x))
+    assert y.isfinite().all()
+    assert y.abs().sum() > 0
+    state = get_model_state_dict(source)
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    with torch.no_grad():
+        assert_near(model(x), source(x))
+
+
+def check_ranks_that_disagree_on_a_pattern_are_refused() -> None:
+    message = "expected one index on all ranks, found several"
+    refused(lambda: sharded(make(seed=dist.get_rank())), message)
+    filled = sharded(make(seed=dist.get_rank(), device="meta"))
+    filled.to_empty(device=device())
+    refused(patterns(filled)[0].reset_parameters, message)
+    model, other = sharded(make(seed=12)), make(seed=dist.get_rank())
+    layer, source = patterns(model)[0], patterns(other)[0]
+    refused(lambda: layer.set_pattern(source.offsets, source.columns), message)
+
+
+def check_fsdp_takes_another_pattern_of_as_many_blocks() -> None:
+    x = inputs()
+    model, expected, other = sharded(make(seed=13)), make(seed=13), make(seed=14)
+    train(model, mine(x), steps=1)
+    train(expected, x, steps=1)
+    model.reshard()
+    for layer, twin, source in zip(*map(patterns, (model, expected, other)), strict=True):
+        moved = layer.set_pattern(source.offsets, source.columns)
+        assert torch.equal(moved, twin.set_pattern(source.offsets, source.columns))
+        few = index_of(torch.eye(*layer._grid, dtype=torch.bool, device=device()))
+        refused(lambda: layer.set_pattern(*few), "cannot change under fully_shard")  # noqa: B023
+    assert_same_model(model, expected)
+
+
+def check_spense_layers_are_sharded_and_go_round() -> None:
+    torch.manual_seed(0)
+    two_four = torch.randn(N, K) * torch.tensor([1, 0, 1, 0]).repeat(K // 4)
+    h = 2 * N
+    weights = [torch.randn(s) * torch.tensor([0, 1, 1, 0]).repeat(s[1] // 4) for s in MLP_SHAPES]
+    for kind in (torch.bfloat16, torch.float8_e4m3fn):
+        linear = SpenseLinear.from_dense(two_four.bfloat16(), bias=torch.randn(N), dtype=kind)
+        largest = {"largest": 3.0} if kind == torch.float8_e4m3fn else {}
+        mlp = SpenseGatedMLP.from_dense(
+            *(w.bfloat16() for w in weights), dense=0, dtype=kind, **largest
+        )
+        assert mlp.hidden_features == h
+        source = nn.Sequential(linear, mlp).to(device())
+        empty = nn.Sequential(
+            SpenseLinear(K, N, dtype=kind), SpenseGatedMLP(N, h, dense=0, dtype=kind)
+        ).to(device())
+        model, other, x = sharded(copy.deepcopy(source)), sharded(empty), inputs().bfloat16()
+        with torch.no_grad():
+            assert torch.equal(model(x), source(x))
+            for full in (True, False):
+                options = StateDictOptions(full_state_dict=full)
+                state = get_model_state_dict(model, options=options)
+                set_model_state_dict(other, state, options=options)
+                assert torch.equal(other(x), source(x))
+
+
+MLP_SHAPES = (2 * N, N), (2 * N, N), (N, 2 * N)  # gate, up, down
+
+
+# ---- both ranks ----
+
+
+def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, function in sorted(globals().items()):
+        if name.startswith("check_"):
+            yield name.removeprefix("check_"), function
+
+
+def rank(number: int, folder: str) -> None:
+    """Call the checks until one fails, and write the traceback of each, empty if it passed."""
+    torch.set_num_threads(1)
+    os.environ["SHARED"] = folder
+    backend = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(number)
+    start = f"file://{folder}/start"
+    dist.init_process_group(backend, init_method=start, rank=number, world_size=RANKS, timeout=WAIT)
+    for name, function in checks():
+        began = time.perf_counter()
+        try:
+            function()
+            dist.barrier()
+        except BaseException:
+            Path(folder, f"{name}.{number}").write_text(traceback.format_exc())
+            os._exit(1)  # the other rank may wait for this one
+        Path(folder, f"{name}.{number}").write_text("")
+        if not number and backend == "nccl":
+            print(f"{time.perf_counter() - began:6.2f} s  {name}", flush=True)
+    dist.destroy_process_group()
+
+
+def run() -> dict[str, str]:
+    """Call all checks on two ranks. Return the traceback of each, empty if it passed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-P", __file__, folder]
+        processes = [subprocess.Popen([*command, str(number)]) for number in range(RANKS)]
+        try:
+            for process in processes:
+                process.wait()
+        finally:
+            for process in processes:
+                process.kill()
+        found = {}
+        for name, _ in checks():
+            files = [Path(folder, f"{name}.{number}") for number in range(RANKS)]
+            said = [f.read_text() if f.exists() else "did not end\n" for f in files]
+            found[name] = "".join(said)
+        return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        rank(int(sys.argv[2]), sys.argv[1])
+        raise SystemExit
+    failed = 0
+    for name, said in run().items():
+        failed += bool(said)
+        print(f"{name}: {'FAILED' if said else 'ok'}\n{said}", end="")
+    raise SystemExit(failed)

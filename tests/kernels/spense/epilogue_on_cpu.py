@@ -1,0 +1,103 @@
+"""The epilogue of spense_wgmma.cu as a library of this machine: its own text, PTX by stand-ins.
+
+Taken from the text: structs, scales, activations, stores, partial sums and the fixup. A stand-in
+for a TMA store reads shared memory as late as it may.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sparsebench.kernels.spense.spense_wgmma import Config
+from tests.emulation.cuda_on_cpu import built, without_ptx
+from tests.tools.paths import cuda_source
+
+KERNEL = "// the kernel's own text\n"  # stands for it in what a test adds
+IN_CPP = """
+using std::max;
+struct TensorMap { char* to; long bytes, rows; };  // of a row, and rows
+static Meeting groups[64][6];
+static void warpgroup_sync(int barrier) { meet(groups[now->cta][barrier], 128); }
+#define __expf expf
+static float __fdividef(float a, float b) { return a / b; }
+static float4 __ldcg(const float4* p) { return *p; }
+static int ld_acquire(const int* counter) { others_first(); return *counter; }
+static void red_release_add_1(int* counter) { ++*counter; }
+
+// The columns of 8 x 8 pieces, as rows: lane 8 j + r has the address of row r of piece j.
+static void stmatrix_trans(u32 place, const u32* words, int pieces) {
+  memcpy(warp()[lane()], words, 4 * pieces);
+  warp_in_step();
+  const int piece = lane() / 8, row = lane() % 8;
+  if (piece < pieces)
+    for (int c = 0; c < 8; c++) {
+      const u32 word = warp()[4 * c + row / 2][piece];
+      const unsigned short bits = word >> 16 * (row % 2);
+      memcpy(dynamic_shared() + place + 2 * c, &bits, 2);
+    }
+  warp_in_step();
+}
+static void stmatrix_x2_trans(u32 place, u32 a, u32 b) {
+  const u32 words[] = {a, b};
+  stmatrix_trans(place, words, 2);
+}
+static void stmatrix_x4_trans(u32 place, const float* s) {
+  const u32 words[] = {pack_pair(s[0], s[1]), pack_pair(s[2], s[3]), pack_pair(s[4], s[5]),
+                       pack_pair(s[6], s[7])};
+  stmatrix_trans(place, words, 4);
+}
+static void st_shared_u8(u32 at, u32 value) { dynamic_shared()[at] = value; }
+static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
+  const u32 sign = std::signbit(f) ? 0x80 : 0;
+  const float a = min(std::fabs(f), 448.f), least = 1 / 64.f;
+  if (f != f) return sign | 0x7f;
+  const int e = a < least ? -6 : std::ilogb(a);
+  return sign | ((e + 6 << 3) + (int)std::nearbyint(std::ldexp(a, 3 - e)));
+}
+static u32 cvt_e4m3x2(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
+
+struct Store { const TensorMap* map; u32 from; int column, row; };
+static std::vector<std::vector<Store>> pending[64][4];  // groups of stores, the last one open
+static auto& mine_pending() { return pending[now->cta][now->thread / 128]; }
+static void tma_store(const TensorMap* map, u32 from, int column, int row) {
+  mine_pending().back().push_back({map, from, column, row});
+}
+static void tma_store_commit() { mine_pending().emplace_back(); }
+template <int LEFT> static void tma_store_wait_read();
+static void fence_proxy_async() {}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """m tokens, hidden units, steps of k, the sparse part of all, and CTAs."""
+
+    config: Config
+    m: int
+    units: int
+    steps: int
+    sparse: float
+    ctas: int
+
+
+EPILOGUE = (  # from its first function to the first one that follows it
+    "template <int FRAGMENTS>\n__device__ __forceinline__ void apply_scales(",
+    "__device__ __forceinline__ void zero(",
+)
+
+
+def section(source: str, start: str, end: str) -> str:
+    return source[source.index(start) : source.index(end)]
+
+
+@cache
+def on_cpu(own: str, constants: Any, folder: Path) -> Any:
+    """Build what follows the products, and `own`; PTX is IN_CPP's and cuda_on_cpu.h's."""
+    kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
+    parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
+    parts += "using Accumulators = float[TOKENS / 2];\n"
+    parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
+    parts += section(kernel, *EPILOGUE)
+    source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
+    return built(source + own.replace(KERNEL, without_ptx(parts)), constants, folder)

@@ -1,0 +1,17 @@
+"""The command line as a script sees it, in this process: starting one takes seconds for torch."""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from subprocess import CompletedProcess
+from unittest.mock import patch
+
+from sparsebench.harness.commands._app import main
+
+
+def sparsebench(*arguments: object) -> CompletedProcess[str]:
+    """Run a command; return its exit code and what it wrote, 200 columns wide (conftest.py)."""
+    given, out, err = ["sparsebench", *map(str, arguments)], io.StringIO(), io.StringIO()
+    with patch.object(sys, "argv", given), redirect_stdout(out), redirect_stderr(err):
+        code = main()
+    return CompletedProcess(given, code, out.getvalue(), err.getvalue())
