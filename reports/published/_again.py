@@ -50,7 +50,7 @@ def elsewhere(runs: Mapping[str, Published]) -> str:
     lines = []
     for first, second in _pairs(runs):
         found = agreement(first.run, second.run)
-        cells = found.found.cases[found.found.cases.agree.notna()]
+        cells = found.comparison.cases[found.comparison.cases.agree.notna()]
         ratios = cells.speedup_b_over_a.dropna()
         figures = np.exp(np.log(ratios).mean()), ratios.min(), ratios.max()
         lines.append(

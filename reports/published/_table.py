@@ -22,7 +22,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.published._runs import Published
 from sparsebench.results.analysis import uncertainty
 from sparsebench.results.formatting import amount, interval, rounded
-from sparsebench.results.statistics import Blocks, between
+from sparsebench.results.statistics import Blocks, ratio_over
 
 CONTENDER = ("format", "kernel", "label", "options")
 PROBLEM = ["run", "problem_id", "scope", "cache"]
@@ -163,7 +163,7 @@ def _figures(
 
 
 def _ratio(ours: Blocks, theirs: Blocks) -> tuple[float, float, float]:
-    found = between(ours, theirs)
+    found = ratio_over(ours, theirs)
     return (found.value, found.low, found.high) if found else (np.nan, np.nan, np.nan)
 
 
