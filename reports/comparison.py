@@ -11,19 +11,17 @@ A terminal shows the LINES largest changes, Markdown folds all cases away, HTML 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from string import ascii_uppercase
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
-from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.reports.page import render
+from sparsebench.reports.tables import Cell, Table
 from sparsebench.reports.terminal import PARTS, USUAL, labels, shown, split
 from sparsebench.results.analysis import analyse
 from sparsebench.results.changes import Change, Changes, changes
@@ -75,11 +73,7 @@ class Compared:
         yield summary(self)
         yield from (Text(line) for line in notes(self))
         yield Text()
-        whole = table(self)
-        left = len(whole.lines) - LINES
-        more = f"{whole.title}; {left} smaller ones: --html or --markdown"
-        title = more if left > 0 else whole.title
-        yield Sheet(title, whole.columns, whole.lines[:LINES], whole.words, whole.spare)
+        yield table(self).shortened(LINES, "smaller changes are in --html and --markdown")
 
 
 def compared(given: Sequence[Run]) -> Compared:
@@ -117,7 +111,7 @@ def sentences(found: Compared) -> list[str]:
     return [f"{name} against A, {own.sentence}." for name, own in found.others.items()]
 
 
-def summary(found: Compared) -> Sheet:
+def summary(found: Compared) -> Table:
     """Return a line for each run but the first."""
     words = [w for w in Change if w and any(str(w) in c.counts for c in found.others.values())]
     lines: list[list[Cell]] = []
@@ -134,7 +128,7 @@ def summary(found: Compared) -> Sheet:
         )
     means = ("geometric mean", "baselines, by time", "only in one")
     columns = ("", "cases", *map(str, words), *means)
-    return Sheet("", columns, lines, frozenset({""}), ("only in one",))
+    return Table(columns=columns, lines=lines, words=("",), spare=("only in one",))
 
 
 def notes(found: Compared) -> list[str]:
@@ -164,7 +158,7 @@ def notes(found: Compared) -> list[str]:
     return said
 
 
-def table(found: Compared, folded: bool = False) -> Sheet:
+def table(found: Compared, folded: bool = False) -> Table:
     """Return all cases, the largest change first; broken ones before all others.
 
     `folded`: what varies of the problems is one column, for a page.
@@ -191,7 +185,7 @@ def table(found: Compared, folded: bool = False) -> Sheet:
     spare = [text.format(name) for text in SPARE for name in others]
     title = ": ".join(filter(None, ["Largest changes first", constant]))
     spare += ["× baseline A", *(f"{name} is" for name in others)]  # a ratio also has a colour
-    return Sheet(title, tuple(columns), cells, frozenset(words), tuple(spare))
+    return Table(title=title, columns=columns, lines=cells, words=words, spare=spare)
 
 
 def markdown(found: Compared) -> str:
@@ -214,11 +208,8 @@ def html(found: Compared, root: str = "") -> str:
 
     In a site, `root` leads from the page to the folder that the runs' paths are relative to.
     """
-    templates = files("sparsebench.reports") / "templates"
-    css, page = ((templates / n).read_text("utf-8") for n in ("report.css", "comparison.html"))
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(page).render(
-        css=Markup(css),
+    return render(
+        "comparison.html",
         title=f"{len(found.runs)} runs compared",
         warning=warning(found),
         sentences=sentences(found),
@@ -233,7 +224,7 @@ def html(found: Compared, root: str = "") -> str:
     )
 
 
-def agreement_sheet(found: Comparison) -> Sheet:
+def agreement_sheet(found: Comparison) -> Table:
     """Return the cells of two runs that do not agree, and what each run says of them."""
     apart = found.cases[found.cases.agree.eq(False).fillna(False)]
     names = [n for n in ["op", *_fields(found.cases), "scope", "cache"] if n in apart]
@@ -248,8 +239,8 @@ def agreement_sheet(found: Comparison) -> Sheet:
     ]
     columns = (*varying, "contender", "× baseline there", "× baseline here")
     title = f"Cells that do not agree: {constant}" if lines else "No cell disagrees"
-    words = frozenset({"contender", "× baseline there", "× baseline here", "op"})
-    return Sheet(title, columns if lines else (), lines, words)
+    words = ("contender", "× baseline there", "× baseline here", "op")
+    return Table(title=title, columns=columns if lines else (), lines=lines, words=words)
 
 
 def to_json(found: Compared) -> dict[str, Any]:

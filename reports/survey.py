@@ -26,7 +26,8 @@ from sparsebench.reports import build
 from sparsebench.reports.build import Figure
 from sparsebench.reports.figures import answer
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, NoCrossing, analyse
 from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
@@ -250,7 +251,7 @@ def _crossings(there: OtherDevice) -> Markup:
     ]
     found = found.sort_values([*varying, "label"], kind="stable", key=_sortable)
     title = note("Faster than the baseline from this sparsity on, by the levels of both devices:")
-    return title + table([*varying, "contender", ">here", ">there"], rows)
+    return title + html_table([*varying, "contender", ">here", ">there"], rows)
 
 
 def _sortable(column: "pd.Series[Any]") -> "pd.Series[Any]":
@@ -290,7 +291,7 @@ def _ratios(there: OtherDevice) -> Markup:
         ]
         for line in own.to_dict("records")
     ]
-    return table(heads, rows)
+    return html_table(heads, rows)
 
 
 def _field(value: Any) -> str:
@@ -310,7 +311,7 @@ def _ceilings(found: dict[str, Frames], others: list[OtherDevice], device: str) 
     flat = {name: _flat_ceilings(each) for name, each in named.items()}
     kinds = list(dict.fromkeys(kind for each in flat.values() for kind in each))
     rows = [[kind, *(significant(each.get(kind)) for each in flat.values())] for kind in kinds]
-    return table(["measured", *(f">{name}" for name in named)], rows)
+    return html_table(["measured", *(f">{name}" for name in named)], rows)
 
 
 def _flat_ceilings(data: dict[str, Any]) -> dict[str, float]:
@@ -337,7 +338,7 @@ def _kernels(kernels: list[dict[str, Any]]) -> Markup:
     said = (
         f"{runs} of {len(kernels)} kernels run here. Each was asked about its cases in all suites."
     )
-    return note(said) + table(["kernel", "here", ">cases", "why not the others, mostly"], rows)
+    return note(said) + html_table(["kernel", "here", ">cases", "why not the others, mostly"], rows)
 
 
 def _fitness(fitness: list[dict[str, Any]]) -> Markup:
@@ -347,13 +348,13 @@ def _fitness(fitness: list[dict[str, Any]]) -> Markup:
         )
     heads = ["level", "check", "found", "what it means", "what to do"]
     names = ("level", "check", "found", "means", "do")
-    return table(heads, [[each[name] or "–" for name in names] for each in fitness])
+    return html_table(heads, [[each[name] or "–" for name in names] for each in fitness])
 
 
 def _left(left: dict[str, str]) -> Markup:
     if not left:
         return note("Nothing: every step finished inside the budget.")
-    return table(["step", "what"], [[STEPS.get(name, name), why] for name, why in left.items()])
+    return html_table(["step", "what"], [[STEPS.get(n, n), why] for n, why in left.items()])
 
 
 def _listed(file: Path) -> list[dict[str, Any]]:

@@ -34,12 +34,12 @@ from sparsebench.harness.bench.contest_state import (
     Announce,
     ContestOptions,
     Entry,
-    Explain,
     Fatal,
+    OnFailure,
     RunningContest,
+    ignore_failure,
     one_line,
     synchronize,
-    unexplained,
 )
 from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.operands import Layer
@@ -64,7 +64,7 @@ def run(
     data: Path | None,
     options: ContestOptions | None = None,
     announce: Announce = lambda case, stage: None,
-    explain: Explain = unexplained,
+    on_failure: OnFailure = ignore_failure,
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
@@ -78,7 +78,7 @@ def run(
             entry.end(Status.UNSUPPORTED, str(reason))
         return [row for entry in entries for row in entry.rows(measures)], {}
     try:
-        contest = start(problem, entries, device, data, options, announce, explain)
+        contest = start(problem, entries, device, data, options, announce, on_failure)
     except (torch.OutOfMemoryError, MemoryError) as error:
         for entry in entries:
             entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
@@ -101,7 +101,7 @@ def start(
     data: Path | None,
     options: ContestOptions,
     announce: Announce,
-    explain: Explain = unexplained,
+    on_failure: OnFailure = ignore_failure,
 ) -> RunningContest:
     """Build the operands, and prepare, check and capture every contender: ready to be timed."""
     began = time.perf_counter()
@@ -116,7 +116,7 @@ def start(
     layers = [Layer(problem, dense), *_further(problem, op, device, data, entries, options)]
     contest = RunningContest(
         *(problem, op, device, options, dense, entries, announce, guard, seal, spots),
-        *(layers, Spots(_activations(layers)), explain),
+        *(layers, Spots(_activations(layers)), on_failure),
     )
     _watch(contest, data)
     synchronize(device)

@@ -35,11 +35,11 @@ Announce = Callable[[str, str], None]
 """Called with a case id and a stage before anything of that case runs: if the process dies or
 hangs, its parent knows whose fault it was."""
 
-Explain = Callable[[str, str, str], None]
+OnFailure = Callable[[str, str, str], None]
 """Called with a case id, why the case ended, and the traceback (explain.py)."""
 
 
-def unexplained(case: str, reason: str, traceback: str) -> None:
+def ignore_failure(case: str, reason: str, traceback: str) -> None:
     """Tell nobody."""
 
 
@@ -159,7 +159,7 @@ class RunningContest:
     spots: Spots
     layers: list[Layer]
     chain_spots: Spots
-    explain: Explain = unexplained
+    on_failure: OnFailure = ignore_failure
     draw: int = 0  # of the activations, now
     timed_last: str = ""  # the case of the last sample, where each is announced
     output_bytes: int = 0
@@ -207,7 +207,7 @@ class RunningContest:
             self._mend()
         except (torch.OutOfMemoryError, MemoryError) as error:
             entry.end(Status.OUT_OF_MEMORY, one_line(error))
-            self.explain(case, entry.row.detail, explained(error))
+            self.on_failure(case, entry.row.detail, traceback_of(error))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._mend()
@@ -217,7 +217,7 @@ class RunningContest:
             except Exception as dead:
                 raise Fatal(case, f"{stage}: {one_line(dead)}") from error
             entry.end(Status.FAILED, f"{stage}: {one_line(error)}")
-            self.explain(case, entry.row.detail, explained(error))
+            self.on_failure(case, entry.row.detail, traceback_of(error))
             self._mend()
 
     def _mend(self) -> None:
@@ -249,7 +249,7 @@ def one_line(error: BaseException) -> str:
 LONGEST = 20_000  # characters; the last ones stay
 
 
-def explained(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error and of what caused it, with modules for files."""
     try:
         text = "".join(traceback.format_exception(error))

@@ -58,14 +58,15 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate the GPU time of each entry and of all of them, and compare it with the budget."""
-    from sparsebench.harness.costs.campaign_estimates import estimates
+    from sparsebench.harness.costs.estimates import campaign_estimates
     from sparsebench.harness.shared_runs.campaign_file import campaign as read
 
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
     requested = read(file)
     selected = {entry.name for entry in requested.named(names or [])}
-    entries = [e for e in estimates(requested, gpu or GPU, data) if e.entry.name in selected]
+    estimates = campaign_estimates(requested, gpu or GPU, data)
+    entries = [each for each in estimates if each.entry.name in selected]
     total = sum(each.seconds or 0.0 for each in entries)
     if as_json:
         lines = [

@@ -35,7 +35,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Estimate the run time of a suite, and list unsupported cases."""
-    from sparsebench.harness.costs.suite_estimates import costs, plan_there
+    from sparsebench.harness.costs.estimates import preview
+    from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.preview import plan, uncontested
     from sparsebench.harness.plan.suite import read
@@ -45,7 +46,7 @@ def check(
         raise typer.BadParameter("expected --device or --gpu, found both")
     requested = read(suite, data)
     if gpu:
-        planned = plan_there(requested, costs(gpu), only, replicates)
+        planned = preview(requested, times_on(gpu), only, replicates)
     else:
         planned = plan(requested, named(device), only, replicates)
     if as_json:

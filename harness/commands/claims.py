@@ -164,15 +164,15 @@ def check(
     from sparsebench.harness.claims.checking import check as measure
     from sparsebench.harness.claims.checking import evidence, to_json
     from sparsebench.harness.claims.claim_catalog import chosen
-    from sparsebench.harness.costs.claim_estimates import left_out, looks
-    from sparsebench.harness.costs.suite_estimates import costs
+    from sparsebench.harness.costs.estimates import left_out, looks
+    from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
     until = monotonic() + budget_s(budget) if budget else inf
     selected = chosen(names or [])
-    times = costs(gpu) if gpu else None
+    times = times_on(gpu) if gpu else None
     picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
 
     def print_plan(known: "Evidence") -> None:

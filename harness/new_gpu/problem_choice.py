@@ -7,14 +7,15 @@
 One process chooses; another run measures them anew, so that luck in the first is in no number.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import pandas as pd
 
+from sparsebench.harness.costs.measured_times import product
 from sparsebench.results.analysis import break_even, winners
 from sparsebench.results.frame import fields
-from sparsebench.results.record import Status
+from sparsebench.results.record import Problem, Status
 
 DECIDED = 0.9  # the sparsity that block-sparse papers and this project's headlines are about
 
@@ -72,3 +73,29 @@ def _shape(raced: pd.DataFrame) -> list[str]:
 def _same(row: dict[Hashable, object], line: dict[Hashable, object], keys: list[str]) -> bool:
     pairs: list[tuple[Any, Any]] = [(row[key], line[key]) for key in keys]
     return all(a == b or bool(pd.isna(a) and pd.isna(b)) for a, b in pairs)
+
+
+def coarse(problems: Iterable[Problem], decided: float) -> dict[str, int]:
+    """Rank problems by id: of each shape the level `decided` first, then its least sparse one.
+
+    Ranks add up over blocks in the order of the suite, so that a screening that is cut short has
+    looked at every shape.
+    """
+    shapes: dict[tuple[Any, ...], list[Problem]] = {}
+    for problem in problems:
+        shapes.setdefault((*product(problem), problem["pattern"]), []).append(problem)
+    ranks = {}
+    for shape in shapes.values():
+        levels = sorted({_level(problem) for problem in shape})
+        nearest = min(levels, key=lambda level: abs(level - decided))
+        levels = list(dict.fromkeys([nearest, *levels]))
+        blocks = list(dict.fromkeys(str(problem["block"]) for problem in shape))
+        for problem in shape:
+            ranks[problem.id] = levels.index(_level(problem)) + blocks.index(str(problem["block"]))
+    return ranks
+
+
+def _level(problem: Problem) -> float:
+    """Return the sparsity, or of units the fraction that is off."""
+    active: Any = problem.fields.get("active")
+    return float(problem["sparsity"]) if active is None else 1 - float(active) / problem["n"]

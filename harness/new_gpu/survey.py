@@ -26,11 +26,12 @@ from typing import Any
 import torch
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.costs.survey_estimates import coarse, costs
+from sparsebench.harness.costs.estimates import affordable
+from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import DECIDED, deciding
+from sparsebench.harness.new_gpu.problem_choice import DECIDED, coarse, deciding
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
@@ -204,7 +205,11 @@ def _decide(asked: Survey, end: float, progress: Progress) -> str:
     if not found:
         return "expected a case with a time in screen/, found none"
     left_s = SAFE * (end - monotonic()) * max(1, len(asked.devices))
-    chosen = costs(screened).affordable(found, left_s, PROCESSES)
+    kind = asked.device.partition(":")[0]
+    chosen = affordable(
+        read(asked.suite), times([screened]), found, left_s, PROCESSES,
+        device=kind if kind == "cpu" else "cuda",
+    )  # fmt: skip
     if not chosen:
         if "screen" in asked.left:
             asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)

@@ -25,7 +25,7 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry, Explain, unexplained
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry, OnFailure, ignore_failure
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
 from sparsebench.harness.patterns._mask import derived
@@ -63,12 +63,12 @@ def try_kernel(
     words: Sequence[str],
     device: torch.device,
     data: Path | None = None,
-    explain: Explain = unexplained,
+    on_failure: OnFailure = ignore_failure,
 ) -> Tried:
     """Draw, convert, check against fp64 and time a kernel beside its baseline.
 
-    `explain` hears the traceback of what fails. Raises SuiteError where a word cannot be used,
-    Unsupported where the kernel cannot run it here.
+    `on_failure` receives the traceback of what fails. Raises SuiteError where a word cannot be
+    used, Unsupported where the kernel cannot run it here.
     """
     planned = plan(name, words, device, data)
     contenders = [*planned.contenders]
@@ -77,7 +77,7 @@ def try_kernel(
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
     options = ContestOptions(ceilings=ceilings.measure(device))
-    rows, _ = contest.run(planned.problem, contenders, device, data, options, explain=explain)
+    rows, _ = contest.run(planned.problem, contenders, device, data, options, on_failure=on_failure)
     rows = sorted(rows, key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:

@@ -72,7 +72,7 @@ class Entry(BaseModel):
         assert self.suite
         return read(self.suite, self.folder(data))
 
-    def known(self, data: Path | None) -> bool:
+    def readable(self, data: Path | None) -> bool:
         """Say whether it has a suite that can be read here: with source files, if it takes any."""
         folder = self.folder(data)
         files = not self.data or (folder is not None and folder.is_dir())

@@ -25,7 +25,7 @@ from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.harness.machine.cpu_placement import apart
-from sparsebench.harness.run import worker_process as child
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import confirm, reproduce
@@ -153,7 +153,7 @@ class Sitting:
 
     def _card(self, device: str) -> str:
         """Ask a worker what a device is; ResultError where it is not of the campaign's kind."""
-        worker = child.Worker(device, self.data, child.Log())
+        worker = worker_process.Worker(device, self.data, worker_process.Log())
         worker.kill()
         known = shared_facts(worker.about["environment"])
         here = {name: known[name] for name in SAME}

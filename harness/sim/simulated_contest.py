@@ -166,7 +166,7 @@ def _search(
     took = blurred(spec, np.array([choice["regret"] for choice in choices]), draw)
     trials = tuple(Trial(median_us=round(100 * exp(t), 2)) for t in took)
     found = Search(int(took.argmin()), trials)
-    return choices[found.best], found.told(choices, whole=True)
+    return choices[found.best], found.lines(choices, whole=True)
 
 
 def _draw(seed: str) -> np.random.Generator:

@@ -11,8 +11,8 @@ from time import monotonic
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.costs import campaign_estimates as costing
-from sparsebench.harness.costs.suite_estimates import costs as known_costs
+from sparsebench.harness.costs.estimates import EntryEstimate, campaign_estimates
+from sparsebench.harness.costs.measured_times import times_on
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
@@ -24,7 +24,7 @@ from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign, ca
 from sparsebench.harness.shared_runs.publication import publish
 from sparsebench.harness.shared_runs.publication import published as published_before
 from sparsebench.harness.shared_runs.sitting import Sitting, state
-from sparsebench.reports.published import __main__ as published
+from sparsebench.reports import published
 from sparsebench.results import bundle, store
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
@@ -367,22 +367,22 @@ def test_a_campaign_that_cannot_be_run_is_one_clear_error(
 
 
 @pytest.fixture(scope="module")
-def found() -> list[costing.Estimate]:
-    return costing.estimates(campaign("published"), PUBLISHED / "nvidia-h200")
+def found() -> list[EntryEstimate]:
+    return campaign_estimates(campaign("published"), PUBLISHED / "nvidia-h200")
 
 
-def test_the_published_campaign_costs_at_most_its_budget(found: list[costing.Estimate]) -> None:
+def test_the_published_campaign_costs_at_most_its_budget(found: list[EntryEstimate]) -> None:
     assert "published" in campaigns()
     assert not [each.entry.name for each in found if each.seconds is None]
     assert "as the run dlmc-csr" in {each.how for each in found if each.entry.name == "dlmc-csr"}
     assert {each.entry.replicates for each in found} >= {8}
 
 
-def test_the_published_campaign_costs_at_most_two_hours(found: list[costing.Estimate]) -> None:
+def test_the_published_campaign_costs_at_most_two_hours(found: list[EntryEstimate]) -> None:
     assert sum(each.seconds or 0.0 for each in found) <= campaign("published").budget_s <= 120 * 60
 
 
-def test_a_reproduction_costs_less_than_what_it_repeats(found: list[costing.Estimate]) -> None:
+def test_a_reproduction_costs_less_than_what_it_repeats(found: list[EntryEstimate]) -> None:
     """Its choices are taken without a search."""
     cost = {each.entry.name: each.seconds or 0.0 for each in found}
     assert 0 < cost["spense-decode-again"] < cost["spense-decode"]
@@ -390,7 +390,7 @@ def test_a_reproduction_costs_less_than_what_it_repeats(found: list[costing.Esti
 
 def test_a_dense_product_is_searched_once_in_a_verdict() -> None:
     """By published rows: 1 s for the first of its kind, 0.1 to 0.3 s for every other one."""
-    there = known_costs(PUBLISHED / "nvidia-h200")
+    there = times_on(PUBLISHED / "nvidia-h200")
     size = log(64 * 4096 * 4096)
     searched, met = (there.first["dense/cublas"].case_s(size, met) for met in (False, True))
     assert met < 0.4 * searched

@@ -20,7 +20,7 @@ from sparsebench.harness.bench.spot_checks import print_of, sums_of, turn_round
 from sparsebench.harness.bench.timing import Chain, Samples, Timed
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
-from sparsebench.harness.run.validation import _plausible
+from sparsebench.harness.run.validation import _require_plausible
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
@@ -198,9 +198,9 @@ def test_a_layer_that_is_faster_than_its_own_bytes_is_no_record(made: Made) -> N
 def test_samples_of_a_chain_take_as_long_as_its_layers() -> None:
     row = Row(Case(PROBLEM, DENSE), Status.OK, clock="graph", samples_us=(100.0,) * 48)
     chain = replace(row, scope="chain")
-    assert _plausible(SimpleNamespace(rows=[chain], reference=[], path=Path())) == 1  # type: ignore[arg-type]
+    assert _require_plausible(SimpleNamespace(rows=[chain], reference=[], path=Path())) == 1  # type: ignore[arg-type]
     with pytest.raises(ResultError, match="expected samples that take about 40 ms, found 48"):
-        _plausible(SimpleNamespace(rows=[row], reference=[], path=Path()))  # type: ignore[arg-type]
+        _require_plausible(SimpleNamespace(rows=[row], reference=[], path=Path()))  # type: ignore[arg-type]
 
 
 def test_a_print_of_several_outputs_sees_the_furthest() -> None:

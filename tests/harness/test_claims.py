@@ -15,7 +15,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import checking as checking
 from sparsebench.harness.claims import claim_catalog, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
-from sparsebench.harness.costs.claim_estimates import left_out
+from sparsebench.harness.costs.estimates import left_out
 from sparsebench.harness.models.pruning import command
 from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure

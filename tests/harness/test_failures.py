@@ -9,11 +9,11 @@ from threading import Timer
 
 import pytest
 
-from sparsebench.harness.bench.contest_state import LONGEST, explained
+from sparsebench.harness.bench.contest_state import LONGEST, traceback_of
 from sparsebench.harness.commands._console import message_printer
 from sparsebench.harness.doctor.findings import Finding, Level, failure
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import worker_process as child
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
 from tests.tools.command_line import sparsebench
@@ -43,7 +43,7 @@ def raised(text: str = "too many tiles") -> RuntimeError:
 
 
 def test_a_traceback_names_modules_and_no_path() -> None:
-    text = explained(raised())
+    text = traceback_of(raised())
     assert text.rstrip().endswith("RuntimeError: too many tiles")
     assert "KeyError: 'missing'" in text
     assert "test_failures.py" in text
@@ -51,7 +51,7 @@ def test_a_traceback_names_modules_and_no_path() -> None:
 
 
 def test_a_long_traceback_is_cut_at_its_beginning() -> None:
-    text = explained(raised("x" * 2 * LONGEST))
+    text = traceback_of(raised("x" * 2 * LONGEST))
     assert len(text) < LONGEST + 10
     assert text.startswith("...\n")
 
@@ -85,7 +85,7 @@ def test_the_stacks_of_a_crash_and_of_what_raises_are_kept(tmp_path: Path) -> No
 
 def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is slow to start on a busy machine times out as well: any stack will do."""
-    monkeypatch.setattr(child, "DUMP_S", 600.0)
+    monkeypatch.setattr(worker_process, "DUMP_S", 600.0)
     said = failures("faulty.hangs", timeout_s=2)
     assert "no answer within 2 s" in said
     assert "most recent call first" in said
@@ -162,7 +162,7 @@ def test_cases_of_a_suite_are_called_in_their_ranges(
 
 def test_no_line_is_lost_where_several_workers_write_at_once(tmp_path: Path) -> None:
     """Each has a thread that reads what it says."""
-    log, before = child.Log(tmp_path / "worker.log"), sys.getswitchinterval()
+    log, before = worker_process.Log(tmp_path / "worker.log"), sys.getswitchinterval()
 
     def read(worker: int) -> None:
         for line in range(100):
@@ -177,7 +177,7 @@ def test_no_line_is_lost_where_several_workers_write_at_once(tmp_path: Path) -> 
         sys.setswitchinterval(before)
     lines = (tmp_path / "worker.log").read_text().splitlines()
     assert sorted(lines) == sorted(f"{worker} {line}" for worker in range(8) for line in range(100))
-    reasons = (tmp_path / child.FAILURES).read_text().splitlines()[::3]
+    reasons = (tmp_path / worker_process.FAILURES).read_text().splitlines()[::3]
     assert sorted(reasons) == sorted(lines)
 
 

@@ -359,7 +359,7 @@ def test_weights_may_be_written_just_before(config):
         outs.append(bsr_small.bind(plan, x, values)())
     assert all(torch.equal(out, -first if i % 2 == 0 else first) for i, out in enumerate(outs))
     program = bsr_small.bind(plan, x, values)
-    packed, kept = program.kept[1], torch.empty_like(program.out)
+    packed, kept = program.tensors[1], torch.empty_like(program.out)
     graph = captured([packed.neg_, program, lambda: kept.copy_(program.out), packed.neg_, program])
     for _ in range(50):
         graph.replay()

@@ -161,7 +161,7 @@ def test_values_that_are_packed_have_zeros_where_there_is_no_block():
     shape = (64, 72), (*w.values.shape,), (64, 48)
     plan = _launch.Plan(None, (), lambda *a: a, *shape, torch.float16, order.clamp(0), zeros=zeros)
     bound = _launch.bind(plan, torch.zeros(64, 72).half(), w.values)
-    packed = bound.kept[1].view(-1, 8)
+    packed = bound.tensors[1].view(-1, 8)
     assert (packed[zeros] == 0).all()
     assert sorted(packed[order >= 0].flatten().tolist()) == sorted(w.values.flatten().tolist())
 

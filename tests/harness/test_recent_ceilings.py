@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from sparsebench.harness.run import runner as lately
+from sparsebench.harness.run import runner
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return what was measured, by a clock of 100 s a reading."""
     readings = iter(range(0, 100_000, 100))
-    monkeypatch.setattr(lately, "monotonic", lambda: float(next(readings)))
-    monkeypatch.setattr(lately, "_known", {})
+    monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
+    monkeypatch.setattr(runner, "_cached", {})
     return []
 
 
@@ -22,7 +22,7 @@ def ceilings(asked: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
         asked.append(sorted(wanted))
         return {"matrix_tflops": dict.fromkeys(wanted, 1.0)}
 
-    return lately.ceilings(card, dtypes, measure)
+    return runner.recent_ceilings(card, dtypes, measure)
 
 
 def test_a_second_run_takes_them_and_says_how_old_they_are(asked: list[list[str]]) -> None:

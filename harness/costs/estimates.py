@@ -1,0 +1,302 @@
+"""How long a suite, a survey, a check of claims and a campaign will take on one GPU.
+
+    run      = ceilings + R x (start + contests + rows) + prepare in the first process and R - 1
+               later ones + an energy window a case and process     (measured_times.py)
+    survey   a run of as many problems as fit into the time that is left
+    claims   a run for each suite that has cells to measure
+    campaign entry by entry:
+      suite      as above; without its source files, the published run of that suite or name
+      confirm    its cells alone, without a search
+      reproduce  as the run that it repeats, without a search
+      claims     what the entries above leave, and a confirming run for each suite that needs one
+
+A kernel without times is taken as typical, and named. Times of a suite that reads files from --data
+are unknown while those files are missing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.harness.claims.checking import Evidence, Wanted, evidence, measures_energy, missing
+from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import Part
+from sparsebench.harness.costs.measured_times import (
+    ENERGY_S,
+    KernelTimes,
+    MeasuredTimes,
+    log_size,
+    names,
+    product,
+    times_on,
+)
+from sparsebench.harness.plan.selection import only, planned
+from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
+from sparsebench.results import files
+from sparsebench.results.formatting import amount
+from sparsebench.results.record import Case, Contender
+from sparsebench.results.statistics import FEWEST
+
+
+def preview(
+    suite: Suite,
+    times: MeasuredTimes,
+    condition: str = "",
+    replicates: int = 3,
+    *,
+    pinned: bool = False,
+    energy: bool = False,
+    device: str = "cuda",
+) -> dict[str, Any]:
+    """Return counts, an estimate in seconds and bytes, and the kernels without times.
+
+    `pinned` if choices come from another run, without a search. The estimate includes A/A twins and
+    the noise floor; the counts are of the suite's own cases.
+    """
+    selected = only(suite.contests, condition)
+    measures = len(possible(suite.measures, device))
+    process_s, windows = times.start_s, 0
+    cases, met = list[tuple[str, float, bool]](), set[tuple[Any, ...]]()
+    for contest in planned(suite, device, condition):
+        running = [k for k in contest.contenders if _runs(k, contest, device)]
+        contest_s, row_s = times.contest_and_row_s(size := log_size(contest.problem))
+        process_s += bool(running) * contest_s + len(running) * measures * row_s
+        windows += len(running)
+        kernels = [names(contender) for contender in running if not contender.twin]
+        for name in [label if label in times.first else kernel for label, kernel in kernels]:
+            key = name, product(contest.problem)
+            cases.append((name, size, key in met))
+            met.add(key)
+    first = times.later if pinned else times.first
+    later = times.searching if replicates >= FEWEST and not pinned else times.later
+    seconds = times.ceilings_s + replicates * (process_s + energy * windows * ENERGY_S)
+    seconds += _prepare_s(cases, first) + (replicates - 1) * _prepare_s(cases, later)
+    supported = Counter(k.kernel for c in selected for k in c.contenders if _runs(k, c, device))
+    largest = max((load_op(c.problem.op).held_bytes(c.problem) for c in selected), default=0)
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "device": times.gpu,
+        "problems": len(selected),
+        "cases": sum(len(contest.contenders) for contest in selected),
+        "supported": supported.total(),
+        "replicates": replicates,
+        "estimate_s": round(seconds),
+        "largest_bytes": largest,
+        "memory_bytes": times.memory_bytes,
+        "unknown": sorted(supported.keys() - times.first.keys()),
+        "unsupported": [],
+    }
+
+
+def _runs(contender: Contender, contest: Contest, device: str) -> bool:
+    """Return whether a kernel is for such a device and this op; the device itself is not here."""
+    kernel = load_kernel(contender.kernel)
+    return kernel.device in ("any", device) and kernel.op in ("any", contest.problem.op)
+
+
+def _prepare_s(
+    cases: Sequence[tuple[str, float, bool]], kernels: Mapping[str, KernelTimes]
+) -> float:
+    """Return what preparing cases (kernel, size, whether its product was met) takes."""
+    if not kernels:
+        return 0.0
+    typical = KernelTimes(
+        median(kernel.once_s for kernel in kernels.values()),
+        [case for kernel in kernels.values() for case in kernel.cases],
+    )
+    once_s = sum(kernels.get(name, typical).once_s for name in {case[0] for case in cases})
+    each_s = (kernels.get(name, typical).case_s(size, again) for name, size, again in cases)
+    return once_s + sum(each_s)
+
+
+def affordable(
+    suite: Suite,
+    times: MeasuredTimes,
+    wanted: Mapping[str, Sequence[str]],
+    left_s: float,
+    replicates: int,
+    device: str = "cuda",
+) -> dict[str, Sequence[str]]:
+    """Return those of the wanted problems, with their case ids, that fit into the time left.
+
+    Problems are tried in the order given; one that does not fit leaves room for those after it.
+    """
+    fitting: dict[str, Sequence[str]] = {}
+    for problem, cases in wanted.items():
+        more = fitting | {problem: cases}
+        ids = "|".join(dict.fromkeys(case for each in more.values() for case in each))
+        planned_run = preview(suite, times, f"case={ids}", replicates, device=device)
+        if planned_run["estimate_s"] <= left_s:
+            fitting = more
+    return fitting
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run that a check of claims has left to make; `seconds` is None without measured times."""
+
+    suite: str
+    claims: tuple[str, ...]
+    contests: int
+    cases: int
+    seconds: float | None
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """Describe it: `announced: 18 contests, 90 cases, about 32 s; for blast-2025`."""
+        time = f", about {self.seconds:.0f} s" if self.seconds is not None else ""
+        typical = f" ({', '.join(self.unknown)} taken as typical)" if self.unknown else ""
+        counts = f"{amount(self.contests, 'contest')}, {amount(self.cases, 'case')}"
+        return f"{self.suite}: {counts}{time}{typical}; for {', '.join(self.claims)}"
+
+
+def looks(known: Evidence, device: str, replicates: int, times: MeasuredTimes | None) -> list[Look]:
+    """Return the runs that a check will make before any confirming run."""
+    return [_look(wanted, replicates, times) for wanted in missing(known, device)]
+
+
+def _look(wanted: Sequence[Wanted], replicates: int, times: MeasuredTimes | None) -> Look:
+    suite, cases = wanted[0][0].suite, _case_ids(wanted)
+    claims = tuple(dict.fromkeys(part.written.name for part, _ in wanted))
+    contests = len({problem for _, problems in wanted for problem in problems})
+    if times is None:
+        return Look(suite.name, claims, contests, len(cases), None)
+    energy = measures_energy(wanted[0][0])
+    run = preview(suite, times, f"case={'|'.join(cases)}", replicates, energy=energy)
+    unknown = tuple(run["unknown"])
+    return Look(suite.name, claims, contests, len(cases), run["estimate_s"], unknown)
+
+
+def left_out(known: Evidence) -> list[str]:
+    """Return a line for each suite that is not measured because its source files are missing."""
+    by_suite: dict[str, list[str]] = {}
+    for part in known.all_parts:
+        if not part.contests:
+            by_suite.setdefault(part.suite.name, []).append(part.written.name)
+    return [
+        f"{suite}: left out, its problems are files below --data; for {', '.join(claims)}"
+        for suite, claims in by_suite.items()
+    ]
+
+
+@dataclass(frozen=True)
+class EntryEstimate:
+    """The GPU time of a campaign's entry; None if unknown. `how` names what it is taken from."""
+
+    entry: Entry
+    seconds: float | None
+    how: str = ""
+
+
+def campaign_estimates(
+    campaign: Campaign, gpu: Path, data: Path | None = None
+) -> list[EntryEstimate]:
+    """Estimate every entry from the published runs of one GPU. Raises ResultError without any."""
+    times = times_on(gpu)
+    estimates: dict[str, EntryEstimate] = {}
+    for entry in campaign.entries:
+        above = campaign.above(entry)
+        if entry.kind == "claims":
+            estimate = EntryEstimate(entry, _claims_s(entry, above, times, data))
+        elif entry.kind == "suite":
+            estimate = _suite_estimate(entry, times, gpu, data)
+        elif not above[0].readable(data):
+            reproduced = entry.kind == "reproduce"
+            before = estimates[entry.of].seconds if reproduced else None
+            how = f"as {entry.of}" if reproduced else f"no suite of {entry.of} here"
+            estimate = EntryEstimate(entry, before, how)
+        elif entry.kind == "reproduce":
+            suite, of = above[0].read(data), above[0]
+            run = preview(suite, times, of.only, of.replicates, pinned=True)
+            how = f"as {entry.of}, without a search"
+            estimate = EntryEstimate(entry, run["estimate_s"], how)
+        else:
+            suite = above[0].read(data)
+            cases = [
+                Case(contest.problem, contender).id
+                for contest in only(suite.contests, f"{above[0].only} {entry.only}".strip())
+                for contender in contest.contenders
+                if not contender.baseline
+            ]
+            seconds = _cases_s(suite, cases[: entry.cases], times, entry.replicates, pinned=True)
+            estimate = EntryEstimate(entry, seconds)
+        estimates[entry.name] = estimate
+    return list(estimates.values())
+
+
+def _suite_estimate(
+    entry: Entry, times: MeasuredTimes, gpu: Path, data: Path | None
+) -> EntryEstimate:
+    if entry.readable(data):
+        suite = entry.read(data)
+        run = preview(suite, times, entry.only, entry.replicates, energy=entry.energy)
+        unknown = ", ".join(run["unknown"])
+        how = f"{unknown} never measured there, taken as typical" if unknown else ""
+        return EntryEstimate(entry, run["estimate_s"], how)
+    for file in sorted(gpu.glob("*/run.json"), key=lambda file: file.parent.name != entry.name):
+        state = files.from_json(file)
+        if state["suite"] == entry.suite:
+            process_s = state["seconds"] / state["flags"]["replicates"]
+            how = f"as the run {file.parent.name}"
+            return EntryEstimate(entry, process_s * entry.replicates, how)
+    return EntryEstimate(entry, None, "no source files, and no run of this suite")
+
+
+def _claims_s(
+    entry: Entry, above: Sequence[Entry], times: MeasuredTimes, data: Path | None
+) -> float:
+    parts = evidence(chosen(entry.claims or []), data=data).all_parts
+    measured = {problem for each in above for problem in _problems(each, data)}
+    confirmed = {
+        of.read(data).text
+        for each in above
+        for of in above
+        if each.confirm == of.name and of.readable(data)
+    }
+    seconds = 0.0
+    for text in {part.suite.text for part in parts}:
+        own = [part for part in parts if part.suite.text == text]
+        suite = own[0].suite
+        left = _case_ids([(part, part.problems - measured) for part in own])
+        seconds += _cases_s(suite, left, times, entry.replicates)
+        exist = [part for part in own if part.test.quantifier == "exists"]
+        if exist and text not in confirmed:
+            best = exist[0].cases(exist[0].problems)[:2]
+            seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)
+    return seconds
+
+
+def _problems(entry: Entry, data: Path | None) -> Iterable[str]:
+    """Return the problems of an entry's suite; none if its source files are missing."""
+    try:
+        contests = only(entry.read(data).contests, entry.only) if entry.readable(data) else []
+    except SuiteError:
+        return []
+    return [contest.problem.id for contest in contests]
+
+
+def _case_ids(wanted: Iterable[tuple[Part, set[str]]]) -> list[str]:
+    return [*dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))]
+
+
+def _cases_s(
+    suite: Suite,
+    cases: Sequence[str],
+    times: MeasuredTimes,
+    replicates: int,
+    *,
+    pinned: bool = False,
+) -> float:
+    if not cases:
+        return 0.0
+    run = preview(suite, times, f"case={'|'.join(cases)}", replicates, pinned=pinned)
+    return float(run["estimate_s"])

@@ -1,0 +1,201 @@
+"""What things took in earlier runs on one GPU, which is the input of every estimate.
+
+    run        ceilings, once
+    process    start: everything outside contests
+    contest    operands, conversion and checks: of the NEAR runs with problems of the nearest size
+    row        capture and timing, likewise
+    case       `prepare`: the median of the NEAR cases of its kernel of the nearest size,
+    kernel     and once in a process what its dearest case takes beyond that, such as compiling
+
+`prepare` takes longest in the first process of a run. In later ones it differs with how the run
+chooses configurations: some take what the first one chose, and verdicts search again among its
+finalists. A dense product is searched once in a process; other contests with the same product
+search among its finalists. So the dearest row of a product is the search, and the others are what
+the product takes again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log, prod
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from sparsebench.errors import ResultError
+from sparsebench.harness.catalog import load_op
+from sparsebench.results import store
+from sparsebench.results.provenance import Choices, choices_of, device_name
+from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.store import Run
+
+MOST_RUNS = 64  # read from a folder
+NEAR = 5
+FEW = 3  # rows of a run that separate what a kernel takes once from what each case takes
+LEAST_CONTEST_S = 0.05
+AGAIN = 0.45  # of first processes' `prepare`, what later ones took in the published verdicts
+KIND = "m", "n", "k", "dtype"
+DENSE = "cublas", "cublas_ffn"
+CONTEST, ROW = ("operands", "convert", "check"), ("capture", "timing")  # stages in run.json
+STAGES = *CONTEST, *ROW, "prepare"
+# One energy window, with warm-up and waits for the counter (bench/energy.py): the 42 windows of
+# results/published/nvidia-h200/decoder-energy took 113.5 s.
+ENERGY_S = 2.7
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """What a kernel's `prepare` took in one kind of process, as (log size, seconds) of cases.
+
+    once_s  beyond the usual, for the first case of a process
+    again   cases whose dense product the process had met before; empty for other kernels
+    """
+
+    once_s: float
+    cases: Sequence[tuple[float, float]]
+    again: Sequence[tuple[float, float]] = ()
+
+    def case_s(self, size: float, repeated: bool = False) -> float:
+        """Return what a case of about this size takes; `repeated` if its product was met."""
+        near = sorted((repeated and self.again) or self.cases, key=lambda case: abs(case[0] - size))
+        return median(seconds for _, seconds in near[:NEAR])
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """What things took on one GPU, in seconds.
+
+    sizes      of each run: (mean log size of its problems, s per contest, s per row)
+    first      kernels in the first process of a run
+    later      kernels in later processes that take the choices of the first one
+    searching  kernels in later processes that search among the first one's finalists
+    """
+
+    gpu: str
+    memory_bytes: int
+    ceilings_s: float
+    start_s: float
+    sizes: Sequence[tuple[float, float, float]]
+    first: Mapping[str, KernelTimes]
+    later: Mapping[str, KernelTimes]
+    searching: Mapping[str, KernelTimes]
+
+    def contest_and_row_s(self, size: float) -> tuple[float, float]:
+        """Return what a contest of about this size takes, and each of its rows."""
+        near = sorted(self.sizes, key=lambda run: abs(run[0] - size))[:NEAR]
+        return median(run[1] for run in near), median(run[2] for run in near)
+
+
+def times_on(path: Path) -> MeasuredTimes:
+    """Read a run, or the runs of one GPU in a folder. Raises ResultError if there are none."""
+    single = (path / "run.json").exists()
+    folders = [path] if single else sorted(file.parent for file in path.glob("*/run.json"))
+    runs = [store.read(folder) for folder in folders[:MOST_RUNS]]
+    if not runs:
+        raise ResultError(f"--gpu {path}: expected a run, or a folder of runs, found none")
+    names = sorted({device_name(run.environment) for run in runs})
+    if len(names) > 1 or not all(run.environment.get("gpu") for run in runs):
+        raise ResultError(f"--gpu {path}: expected runs of one GPU, found {', '.join(names)}")
+    for run in runs:
+        if not run.state["spent_s"].keys() >= {*STAGES}:  # as in runs of a simulated GPU
+            expected = "runs with the seconds of each stage (spent_s)"
+            raise ResultError(f"--gpu {run.path}: expected {expected}, found none")
+    return times(runs)
+
+
+def times(runs: Sequence[Run]) -> MeasuredTimes:
+    """Return what things took in these runs of one device."""
+    spent = [run.state["spent_s"] for run in runs]
+    apart_s = sum(run.state["seconds"] for run in runs)
+    apart_s -= sum(each.get(name, 0.0) for each in spent for name in (*STAGES, "energy"))
+    ceilings_s = sum(each.get("ceilings", 0.0) for each in spent)
+    starts = [run.state["flags"]["replicates"] * len(run.state.get("shards", "1")) for run in runs]
+    chosen = {run.path: choices_of(run.state) for run in runs}
+
+    def kernels(wanted: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
+        return _kernels(runs, lambda run, row: wanted(chosen[run.path], row.replicate))
+
+    first = kernels(lambda choice, replicate: choice is not Choices.BUNDLE and replicate == 0)
+    later = kernels(lambda choice, n: choice in (Choices.FIRST, Choices.BUNDLE) and n > 0)
+    searching = kernels(lambda choice, n: choice in (Choices.EACH, Choices.AMONG) and n > 0)
+    assumed = {name: _assumed_later(kernel) for name, kernel in first.items()}
+    return MeasuredTimes(
+        gpu=device_name(runs[0].environment),
+        memory_bytes=int((runs[0].environment.get("gpu") or {}).get("memory_bytes", 0)),
+        ceilings_s=ceilings_s / len(runs),
+        start_s=max(0.0, apart_s - ceilings_s) / sum(starts),
+        sizes=[_sizes(run) for run in runs],
+        first=first,
+        later=assumed | later,
+        searching=assumed | searching,
+    )
+
+
+def _sizes(run: Run) -> tuple[float, float, float]:
+    spent = run.state["spent_s"]
+    problems = {row.case.problem.id: row.case.problem for row in run.rows}.values()
+    contests = max(1, run.state["contests"]["done"])
+    rows = max(1, sum(row.status is Status.OK for row in (*run.rows, *run.reference)))
+    contest_s = sum(spent.get(stage, 0.0) for stage in CONTEST) / contests
+    row_s = sum(spent.get(stage, 0.0) for stage in ROW) / rows
+    return fmean(map(log_size, problems)), max(LEAST_CONTEST_S, contest_s), row_s
+
+
+def _kernels(runs: Iterable[Run], wanted: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
+    """Return what `prepare` took in the wanted rows, by the label and the name of each kernel."""
+    by_name: dict[str, list[list[Row]]] = {}  # of each kernel its rows, by run
+    for run in runs:
+        rows = {(row.case.id, row.replicate): row for row in run.rows if wanted(run, row)}
+        in_run: dict[str, list[Row]] = {}
+        for row in rows.values():
+            if row.prepare_s is not None and not row.case.contender.twin:
+                for name in names(row.case.contender):
+                    in_run.setdefault(name, []).append(row)
+        for name, group in in_run.items():
+            by_name.setdefault(name, []).append(group)
+    return {name: _kernel_times(groups) for name, groups in by_name.items()}
+
+
+def _kernel_times(groups: Sequence[Sequence[Row]]) -> KernelTimes:
+    cases, again = list[tuple[float, float]](), list[tuple[float, float]]()
+    once = []
+    for rows in groups:
+        products: dict[Any, list[tuple[float, float]]] = {}
+        for row in rows:
+            seconds = row.prepare_s or 0.0
+            searched = row.case.contender.kernel in DENSE and row.candidates
+            key = (row.replicate, product(row.case.problem)) if searched else id(row)
+            products.setdefault(key, []).append((log_size(row.case.problem), seconds))
+        for met in products.values():
+            dearest = max(met, key=lambda case: case[1])
+            cases.append(dearest)
+            met.remove(dearest)
+            again += met
+        if len(products) == len(rows):  # otherwise the dearest row is the search of a product
+            each_s = [row.prepare_s or 0.0 for row in rows]
+            once.append((len(rows) >= FEW, max(each_s) - median(each_s)))
+    enough = [seconds for many, seconds in once if many] or [seconds for _, seconds in once]
+    return KernelTimes(median(enough) if enough else 0.0, cases, again)
+
+
+def _assumed_later(kernel: KernelTimes) -> KernelTimes:
+    """Return what a kernel takes in later processes, judging by first ones alone."""
+    scaled = [(size, AGAIN * seconds) for size, seconds in kernel.cases]
+    return KernelTimes(0.0, kernel.again or scaled)
+
+
+def names(contender: Contender) -> tuple[str, str]:
+    """Return the label with options, and the kernel; times are kept under both."""
+    return replace(contender, twin=False).label, contender.kernel
+
+
+def product(problem: Problem) -> tuple[Any, ...]:
+    """Return what problems with the same dense products have in common."""
+    return problem.op, *(problem.fields.get(name) for name in KIND)
+
+
+def log_size(problem: Problem) -> float:
+    """Return the logarithm of the multiplications with a problem's first weight, if dense."""
+    op = load_op(problem.op)
+    sizes, first = op.sizes(problem.fields), op.weights[0]
+    elements = prod(sizes[name] for name in op.operands[first].shape)
+    return log(max(1, problem["m"] * elements * op.copies(problem.fields, first)))
