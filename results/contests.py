@@ -37,7 +37,7 @@ from sparsebench.results.families import OURS, family
 from sparsebench.results.formatting import plain
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import Outcome, between
+from sparsebench.results.statistics import Outcome, ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
 SAID = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
@@ -127,7 +127,7 @@ def _over(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, flo
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
         if line["outcome"] in list(Outcome):
             return gain, low, high, line["outcome"] in DECIDED
-    elif found := between(line["blocks"], base["blocks"]):
+    elif found := ratio_over(line["blocks"], base["blocks"]):
         gain, low, high = found.value, found.low, found.high
     else:  # they were timed in different processes
         gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan
