@@ -246,7 +246,7 @@ def _rows(
             order = random.Random(seed).sample(contests, len(contests))
             order.sort(key=options.rank or (lambda contest: 0))
             missing = [c for c in order if (replicate, c.problem.id) not in counts.done]
-            left = part.own(missing, replicate) if part else missing
+            left = part.take(missing, replicate) if part else missing
             if monotonic() >= options.until:
                 break
             if replicate:

@@ -13,7 +13,7 @@ from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.harness.shared_runs.pieces import pack
+from sparsebench.harness.shared_runs.campaign_pieces import pack
 from sparsebench.reports.published._again import elsewhere, energy, twins
 from sparsebench.reports.published._runs import Published, published
 from sparsebench.reports.published._summary import Question, headline
