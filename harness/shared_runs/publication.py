@@ -3,7 +3,7 @@
     DIR/NAME           ─> INTO/GPU/NAME             every run, its digests verified; no logs
     DIR/claims/NAME    ─> INTO/GPU/claims-NAME      what claims had measured
     INTO/GPU           ─> gone: history keeps it; where entries are named, only runs of their names
-    pages and picture  ─> drawn from what is there now (reports/published)
+    pages and picture  ─> drawn from what is there now (reports/published.py)
 
 All of what is asked for or nothing: an entry that is not whole is said before, and where a page
 cannot be drawn the runs from before are put back.
@@ -98,6 +98,6 @@ def _replaced(home: Path) -> Iterator[Path]:
 
 
 def _drawn(root: Path) -> list[Path]:
-    from sparsebench.reports.published.__main__ import write
+    from sparsebench.reports.published import write
 
     return write(root)
