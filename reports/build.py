@@ -14,11 +14,9 @@ of the run point out of the page. What is chosen stands in the address: #m=16&bl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup
 
@@ -27,6 +25,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
+from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badges, told
 from sparsebench.results.formatting import amount, selection
@@ -98,15 +97,7 @@ def build(
 
 def rendered(**parts: Any) -> str:
     """Return a page of templates/report.html, whose names `parts` are."""
-    templates = files("sparsebench.reports") / "templates"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return distinct(
-        environment.from_string((templates / "report.html").read_text("utf-8")).render(
-            css=Markup((templates / "report.css").read_text("utf-8")),
-            js=Markup((templates / "report.js").read_text("utf-8")),
-            **parts,
-        )
-    )
+    return distinct(render("report.html", **parts))
 
 
 def figures() -> list[Figure]:

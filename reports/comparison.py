@@ -11,22 +11,20 @@ A terminal shows the LINES largest changes, Markdown folds all cases away, HTML 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from string import ascii_uppercase
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
-from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.reports.page import render
+from sparsebench.reports.tables import Cell, Table
 from sparsebench.reports.terminal import PARTS, USUAL, labels, shown, split
 from sparsebench.results.analysis import analyse
-from sparsebench.results.changes import Changes, Word, changes
+from sparsebench.results.changes import Change, Changes, changes
 from sparsebench.results.comparison import KEYS, Comparison
 from sparsebench.results.formatting import (
     duration,
@@ -45,10 +43,15 @@ FACTS_SHOWN = 8
 ADDED = ("× baseline {}", "{} / A", "{} is", "of bound A, {}", "time A, {}", "why {}")
 WORDS = ("{} is", "why {}")
 SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # the first goes first
-STYLES = {Word.BROKEN: "bad", Word.SLOWER: "bad", Word.FASTER: "good", Word.UNCLEAR: "unsure"}
-STYLES |= {Word.EQUAL: "quiet", Word.GONE: "unsure", Word.NEW: "good"}
-RANKS = {Word.EQUAL: 0, Word.UNCLEAR: 1, Word.NEW: 2, Word.GONE: 2}
-RANKS |= {Word.FASTER: 3, Word.SLOWER: 3, Word.BROKEN: 4}
+STYLES = {
+    Change.BROKEN: "bad",
+    Change.SLOWER: "bad",
+    Change.FASTER: "good",
+    Change.UNCLEAR: "unsure",
+}
+STYLES |= {Change.EQUAL: "quiet", Change.GONE: "unsure", Change.NEW: "good"}
+RANKS = {Change.EQUAL: 0, Change.UNCLEAR: 1, Change.NEW: 2, Change.GONE: 2}
+RANKS |= {Change.FASTER: 3, Change.SLOWER: 3, Change.BROKEN: 4}
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,7 @@ class Compared:
         yield summary(self)
         yield from (Text(line) for line in notes(self))
         yield Text()
-        whole = table(self)
-        left = len(whole.lines) - LINES
-        more = f"{whole.title}; {left} smaller ones: --html or --markdown"
-        title = more if left > 0 else whole.title
-        yield Sheet(title, whole.columns, whole.lines[:LINES], whole.words, whole.spare)
+        yield table(self).shortened(LINES, "smaller changes are in --html and --markdown")
 
 
 def compared(given: Sequence[Run]) -> Compared:
@@ -112,9 +111,9 @@ def sentences(found: Compared) -> list[str]:
     return [f"{name} against A, {own.sentence}." for name, own in found.others.items()]
 
 
-def summary(found: Compared) -> Sheet:
+def summary(found: Compared) -> Table:
     """Return a line for each run but the first."""
-    words = [w for w in Word if w and any(str(w) in c.counts for c in found.others.values())]
+    words = [w for w in Change if w and any(str(w) in c.counts for c in found.others.values())]
     lines: list[list[Cell]] = []
     for name, own in found.others.items():
         counted: list[Cell] = [
@@ -122,14 +121,14 @@ def summary(found: Compared) -> Sheet:
             for word in words
         ]
         base = own.baseline_mean
-        only = f"{len(own.found.only_a)} | {len(own.found.only_b)}"
+        only = f"{len(own.comparison.only_a)} | {len(own.comparison.only_b)}"
         mean, base_mean = significant(own.mean, 4), significant(base, 4)
         lines.append(
             [f"{name} / A", str(sum(own.counts.values())), *counted, mean, base_mean, only]
         )
     means = ("geometric mean", "baselines, by time", "only in one")
     columns = ("", "cases", *map(str, words), *means)
-    return Sheet("", columns, lines, frozenset({""}), ("only in one",))
+    return Table(columns=columns, lines=lines, words=("",), spare=("only in one",))
 
 
 def notes(found: Compared) -> list[str]:
@@ -144,20 +143,22 @@ def notes(found: Compared) -> list[str]:
         )
     for name, own in found.others.items():
         if not own.same_device:
-            devices = f"{own.found.name_a} and {own.found.name_b}"
+            devices = f"{own.comparison.name_a} and {own.comparison.name_b}"
             said.append(
                 f"{name} / A is between devices, {devices}: ratios are of speed-ups over each "
                 "device's own baseline; times are not compared."
             )
-        if own.differ:
-            facts = ", ".join(f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differ[:FACTS_SHOWN])
-            more = len(own.differ) - FACTS_SHOWN
+        if own.differences:
+            facts = ", ".join(
+                f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differences[:FACTS_SHOWN]
+            )
+            more = len(own.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             said.append(f"Differs between A and {name}: {facts}{rest}.")
     return said
 
 
-def table(found: Compared, folded: bool = False) -> Sheet:
+def table(found: Compared, folded: bool = False) -> Table:
     """Return all cases, the largest change first; broken ones before all others.
 
     `folded`: what varies of the problems is one column, for a page.
@@ -184,7 +185,7 @@ def table(found: Compared, folded: bool = False) -> Sheet:
     spare = [text.format(name) for text in SPARE for name in others]
     title = ": ".join(filter(None, ["Largest changes first", constant]))
     spare += ["× baseline A", *(f"{name} is" for name in others)]  # a ratio also has a colour
-    return Sheet(title, tuple(columns), cells, frozenset(words), tuple(spare))
+    return Table(title=title, columns=columns, lines=cells, words=words, spare=spare)
 
 
 def markdown(found: Compared) -> str:
@@ -207,11 +208,8 @@ def html(found: Compared, root: str = "") -> str:
 
     In a site, `root` leads from the page to the folder that the runs' paths are relative to.
     """
-    templates = files("sparsebench.reports") / "templates"
-    css, page = ((templates / n).read_text("utf-8") for n in ("report.css", "comparison.html"))
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(page).render(
-        css=Markup(css),
+    return render(
+        "comparison.html",
         title=f"{len(found.runs)} runs compared",
         warning=warning(found),
         sentences=sentences(found),
@@ -226,7 +224,7 @@ def html(found: Compared, root: str = "") -> str:
     )
 
 
-def agreement_sheet(found: Comparison) -> Sheet:
+def agreement_sheet(found: Comparison) -> Table:
     """Return the cells of two runs that do not agree, and what each run says of them."""
     apart = found.cases[found.cases.agree.eq(False).fillna(False)]
     names = [n for n in ["op", *_fields(found.cases), "scope", "cache"] if n in apart]
@@ -241,8 +239,8 @@ def agreement_sheet(found: Comparison) -> Sheet:
     ]
     columns = (*varying, "contender", "× baseline there", "× baseline here")
     title = f"Cells that do not agree: {constant}" if lines else "No cell disagrees"
-    words = frozenset({"contender", "× baseline there", "× baseline here", "op"})
-    return Sheet(title, columns if lines else (), lines, words)
+    words = ("contender", "× baseline there", "× baseline here", "op")
+    return Table(title=title, columns=columns if lines else (), lines=lines, words=words)
 
 
 def to_json(found: Compared) -> dict[str, Any]:

@@ -26,11 +26,12 @@ from sparsebench.reports import build
 from sparsebench.reports.build import Figure
 from sparsebench.reports.figures import answer
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, NoCrossing, analyse
 from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
-from sparsebench.results.changes import Elsewhere, elsewhere, fields
+from sparsebench.results.changes import OtherDevice, other_devices, problem_fields
 from sparsebench.results.contests import asked, contests, raced, views
 from sparsebench.results.formatting import (
     amount,
@@ -88,7 +89,7 @@ def _page(
 ) -> str:
     fitness, kernels = (_listed(path / name) for name in ("fitness.json", "kernels.json"))
     own = [(frames.run, _analysis(frames)) for frames in found.values()]
-    others, refused = elsewhere(own, against)
+    others, refused = other_devices(own, against)
     device = found["screen"].device if "screen" in found else survey["device"]
     left = {**survey["left"], **survey["notes"]}
     sections = [
@@ -213,7 +214,7 @@ def _place(line: "pd.Series[Any]", varying: pd.DataFrame | None = None) -> str:
     return " · ".join(each for each in words if each and each != "blocks of 1")
 
 
-def _others(others: list[Elsewhere], refused: list[str], device: str) -> Markup:
+def _others(others: list[OtherDevice], refused: list[str], device: str) -> Markup:
     lines = [note(f"Left out: {why}") for why in refused]
     if not others:
         none = "No published run has a case of this survey: nothing is compared."
@@ -221,9 +222,9 @@ def _others(others: list[Elsewhere], refused: list[str], device: str) -> Markup:
     return Markup("").join([*(_other(each, device) for each in others), *lines])
 
 
-def _other(there: Elsewhere, device: str) -> Markup:
-    name = f"another {there.device}" if there.alike else there.device
-    own = there.own
+def _other(there: OtherDevice, device: str) -> Markup:
+    name = f"another {there.device}" if there.same_kind else there.device
+    own = there.ratios
     if own.empty:
         said = f"No case has a speed-up over the same baseline on both, {device} and {name}."
         return Markup("<h3>{}</h3>").format(f"Against {name}") + note(said)
@@ -238,7 +239,7 @@ def _other(there: Elsewhere, device: str) -> Markup:
     return head + _crossings(there) + _ratios(there)
 
 
-def _crossings(there: Elsewhere) -> Markup:
+def _crossings(there: OtherDevice) -> Markup:
     """Draw the break-even of each contender on both devices."""
     found = there.break_evens
     if found.empty:
@@ -250,7 +251,7 @@ def _crossings(there: Elsewhere) -> Markup:
     ]
     found = found.sort_values([*varying, "label"], kind="stable", key=_sortable)
     title = note("Faster than the baseline from this sparsity on, by the levels of both devices:")
-    return title + table([*varying, "contender", ">here", ">there"], rows)
+    return title + html_table([*varying, "contender", ">here", ">there"], rows)
 
 
 def _sortable(column: "pd.Series[Any]") -> "pd.Series[Any]":
@@ -271,10 +272,10 @@ def _from(found: dict[str, Any]) -> str:
     return percent(found["break_even"])
 
 
-def _ratios(there: Elsewhere) -> Markup:
+def _ratios(there: OtherDevice) -> Markup:
     """Draw the cases: ratios to the local baseline, parts of the local bound, then times."""
-    own = there.own
-    varying = [name for name in fields(there.cases) if own[name].nunique(dropna=False) > 1]
+    own = there.ratios
+    varying = [name for name in problem_fields(there.cases) if own[name].nunique(dropna=False) > 1]
     heads = [*varying, "contender", ">× baseline here", ">there", ">there / here", "there is"]
     heads += [">of bound here", ">there", ">time here", ">there", "run there"]
     rows = [
@@ -290,7 +291,7 @@ def _ratios(there: Elsewhere) -> Markup:
         ]
         for line in own.to_dict("records")
     ]
-    return table(heads, rows)
+    return html_table(heads, rows)
 
 
 def _field(value: Any) -> str:
@@ -301,16 +302,16 @@ def _part(share: float) -> str:
     return percent(round(share, 2)) if share > 0 else "–"
 
 
-def _ceilings(found: dict[str, Frames], others: list[Elsewhere], device: str) -> Markup:
+def _ceilings(found: dict[str, Frames], others: list[OtherDevice], device: str) -> Markup:
     """Draw the measured ceilings of this device, and of those that it is held against."""
     if "screen" not in found:
         return NOTHING
     named = {device: found["screen"].run.environment.get("ceilings", {})}
-    named |= {other.device: other.ceilings for other in others if not other.alike}
+    named |= {other.device: other.ceilings for other in others if not other.same_kind}
     flat = {name: _flat_ceilings(each) for name, each in named.items()}
     kinds = list(dict.fromkeys(kind for each in flat.values() for kind in each))
     rows = [[kind, *(significant(each.get(kind)) for each in flat.values())] for kind in kinds]
-    return table(["measured", *(f">{name}" for name in named)], rows)
+    return html_table(["measured", *(f">{name}" for name in named)], rows)
 
 
 def _flat_ceilings(data: dict[str, Any]) -> dict[str, float]:
@@ -337,7 +338,7 @@ def _kernels(kernels: list[dict[str, Any]]) -> Markup:
     said = (
         f"{runs} of {len(kernels)} kernels run here. Each was asked about its cases in all suites."
     )
-    return note(said) + table(["kernel", "here", ">cases", "why not the others, mostly"], rows)
+    return note(said) + html_table(["kernel", "here", ">cases", "why not the others, mostly"], rows)
 
 
 def _fitness(fitness: list[dict[str, Any]]) -> Markup:
@@ -347,13 +348,13 @@ def _fitness(fitness: list[dict[str, Any]]) -> Markup:
         )
     heads = ["level", "check", "found", "what it means", "what to do"]
     names = ("level", "check", "found", "means", "do")
-    return table(heads, [[each[name] or "–" for name in names] for each in fitness])
+    return html_table(heads, [[each[name] or "–" for name in names] for each in fitness])
 
 
 def _left(left: dict[str, str]) -> Markup:
     if not left:
         return note("Nothing: every step finished inside the budget.")
-    return table(["step", "what"], [[STEPS.get(name, name), why] for name, why in left.items()])
+    return html_table(["step", "what"], [[STEPS.get(n, n), why] for n, why in left.items()])
 
 
 def _listed(file: Path) -> list[dict[str, Any]]:

@@ -20,10 +20,11 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winners
 from sparsebench.results.answer import Badge, answers, badges, told, unfit
-from sparsebench.results.contests import kinds, raced
+from sparsebench.results.contests import raced
+from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import FORMATS, are, duration, estimate, kernel, percent
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
@@ -35,6 +36,7 @@ from sparsebench.results.store import Run
 VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
 LEVEL = 0.9  # that the formats are compared at, or the nearest that was measured
 LINES = 30  # of a table on a terminal; the report and Markdown have them all
+MORE = "more lines are in the report and in --markdown"
 REASONS = 12
 PARTS = ["op", "pattern", "dtype"]  # a table each
 CONTEST = ["problem_id", "scope", "cache"]
@@ -63,7 +65,7 @@ class Answer:
             yield Text("Nothing was measured.", style=BAD)
         for sheet in sheets(cases):
             yield Text()
-            yield _shortened(sheet)
+            yield sheet.shortened(LINES, MORE)
         yield Text()
         yield from (Text(line) for line in trust(self.run, cases, self.found))
 
@@ -110,7 +112,7 @@ def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
-def sheets(cases: pd.DataFrame) -> list[Sheet]:
+def sheets(cases: pd.DataFrame) -> list[Table]:
     """Return the tables of an answer."""
     found = []
     if (cases.status == Status.OK).any():
@@ -119,7 +121,7 @@ def sheets(cases: pd.DataFrame) -> list[Sheet]:
         several = raced[raced.groupby(CONTEST).label.transform("nunique") > 1]
         parts = winners(several).groupby(PARTS, sort=False, dropna=False)
         found += [_fastest(part) for _, part in parts]
-        even = break_even(cases[kinds(cases) != "dense"])
+        even = break_even(cases[cases["format"] != "dense"])
         even = even[even.first_level < even.last_level]
         found += [] if even.empty else [_crossings(even)]
     missing = _missing(cases)
@@ -198,16 +200,7 @@ def _title(run: Run, cases: pd.DataFrame, found: Analysis) -> Text:
     return line
 
 
-def _shortened(sheet: Sheet) -> Sheet:
-    """Keep the first lines, and say how many are left out."""
-    left = len(sheet.lines) - LINES
-    if left <= 0:
-        return sheet
-    more = f"{sheet.title}; {left} more lines: report, or --markdown"
-    return Sheet(more, sheet.columns, sheet.lines[:LINES], sheet.words, sheet.spare)
-
-
-def _formats(cases: pd.DataFrame) -> Sheet:
+def _formats(cases: pd.DataFrame) -> Table:
     """Return each format once, at the level nearest to LEVEL, over the fastest dense contender."""
     found = raced(cases)
     sparse = found[found.side != "dense"]
@@ -215,7 +208,7 @@ def _formats(cases: pd.DataFrame) -> Sheet:
     top = max(best.values(), key=lambda case: case["gain"], default=None)
     dense = _dense(found, top)
     lines: list[list[Cell]] = []
-    for name, group in cases[~cases.twin.astype(bool)].groupby(kinds(cases), sort=False):
+    for name, group in cases[~cases.twin.astype(bool)].groupby("format", sort=False):
         case, word = dense if name == "dense" else best.get(name), FORMATS.get(str(name), str(name))
         if case is None:
             reasons = group.detail[group.status != Status.OK].mode()
@@ -229,7 +222,8 @@ def _formats(cases: pd.DataFrame) -> Sheet:
     if len(places) == 1:
         columns, lines = columns[:-1], [line[:-1] for line in lines]
         title = f"{title}: {places.pop()}"
-    return Sheet(title, columns, lines, frozenset({"format", "fastest kernel", "where"}))
+    words = ("format", "fastest kernel", "where")
+    return Table(title=title, columns=columns, lines=lines, words=words)
 
 
 def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
@@ -250,7 +244,8 @@ def _dense(found: pd.DataFrame, top: Mapping[Any, Any] | None) -> dict[Any, Any]
 def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the sparse weights faster by more than 1 / (1 - sparsity): the baseline was slow."""
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    sparse = sparse[(sparse["format"] != "dense") & (sparse.level > 0) & (sparse.level < 1)]
+    dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS})
+    sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
     return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
 
 
@@ -279,7 +274,7 @@ def who(case: Mapping[Any, Any]) -> str:
     return f"{chosen} (by {case['kernel']})"
 
 
-def _fastest(best: pd.DataFrame) -> Sheet:
+def _fastest(best: pd.DataFrame) -> Table:
     """Return the fastest case of each problem, with the interval and outcome of its speed-up."""
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
@@ -303,13 +298,14 @@ def _fastest(best: pd.DataFrame) -> Sheet:
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
     words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
-    return Sheet(title, tuple(told), kept, frozenset(words), ("tied with", "outcome"))
+    spare = ("tied with", "outcome")
+    return Table(title=title, columns=told, lines=kept, words=words, spare=spare)
 
 
-def _crossings(even: pd.DataFrame) -> Sheet:
+def _crossings(even: pd.DataFrame) -> Table:
     """Return from which sparsity on each format is faster, by its first contender."""
     even = even.assign(
-        ran_as=[FORMATS.get(kind, kind) for kind in kinds(even)],
+        ran_as=[FORMATS.get(kind, kind) for kind in even["format"]],
         order=even.break_even.mask(even.note == NoCrossing.BELOW, 0.0).fillna(2.0),
     )
     names = list(even.columns)
@@ -328,11 +324,11 @@ def _crossings(even: pd.DataFrame) -> Sheet:
         fields_ = [shown(name, line[name]) for name in varying]
         lines.append([*fields_, line["ran_as"], kernel(line["label"]), level])
     columns = (*varying, "format", "first contender", "faster than the baseline")
-    words = frozenset({"format", "first contender", "op", "pattern", "dtype"})
-    return Sheet("Break-even, by sparsity", columns, lines, words)
+    words = ("format", "first contender", "op", "pattern", "dtype")
+    return Table(title="Break-even, by sparsity", columns=columns, lines=lines, words=words)
 
 
-def _missing(cases: pd.DataFrame) -> Sheet:
+def _missing(cases: pd.DataFrame) -> Table:
     """Return why cases have no time: what went wrong first, then what cannot run here."""
     asked = _asked(cases)
     bad = asked[asked.status != Status.OK]
@@ -350,7 +346,7 @@ def _missing(cases: pd.DataFrame) -> Sheet:
     if left := len(counted) - REASONS:
         lines += [[str(left), "", "more reasons: in the report"]] if left > 0 else []
     columns = ("cases", "status", "reason, and who")
-    return Sheet("Not measured", columns, lines, frozenset(columns[1:]))
+    return Table(title="Not measured", columns=columns, lines=lines, words=columns[1:])
 
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:

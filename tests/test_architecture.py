@@ -1,6 +1,7 @@
 """Who may import whom. The table is the architecture; this test keeps it true."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "plan": {"inputs", "machine", "patterns", "ops", "catalog", "bench"},
     "doctor": {"machine", "bench", "plan"},
     "sim": {"machine", "patterns", "catalog", "bench", "plan"},
-    "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor", "sim"},
+    "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor"},
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
     "shared_runs": {"machine", "plan", "run", "claims"},
     "costs": {"catalog", "bench", "plan", "claims", "shared_runs"},
@@ -99,6 +100,27 @@ def test_groups_of_the_harness_form_no_cycle() -> None:
     for group, may_import in GROUP_MAY_IMPORT.items():
         assert may_import <= above
         above.add(group)
+
+
+def test_measuring_never_imports_the_simulator() -> None:
+    imports = harness_imports()
+    assert all("sim" not in imports[group] for group in ("bench", "doctor", "machine", "run"))
+
+
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    """Imports inside functions count too: they would only hide a cycle."""
+    modules = {module_of(path): path for path in MODULES}
+    sorter = TopologicalSorter[str]()
+    for module, path in modules.items():
+        for name in imported(path):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules:
+                sorter.add(module, target)
+    sorter.prepare()  # raises CycleError
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("sparsebench", *path.relative_to(ROOT).with_suffix("").parts))
 
 
 def folder_of(path: Path) -> str:

@@ -86,7 +86,7 @@ def run(
         if repeat or profile:
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
         refuse_beside_resume(context, FIXED_BY_RUN)
-        early_start.early(device, 1, 1)
+        early_start.start(device, 1, 1)
         from sparsebench.harness.shared_runs import sharing as shared
         from sparsebench.harness.shared_runs.shared_folder import is_shared
 
@@ -102,7 +102,7 @@ def run(
     elif repeat or profile:
         raise typer.Exit(_profiled(str(suite), device, data, only, repeat, profile))
     else:
-        early_start.early(device or devices, sharing.count, replicates)
+        early_start.start(device or devices, sharing.count, replicates)
         from sparsebench.harness.doctor.findings import nothing_compared
         from sparsebench.harness.plan.preview import uncontested
         from sparsebench.harness.plan.suite import read
@@ -156,7 +156,7 @@ def _measured(
     from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = sharing.measure if sharing else measure
-    early_start.meanwhile(*REPORT_MODULES)
+    early_start.import_meanwhile(*REPORT_MODULES)
     with measuring() as show:
         options = RunOptions(progress=show, on_message=message_printer(debug))
         return engine(suite, flags, out, resume, options)

@@ -31,7 +31,7 @@ def try_(
     if repeat:
         trial.repeat(kernel, words or [], picked, repeat, data)
         return
-    explain = {"explain": _print_failure} if debug else {}
+    explain = {"on_failure": _print_failure} if debug else {}
     tried = trial.try_kernel(kernel, words or [], picked, data, **explain)
     wide().print(trial.report(tried), soft_wrap=True, highlight=False)
     if not tried.right:

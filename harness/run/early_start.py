@@ -1,11 +1,11 @@
-"""Processes of workers, started before anything is known of a run: importing torch takes seconds.
+"""Worker processes that start before the run is planned, because importing torch takes seconds.
 
-    command ─> early: workers import, without a device          ┐ at the same time
+    command ─> start: workers import, without a device          ┐ at the same time
             ─> the command itself imports torch, reads, plans   ┘
-            ─> child.py makes them the first workers            ┐ at the same time
-            ─> meanwhile: the command imports what reports need ┘
+            ─> worker_process.py takes them as first workers    ┐ at the same time
+            ─> import_meanwhile: what the report needs          ┘
 
-Those that nobody took end with the command. Nothing here imports torch.
+Processes that no run took end with the command. Nothing here imports torch.
 """
 
 import os
@@ -17,19 +17,18 @@ from threading import Thread
 
 from sparsebench.harness.machine.parent_watch import WAIT
 
-MEASURES = (sys.executable, "-P", "-m", "sparsebench.harness.run.worker")
-# -P: the repository's own folders must not shadow installed packages of the same name.
-
-AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import beside another one
+PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
+COMMAND = *PYTHON, "sparsebench.harness.run.worker"
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import while another one starts
 
 Process = subprocess.Popen[str]
 
-_early: list[Process] = []
+_waiting: list[Process] = []
 _importing: list[Thread] = []
 
 
 def spawn(*command: str) -> Process:
-    """Start a process of its own session, by pipes; Ctrl-C is for the parent, which ends it."""
+    """Start a process connected by pipes, in its own session: Ctrl-C reaches the parent alone."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
@@ -37,44 +36,44 @@ def spawn(*command: str) -> Process:
     )  # fmt: skip
 
 
-def early(device: str | None, devices: int, processes: int) -> None:
-    """Start the first workers of a run, unless its device is simulated; they import and wait."""
+def start(device: str | None, devices: int, processes: int) -> None:
+    """Start the first workers of a run; they import and wait. A simulated device needs none."""
     if not (device or "").startswith("sim"):
         count = devices and max(devices, min(processes, 1 + AHEAD))
-        _early.extend(spawn(*MEASURES, WAIT) for _ in range(count))
+        _waiting.extend(spawn(*COMMAND, WAIT) for _ in range(count))
 
 
-def taken() -> Process | None:
+def take() -> Process | None:
     """Return a process that was started early, each once; None if there is none left."""
     try:
-        return _early.pop()  # threads may ask at once
+        return _waiting.pop()  # several threads may call this at once
     except IndexError:
         return None
 
 
-def meanwhile(*modules: str) -> None:
-    """Import modules in a thread, while a worker takes its device; `settled` waits for them.
+def import_meanwhile(*modules: str) -> None:
+    """Import modules in a thread; `wait_for_imports` waits for it.
 
-    An error is raised where the module is imported again, for its use.
+    An import error appears when the module is imported again to be used.
     """
 
-    def imported() -> None:
+    def import_all() -> None:
         for module in modules:
             with suppress(Exception):
                 import_module(module)
 
-    _importing.append(Thread(target=imported, daemon=True))
+    _importing.append(Thread(target=import_all, daemon=True))
     _importing[-1].start()
 
 
-def settled() -> None:
-    """Wait for the threads that import."""
+def wait_for_imports() -> None:
+    """Wait for the importing threads."""
     while _importing:
         _importing.pop().join()
 
 
 def end() -> None:
-    """End the processes that nobody took."""
-    while process := taken():
+    """End the processes that no run took."""
+    while process := take():
         with process:  # closes its pipes, and waits
             process.kill()

@@ -1,6 +1,12 @@
-"""A run's own suite, expanded again, and whether the run has what it asks for."""
+"""The plan that a recorded run followed: rebuilt from the run, and compared with what is here.
 
-from collections.abc import Iterable
+code_of           contests ─> names of other packages ─> environment.json: plugins, code_sha256
+own_suite         suite.yaml of the run, expanded again
+require_planned   the rows of the run are those that its plan asks for
+completed_rows    of a stopped run: the contests that need not be measured again
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,70 +19,15 @@ from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.results import bundle
-from sparsebench.results.record import Case
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.results import bundle, provenance, store
+from sparsebench.results.provenance import Choices, flat
+from sparsebench.results.record import Case, Row
 from sparsebench.results.store import Run
 
 
-def own_suite(run: Run, data: Path | None) -> Suite:
-    """Expand a run's own suite.yaml, under the name that it ran by, with sources below `data`.
-
-    SuiteError where that cannot be done here, or where the sources are no longer the same files.
-    """
-    suite = expand(str(run.path / "suite.yaml"), run.suite_text, data, published=True)
-    suite = replace(suite, name=run.state["suite"])
-    here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
-    then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}
-    for gone in then.keys() - here.keys():
-        said = f"expected {then[gone]} with SHA-256 {gone}, found other files"
-        raise SuiteError(f"{data}: {said}")
-    for added in here.keys() - then.keys():
-        if run.state["status"] == "finished":
-            said = f"expected the files that were measured, found {here[added]} beside them"
-            raise SuiteError(f"{data}: {said}")
-    return suite
-
-
-def require_planned(run: Run, suite: Suite) -> int:
-    """Return how many rows the suite asks of each replicate; ResultError where others are there.
-
-    Twins are among them; the A/A pairs of the noise-floor contests are every run's own.
-    """
-    measures = possible(suite.measures, run.state["flags"]["device"])
-    cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
-    expected = {(case.id, *measure): case for case in cases for measure in measures}
-    found = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
-    for key, case in {**found, **expected}.items():
-        if (key in expected) != (key in found):
-            wanted, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
-            where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
-            raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {wanted}, found {had}")
-    return len(expected)
-
-
-def _contests(run: Run, suite: Suite) -> list[Contest]:
-    """Return what the suite asks for, twins included."""
-    flags = run.state["flags"]
-    asked = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
-    return [contest for contest in asked if not contest.reference]
-
-
 def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
-    """Return what environment.json says of the code that these contests run."""
-    found = plugins(_modules(contests))
-    return {"plugins": found, "code_sha256": code_sha256(found)}
-
-
-def require_plugins(run: Run) -> None:
-    """Raise SuiteError where a package that a run was measured with is not here."""
-    for package, facts in run.environment.get("plugins", {}).items():
-        if find_spec(package.partition(".")[0]) is None:
-            name, version = facts.get("distribution") or package, facts.get("version")
-            expected = f"expected the plug-in {name} {version or '(of no known version)'}"
-            raise SuiteError(f"{run.path}: {expected}, which it was measured with; found none")
-
-
-def _modules(contests: Iterable[Contest]) -> set[str]:
+    """Return the part of environment.json that names the code which these contests run."""
     named: set[tuple[str, str]] = set()
     for contest in contests:
         named |= {("harness.ops", contest.problem.op)}
@@ -84,4 +35,115 @@ def _modules(contests: Iterable[Contest]) -> set[str]:
         for contender in contest.contenders:
             named |= {("formats", contender.format), ("kernels", contender.kernel)}
     places = (modules(folder).get(name, name) for folder, name in named)
-    return {place.partition(":")[0] for place in places if place != FILE}
+    packages = plugins({place.partition(":")[0] for place in places if place != FILE})
+    return {"plugins": packages, "code_sha256": code_sha256(packages)}
+
+
+def require_plugins(run: Run) -> None:
+    """Raise SuiteError if a package that the run was measured with is not installed."""
+    for package, facts in run.environment.get("plugins", {}).items():
+        if find_spec(package.partition(".")[0]) is None:
+            name, version = facts.get("distribution") or package, facts.get("version")
+            expected = f"expected the plug-in {name} {version or '(version unknown)'}"
+            raise SuiteError(f"{run.path}: {expected}, which it was measured with; found none")
+
+
+def own_suite(run: Run, data: Path | None) -> Suite:
+    """Expand a run's own suite.yaml under the name it had then, with sources below `data`.
+
+    Raises SuiteError if it cannot be expanded here, or if the source files have changed.
+    """
+    suite = expand(str(run.path / "suite.yaml"), run.suite_text, data)
+    suite = replace(suite, name=run.state["suite"])
+    here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
+    then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}
+    for missing in then.keys() - here.keys():
+        expected = f"expected {then[missing]} with SHA-256 {missing}"
+        raise SuiteError(f"{data}: {expected}, found other files")
+    for added in here.keys() - then.keys():
+        if run.state["status"] == "finished":
+            expected = "expected only the files that were measured"
+            raise SuiteError(f"{data}: {expected}, found {here[added]} as well")
+    return suite
+
+
+def require_planned(run: Run, suite: Suite) -> int:
+    """Return how many rows the suite plans for each replicate, A/A twins included.
+
+    Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
+    has, do not count.
+    """
+    measures = possible(suite.measures, run.state["flags"]["device"])
+    cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
+    expected = {(case.id, *measure): case for case in cases for measure in measures}
+    present = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
+    for key, case in {**present, **expected}.items():
+        if (key in expected) != (key in present):
+            wanted, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
+            where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
+            raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {wanted}, found {had}")
+    return len(expected)
+
+
+def _contests(run: Run, suite: Suite) -> list[Contest]:
+    """Return the contests of the suite that the run's flags select, twins included."""
+    flags = run.state["flags"]
+    contests = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
+    return [contest for contest in contests if not contest.reference]
+
+
+def completed_rows(
+    path: Path, suite: Suite, flags: Flags, contests: Iterable[Contest]
+) -> list[Row]:
+    """Return the rows of the contests that a stopped run completed.
+
+    Raises SuiteError if the run is one of another suite, or of other flags.
+    """
+    run = store.read(path)
+    if run.suite_text != suite.text:
+        raise SuiteError(f"--resume {path}: expected the run's own suite.yaml, found another suite")
+    if "ceilings" not in run.environment:
+        raise SuiteError(f"--resume {path}: expected ceilings in environment.json, found none")
+    before = run.state["flags"]
+    for name, value in (("only", flags.only), ("replicates", flags.replicates)):
+        if before[name] != value:
+            raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {value!r}")
+    measures = possible(suite.measures, flags.device)
+    expected = {
+        contest.problem.id: {
+            (Case(contest.problem, contender).id, *measure)
+            for contender in contest.contenders
+            for measure in measures
+        }
+        for contest in contests
+    }
+    by_contest: dict[tuple[int, str], list[Row]] = {}
+    for row in store.rows(path):
+        by_contest.setdefault((row.replicate, row.case.problem.id), []).append(row)
+    return [
+        row
+        for (_, problem), rows in by_contest.items()
+        if {(row.case.id, row.scope, row.cache) for row in rows} == expected.get(problem)
+        for row in rows
+    ]
+
+
+def require_same_machine(path: Path, here: Mapping[str, Any]) -> None:
+    """Raise SuiteError if code, plug-ins, tables, libraries or the device have changed."""
+    before, now = flat(store.read(path).environment), flat(here)
+    plugged = {name for name in {*before, *now} if name.startswith(("plugins.", "tuned."))}
+    device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
+    versions = (f"versions.{name}" for name in here["versions"])
+    for name in (*sorted(plugged), "code_sha256", *device, *versions):
+        if before.get(name) != now.get(name):
+            expected = f"expected {name} {before.get(name)}, found {now.get(name)}"
+            raise SuiteError(f"--resume {path}: {expected}")
+
+
+def require_same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
+    """Raise SuiteError if one session would search and another take choices from a bundle."""
+    if provenance.choices_of(before) is not chosen_by:
+        expected = f"expected choices by {provenance.choices_of(before)}, found {chosen_by}"
+        again = "; reproduce or confirm with --out continues such a run"
+        of_bundle = provenance.choices_of(before) is Choices.BUNDLE
+        raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")

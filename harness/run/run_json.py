@@ -1,8 +1,9 @@
-"""What run.json says of a run: who asked for what, how far it is, and since when.
+"""What run.json records: the flags of a run, its progress, and the state of the machine.
 
     flags, counts, seconds ─> Record.at(status) ─> run.json
+    other work on the machine, before and during the run ─> Watch.json ─> run.json
 
-No path of this machine is in it: only a data folder below this one is named.
+No path of this machine is recorded: a data folder is named only if it lies below this folder.
 """
 
 from collections import Counter
@@ -12,25 +13,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparsebench.harness.doctor import other_work as fitness
+from sparsebench.harness.doctor import other_work
 from sparsebench.harness.doctor.findings import Finding
 from sparsebench.harness.machine.device import portable, simulated
-from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Row
 
-KEPT = (
-    "reproduces",
-    "confirms",
-    "choices",
-    "part",
-)  # what stays of the state before, on resuming too
+KEPT = "reproduces", "confirms", "choices", "part"  # keys that a resumed run keeps
+
+OnMessage = Callable[[Finding], None]
+"""Called with each finding about the machine, before and after the run, and with the reason why a
+case failed (findings.failure) as soon as it fails."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Where, how long and how often; never what. They are written into the run.
+    """Where, how long and how often a run measures; they are recorded in the run.
 
-    `shard` is which part of the plan, "2/4" for the second of four; "" for all of it.
+    `shard` selects a part of the plan: "2/4" is the second of four parts, "" the whole plan.
     """
 
     device: str
@@ -41,11 +40,19 @@ class Flags:
     energy: bool = False
     shard: str = ""
 
+    @property
+    def published(self) -> dict[str, Any]:
+        """Return the flags as a run records them, without paths of this machine."""
+        data = self.data
+        named = data and not data.is_absolute() and ".." not in data.parts
+        paths = {"device": portable(self.device), "data": str(data) if named else None}
+        return asdict(self) | paths
+
 
 class Counts:
-    """What rows count: contests by process and problem, and the suite's own cases by status.
+    """Counts rows as they come: contests by process and problem, and the suite's cases by status.
 
-    Rows are added as they come: an id is a hash, and a run has 10,000 rows and more.
+    Counting anew would be slow: a case id is a hash, and a run has more than 10,000 rows.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
@@ -64,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Record:
-    """What run.json says. Of `before`, what it said, origins stay and times are added to."""
+    """The content of run.json. `before` is its content before a resume; times are added to it."""
 
     suite: str
     flags: Flags
@@ -72,8 +79,8 @@ class Record:
     before: Mapping[str, Any]
     since: datetime
 
-    def at(self, status: str, counts: "Counts", spent_s: Mapping[str, float]) -> dict[str, Any]:
-        """Return it for a status and what the rows on disk count."""
+    def at(self, status: str, counts: Counts, spent_s: Mapping[str, float]) -> dict[str, Any]:
+        """Return the content for a status and the counts of the rows on disk."""
         seconds = self.before.get("seconds", 0) + (now() - self.since).total_seconds()
         return {
             "suite": self.suite,
@@ -81,57 +88,45 @@ class Record:
             "status": status,
             "started": self.before.get("started", self.since.isoformat(timespec="seconds")),
             "seconds": round(seconds, 1),
-            "flags": published(self.flags),
+            "flags": self.flags.published,
             "contests": {"done": len(counts.done), "of": self.contests},
             "cases": dict(counts.cases),
             "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
         }
 
 
-def published(flags: Flags) -> dict[str, Any]:
-    """Return flags without paths of this machine: a data folder below this one is named."""
-    data = flags.data
-    named = data and not data.is_absolute() and ".." not in data.parts
-    return asdict(flags) | {"device": portable(flags.device), "data": str(data) if named else None}
-
-
 def now() -> datetime:
-    """Return the time, which run.json has in UTC."""
+    """Return the present time in UTC."""
     return datetime.now(UTC)
 
 
-OnMessage = Callable[[Finding], None]
-"""Called with each finding on the machine (doctor/other_work.py), before the run and after it; and
-with why a case failed (findings.failure), when it does."""
-
-
 class Watch:
-    """What else is at work on the machine: before a run, and over all of it. Not where simulated.
+    """Looks for other work on the machine, before a run and during it; not on a simulated GPU.
 
-    The time of a worker counts as ours once it has ended.
+    A worker's processor time counts as the run's own once the worker has ended.
     """
 
-    def __init__(self, device: str, runner: Runner, on_message: OnMessage) -> None:
-        """Look at the machine while the worker waits."""
+    def __init__(self, device: str, identity: str, worker: int, on_message: OnMessage) -> None:
+        """Look at the machine while the worker, given by its process id, waits."""
         self._kind = "" if simulated(device) else device.partition(":")[0]
-        self._began, self._on_message = fitness.read_spent(), on_message
-        self.found: dict[str, list[Finding]] = {}
+        self._began, self._on_message = other_work.read_spent(), on_message
+        self._findings: dict[str, list[Finding]] = {}
         if self._kind:
-            self._tell("before", fitness.before(self._kind, runner.about["identity"], runner.pid))
+            self._report("before", other_work.before(self._kind, identity, worker))
 
     def end(self) -> None:
-        """Look again, when all workers have ended."""
+        """Look again, after all workers have ended."""
         if self._kind:
-            whole = fitness.host(self._began, fitness.read_spent(), self._kind)
-            self._tell("during", [whole])
+            whole = other_work.host(self._began, other_work.read_spent(), self._kind)
+            self._report("during", [whole])
 
     @property
     def json(self) -> dict[str, Any]:
-        """Return what goes into run.json."""
-        found = {when: [asdict(one) for one in several] for when, several in self.found.items()}
-        return {"fitness": found} if found else {}
+        """Return the findings as run.json has them."""
+        findings = {when: [asdict(f) for f in group] for when, group in self._findings.items()}
+        return {"fitness": findings} if findings else {}
 
-    def _tell(self, when: str, several: list[Finding]) -> None:
-        self.found[when] = several
-        for finding in several:
+    def _report(self, when: str, findings: list[Finding]) -> None:
+        self._findings[when] = findings
+        for finding in findings:
             self._on_message(finding)

@@ -1,17 +1,17 @@
-"""The parent process: contests to rows, through a worker that may crash, hang or run out of memory.
+"""The parent process: run contests through a worker that may crash, hang or run out of memory.
 
     contest ─> worker ─> rows
-                 │ no line in time          the contender last announced: timeout
-                 │ gone, or a CUDA error    the contender last announced: failed
-                 │ another answer           likewise: it names its contest and has every row
+                 │ no line in time          the contender announced last gets the status timeout
+                 │ gone, or a CUDA error    the contender announced last gets the status failed
+                 │ a wrong answer           likewise; an answer names its contest and has every row
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 
-A second attempt waits for and announces every sample, so that an error while contenders take turns
-finds its owner; where it does not, the contest is given up and every row says so. So it is where
-no worker starts. The worker itself is child.py.
+A second attempt announces every sample and waits for it, so that an error while contenders take
+turns is charged to the right one. If that fails too, or if no worker starts, the contest is given
+up and every row says why. worker_process.py talks to the worker.
 
-While a worker takes its device, those of the next processes import everything, which takes seconds.
-Then they idle, without a device, until it is their turn: nothing is imported while a contest runs.
+While a worker takes its device, the workers of the next processes import everything, which takes
+seconds. They then idle without a device: nothing is imported while a contest runs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,41 +26,49 @@ from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.early_start import AHEAD
-from sparsebench.harness.run.worker_process import Log, Lost, Measured, Worker, spare, started
+from sparsebench.harness.run.worker_process import (
+    ContestResult,
+    Log,
+    Worker,
+    WorkerLoss,
+    start_spare,
+    start_worker,
+)
 from sparsebench.results.ceilings import FP32, TF32, Ceilings
-from sparsebench.results.record import Case, Contender, Row, Status
+from sparsebench.results.record import Case, Row, Status
 
-BLAMELESS_ATTEMPTS = 2  # attempts that may end without an offender before the contest is given up
+BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
+CEILINGS_KEPT_S = 600.0  # clocks settle within a minute, but other users of a machine come and go
 
 Pinned = Mapping[str, Mapping[str, Any]]
-"""By case id, what a kernel chose (Row.choice)."""
+"""A kernel's choice (Row.choice) by case id."""
 
-Timed = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By case id, what was timed for that (Row.candidates)."""
+Candidates = Mapping[str, Sequence[Mapping[str, Any]]]
+"""What was timed for a choice (Row.candidates), by case id."""
 
 
 def pinned_in(rows: Iterable[Row]) -> Pinned:
-    """Return what kernels chose in these rows, the ok ones."""
+    """Return what kernels chose in the ok rows."""
     return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
 
 
 def pinned_by_process(rows: Sequence[Row]) -> list[Pinned]:
-    """Return what kernels chose in each process; where one has no ok row, what another chose."""
+    """Return what kernels chose in each process; where a process has no ok row, any other's."""
     numbers = sorted({row.replicate for row in rows})
     every = pinned_in(rows)
     return [{**every, **pinned_in(r for r in rows if r.replicate == n)} for n in numbers]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked of every contest of a run; ContestOptions (entry.py) says what each means."""
+class Settings:
+    """How every contest of a run is measured; see ContestOptions (bench/contest_state.py)."""
 
     measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)
     ceilings: Mapping[str, Any] | None = None
     energy: bool = False
 
     def after(self, rows: Iterable[Row]) -> Self:
-        """Return what is asked after these rows: a reference among them may raise the ceilings."""
+        """Return the settings after these rows: a reference among them may raise the ceilings."""
         if self.ceilings is None:
             return self
         ceilings, _ = Ceilings.from_json(self.ceilings).after(rows)
@@ -70,13 +78,13 @@ class Wanted:
 class Runner:
     """Runs contests one after the other, in one worker after the other.
 
-    `pinned` has the choices of another run: process p takes those of its process p, and begins
-    again with the first where that run had fewer. With `share`, what a kernel chose in an `ok` row
-    is handed to every later process. Without either, each process searches for itself: the first
-    one among all candidates, later ones among its finalists (kernels/_common/search.py).
-    `processes` is how many there will be: `fresh` is called once less. `spent_s` has the seconds
-    that were waited for workers to start, and for ceilings. A runner in a thread ends by
-    `stopping`, as by Ctrl-C, once its worker is killed.
+    pinned     choices of another run: process p takes those of process p modulo their number
+    share      pass the choice of an ok row to every later process. Without `pinned` and `share`,
+               each process searches: the first among all candidates, later ones among its finalists
+               (kernels/_common/search.py)
+    processes  how many there will be; `fresh` is called once less
+    spent_s    seconds of waiting for workers to start, and for ceilings
+    stopping   set by another thread, which then kills the worker: the run ends as by Ctrl-C
     """
 
     def __init__(
@@ -84,20 +92,20 @@ class Runner:
         device: str,
         data: Path | None,
         timeout_s: float,
+        *,
         pinned: Sequence[Pinned] = (),
         share: bool = True,
         processes: int = 1,
     ) -> None:
-        """Start the first worker: `about` tells the device."""
+        """Start the first worker, whose `about` describes the device."""
         self.log = Log()
+        self.stopping = Event()
+        self.spent_s = {"start": 0.0, "ceilings": 0.0}
+        self._device, self._data, self._timeout_s = device, data, timeout_s
         self._pinned, self._share = pinned, share
         self._shared: dict[str, Mapping[str, Any]] = {}
         self._timed: dict[str, Row] = {}
-        self._device, self._data = device, data
-        self._timeout_s = timeout_s
-        self.stopping = Event()
         self._to_come = processes - 1
-        self.spent_s = {"start": 0.0, "ceilings": 0.0}
         self._worker: Worker | None = None
         self._spares: list[Worker] = []
         self._worker = self._start()
@@ -105,35 +113,35 @@ class Runner:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the worker that waits; 0 where none does."""
+        """Return the process id of the waiting worker, or 0."""
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
-        """Return what the device can do at most in the dtypes of contests, as measured lately."""
+        """Return the device's ceilings for the dtypes of the contests (recent_ceilings)."""
         worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
         dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
         dtypes |= {TF32} if FP32 in dtypes else set()
         if self._device.startswith("cuda"):
-            found = ceilings(self.about["identity"], dtypes, worker.ceilings)
+            ceilings = recent_ceilings(self.about["identity"], dtypes, worker.ceilings)
         else:
-            found = worker.ceilings(dtypes)
+            ceilings = worker.ceilings(dtypes)
         self.spent_s["ceilings"] += monotonic() - began
-        return found
+        return ceilings
 
     def run(
-        self, contests: Iterable[Contest], replicate: int = 0, wanted: Wanted | None = None
-    ) -> Iterator[Measured]:
+        self, contests: Iterable[Contest], replicate: int = 0, settings: Settings | None = None
+    ) -> Iterator[ContestResult]:
         """Yield every contest's rows, complete, in order."""
-        wanted = wanted or Wanted()
+        settings = settings or Settings()
         for contest in contests:
-            measured = self._complete(contest, replicate, wanted)
-            self.pin(measured.rows)
-            wanted = wanted.after(measured.rows)
-            yield measured
+            result = self._complete(contest, replicate, settings)
+            self.pin(result.rows)
+            settings = settings.after(result.rows)
+            yield result
 
     def pin(self, rows: Iterable[Row]) -> None:
-        """Remember what kernels chose, or timed, for the processes that share it."""
+        """Remember for later processes what kernels chose, or what they timed."""
         if self._share:
             self._shared |= pinned_in(rows)
             return
@@ -144,41 +152,42 @@ class Runner:
                     self._timed[row.case.id] = row
 
     def fresh(self) -> None:
-        """Give the next contests a worker of their own: the process is the unit of replication."""
+        """Give the next contests a new worker: the process is the unit of replication."""
         if self._worker:
             self._worker.close()
         self._worker = None
         self._to_come -= 1
 
     def kill(self) -> None:
-        """Stop whatever runs."""
+        """Stop all workers."""
         running = [worker for worker in (self._worker, *self._spares) if worker]
         self._worker, self._spares = None, []
         for worker in running:
             worker.kill()
 
     def _start(self) -> Worker:
-        """Return a worker that has its device, when none that is to come imports any more."""
-        began, given = monotonic(), (self._device, self._data, self.log)
-        ready = self._spares.pop(0) if self._spares else None
-        if ready:
-            ready.begin()
+        """Return a worker that has its device, once no later worker is importing any more."""
+        began, arguments = monotonic(), (self._device, self._data, self.log)
+        spare = self._spares.pop(0) if self._spares else None
+        if spare:
+            spare.begin()
         importing: list[Worker] = []
         if not self._spares:
-            importing += [spare(*given) for _ in range(min(self._to_come, AHEAD))]
+            importing += [start_spare(*arguments) for _ in range(min(self._to_come, AHEAD))]
             self._spares = importing
         try:
-            worker = ready if ready and self._did(ready.there) else started(*given)
+            ready = spare is not None and self._succeeds(spare.wait_ready)
+            worker = spare if spare and ready else start_worker(*arguments)
         except WorkerError:
             self.kill()
             raise
         if importing:
-            self._spares = [each for each in importing if self._did(each.imported)]
+            self._spares = [each for each in importing if self._succeeds(each.wait_imported)]
         self.spent_s["start"] += monotonic() - began
         return worker
 
-    def _did(self, step: Callable[[], None]) -> bool:
-        """Say whether a spare worker got through a step; the next one is then started anew."""
+    def _succeeds(self, step: Callable[[], None]) -> bool:
+        """Run a step of a spare worker; if it fails, log why and return False."""
         try:
             step()
         except WorkerError as error:
@@ -186,83 +195,79 @@ class Runner:
             return False
         return True
 
-    def _complete(self, contest: Contest, replicate: int, wanted: Wanted) -> Measured:
+    def _complete(self, contest: Contest, replicate: int, settings: Settings) -> ContestResult:
         """Run a contest until every contender has its rows."""
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0
         while left:
             part = Contest(contest.problem, tuple(left))
-            options = asdict(wanted) | {
-                "measures": possible(wanted.measures, self._device),
+            options = asdict(settings) | {
+                "measures": possible(settings.measures, self._device),
                 "replicate": replicate,
                 "attempt": attempt,
                 "reference": contest.reference,
-                "pinned": self._known(part, replicate),
+                "pinned": self._choices(part, replicate),
                 "timed": self._candidates(part),
             }
-            answer = self._measured(part, options)
-            if isinstance(answer, Measured):
-                return Measured(_in_order(contest, lost_rows + answer.rows), answer.spent_s)
+            result = self._measure(part, options)
+            if isinstance(result, ContestResult):
+                return ContestResult(_in_order(contest, lost_rows + result.rows), result.spent_s)
             self._worker = None
-            attempt += 1
-            offenders = [c for c in left if Case(contest.problem, c).id == answer.case]
+            offenders = [c for c in left if Case(contest.problem, c).id == result.case]
             blameless += not offenders
             if blameless == BLAMELESS_ATTEMPTS:
                 offenders = list(left)
             for offender in offenders:
-                blank = self._lost(contest, offender, answer, replicate, attempt)
+                blank = Row(
+                    Case(contest.problem, offender),
+                    result.status,
+                    replicate=replicate,
+                    attempt=attempt,
+                    reference=contest.reference,
+                    device=self.about["identity"],
+                    detail=result.detail,
+                )
                 lost_rows += [replace(blank, scope=s, cache=c) for s, c in options["measures"]]
                 left.remove(offender)
-        return Measured(_in_order(contest, lost_rows), {})
+            attempt += 1
+        return ContestResult(_in_order(contest, lost_rows), {})
 
-    def _measured(self, contest: Contest, options: Mapping[str, Any]) -> Measured | Lost:
-        self._go_on()
+    def _measure(self, contest: Contest, options: Mapping[str, Any]) -> ContestResult | WorkerLoss:
+        self._end_if_stopping()
         try:
             worker = self._worker = self._worker or self._start()
         except WorkerError as error:
-            return Lost("", Status.FAILED, str(error))
-        answer = worker.measure(contest, options, self._timeout_s)
-        self._go_on()
-        return answer
+            return WorkerLoss("", Status.FAILED, str(error))
+        result = worker.measure(contest, options, self._timeout_s)
+        self._end_if_stopping()
+        return result
 
-    def _go_on(self) -> None:
-        """End here if another thread has asked for it: a worker that it killed is no row."""
+    def _end_if_stopping(self) -> None:
+        """End here if another thread stops this run: the worker that it killed gives no row."""
         if self.stopping.is_set():
             raise KeyboardInterrupt
 
-    def _known(self, contest: Contest, replicate: int) -> Pinned:
-        """Return what is known of these contenders; a twin takes what its original took."""
-        given = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
-        chosen = {**self._shared, **given}
-        known = {}
-        for contender in contest.contenders:
-            original = Case(contest.problem, replace(contender, twin=False)).id
-            if original in chosen:
-                known[Case(contest.problem, contender).id] = chosen[original]
-        return known
+    def _choices(self, contest: Contest, replicate: int) -> Pinned:
+        """Return the choices to take without a search; a twin takes its original's."""
+        pinned = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
+        choices = {**self._shared, **pinned}
+        originals = {
+            Case(contest.problem, contender).id: Case(
+                contest.problem, replace(contender, twin=False)
+            ).id
+            for contender in contest.contenders
+        }
+        return {case: choices[of] for case, of in originals.items() if of in choices}
 
-    def _candidates(self, contest: Contest) -> Timed:
-        """Return what the first process that has them timed for these contenders."""
+    def _candidates(self, contest: Contest) -> Candidates:
+        """Return what the first process timed for the choices of these contenders."""
         cases = [Case(contest.problem, contender).id for contender in contest.contenders]
         return {case: self._timed[case].candidates for case in cases if case in self._timed}
 
-    def _lost(
-        self, contest: Contest, offender: Contender, lost: Lost, replicate: int, attempt: int
-    ) -> Row:
-        return Row(
-            Case(contest.problem, offender),
-            lost.status,
-            replicate=replicate,
-            attempt=attempt - 1,
-            reference=contest.reference,
-            device=self.about["identity"],
-            detail=lost.detail,
-        )
-
 
 def _runs(contest: Contest, kind: str) -> bool:
-    """Say whether any contender of a contest is for a kind of device."""
+    """Return whether any contender of a contest is for a kind of device."""
     return any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
 
 
@@ -271,31 +276,32 @@ def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: place[row.case.id])
 
 
-KEPT_S = 600.0  # clocks and temperature settle within a minute; other users come and go
-
-Measure = Callable[[Collection[str]], dict[str, Any]]
-"""Returns the ceilings of a device, those of products of some dtypes, as JSON."""
-
-
 @dataclass(frozen=True)
-class _Known:
+class _Cached:
     at: float
     dtypes: frozenset[str]
     ceilings: Mapping[str, Any]
 
 
-_known: dict[str, _Known] = {}
+_cached: dict[str, _Cached] = {}
 
 
-def ceilings(card: str, dtypes: Collection[str], measure: Measure) -> dict[str, Any]:
-    """Return a GPU's ceilings, its name being `card`: known ones, or those that `measure` finds."""
-    asked, now = frozenset(dtypes), monotonic()
-    known = _known.get(card)
-    if known and now - known.at > KEPT_S:
-        known = None
-    if known and asked <= known.dtypes:
-        return {**known.ceilings, "age_s": round(now - known.at, 1)}
-    wanted = asked | known.dtypes if known else asked
-    found = measure(wanted)
-    _known[card] = _Known(monotonic(), wanted, found)
-    return found
+def recent_ceilings(
+    card: str, dtypes: Collection[str], measure: Callable[[Collection[str]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a GPU's ceilings: those that this process measured lately, or new ones.
+
+    Measuring takes 10 s on an H200, and a campaign has 45 runs, so runs share ceilings that are at
+    most CEILINGS_KEPT_S old and have all `dtypes`; `age_s` says how old they are. A CPU's ceilings
+    are measured for every run, because other work may keep it busy.
+    """
+    wanted, now = frozenset(dtypes), monotonic()
+    cached = _cached.get(card)
+    if cached and now - cached.at > CEILINGS_KEPT_S:
+        cached = None
+    if cached and wanted <= cached.dtypes:
+        return {**cached.ceilings, "age_s": round(now - cached.at, 1)}
+    wanted = wanted | cached.dtypes if cached else wanted
+    ceilings = measure(wanted)
+    _cached[card] = _Cached(monotonic(), wanted, ceilings)
+    return ceilings

@@ -25,9 +25,9 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry, Explain, unexplained
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry, OnFailure, ignore_failure
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call, marked, range_of
@@ -63,12 +63,12 @@ def try_kernel(
     words: Sequence[str],
     device: torch.device,
     data: Path | None = None,
-    explain: Explain = unexplained,
+    on_failure: OnFailure = ignore_failure,
 ) -> Tried:
     """Draw, convert, check against fp64 and time a kernel beside its baseline.
 
-    `explain` hears the traceback of what fails. Raises SuiteError where a word cannot be used,
-    Unsupported where the kernel cannot run it here.
+    `on_failure` receives the traceback of what fails. Raises SuiteError where a word cannot be
+    used, Unsupported where the kernel cannot run it here.
     """
     planned = plan(name, words, device, data)
     contenders = [*planned.contenders]
@@ -77,7 +77,7 @@ def try_kernel(
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
     options = ContestOptions(ceilings=ceilings.measure(device))
-    rows, _ = contest.run(planned.problem, contenders, device, data, options, explain=explain)
+    rows, _ = contest.run(planned.problem, contenders, device, data, options, on_failure=on_failure)
     rows = sorted(rows, key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:
@@ -165,7 +165,7 @@ def _sorted_out(
     """Divide what is given into the problem's fields, the kernel's options, the format's params."""
     found = load_op(op)
     fields, options = set(found.fields.model_fields), keywords(kernel.prepare)
-    params = keywords(load_format(stored).from_dense)
+    params = keywords(weights_format(stored).from_dense)
     params |= {f"{weight}.{name}" for weight in found.weights for name in params}
     known = fields | options | params | OWN
     for name in given.keys() - known:
@@ -188,7 +188,7 @@ def _pattern(fields: Mapping[str, Any]) -> str:
 def _said_by(problem: Problem, stored: str) -> dict[str, Any]:
     """Return the format's parameters that the problem's fields, or its pattern, say."""
     said = {**problem.fields, **derived(problem.fields)}
-    wanted = keywords(load_format(stored).from_dense)
+    wanted = keywords(weights_format(stored).from_dense)
     return {name: said[name] for name in wanted & said.keys()}
 
 

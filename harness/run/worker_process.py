@@ -1,22 +1,22 @@
-"""A worker process as its parent sees it: started, asked, heard, ended.
+"""A worker process as its parent sees it: start it, send it contests, read answers, end it.
 
-    ─> a contest a line              <─ what is announced, then the rows: JSON lines
+    ─> a line for each contest       <─ announcements, then the rows: JSON lines
                                      <─ tracebacks: into failures.log
-                                     <─ stderr: into worker.log, the last words into a row
+                                     <─ stderr: into worker.log, the last lines also into a row
 
-A worker leads a process group. When it ends, whatever a kernel has started in that group is killed;
-what has left the group is waited for no longer than LEFT_S.
+A worker leads a process group. When it ends, every process that a kernel started in that group is
+killed. The parent waits at most LEFT_S for output of processes that left the group.
 """
 
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,30 +26,36 @@ from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.machine.parent_watch import WAIT
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import early_start as ahead
+from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import without_paths
 
-COMMAND = ahead.MEASURES
-SIMULATED = (sys.executable, "-P", "-m", "sparsebench.harness.sim.simulated_worker")
+COMMAND = early_start.COMMAND
+SIMULATOR = "sparsebench.harness.sim.simulated_worker"  # loaded only for a simulated device
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
-END_TIMEOUT_S = 60.0  # for a child that nobody asks any more; writing a core takes seconds
-LEFT_S = 2.0  # for what a dead child's pipes still hold
+END_TIMEOUT_S = 60.0  # for a child whose answer is no longer needed; writing a core takes seconds
+LEFT_S = 2.0  # for output that is still in the pipes of a dead child
 START_ATTEMPTS = 3
-START_PAUSE_S = 1.0  # and twice as long after each attempt: memory, or a GPU, may be freed
+START_PAUSE_S = 1.0  # doubled after each attempt: memory or a GPU may become free
 WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
-LINES_KEPT = 200  # and into failures.log: also the stacks that faulthandler writes
+LINES_KEPT = 200  # and into failures.log, with the stacks that faulthandler writes
 STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # how these begin
-DUMP_S, DUMP_STEP_S = 2.0, 0.1  # for the stacks of a worker that hangs, looked for in steps
+DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
 FAILURES = "failures.log"  # beside worker.log
 
-Explained = Callable[[str, str], None]
-"""Called with the reason why a case has no time, in a line, and with its traceback."""
+OnFailure = Callable[[str, str], None]
+"""Called with one line why a case has no time, and with its traceback."""
+
+
+def require_plan(device: str, contests: Sequence[Contest]) -> None:
+    """Raise SuiteError if a simulated device is badly described, or plans a fault for no case."""
+    if simulated(device):
+        import_module(SIMULATOR).require_plan(device, contests)
 
 
 @dataclass(frozen=True)
-class Lost:
-    """How a worker was lost: the case last announced ("" between cases), and why."""
+class WorkerLoss:
+    """The end of a worker: the case announced last ("" between cases), and the reason."""
 
     case: str
     status: Status
@@ -57,8 +63,8 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A worker's answer."""
+class ContestResult:
+    """A worker's answer: all rows of a contest, and the seconds spent by stage."""
 
     rows: list[Row]
     spent_s: dict[str, float]
@@ -66,35 +72,36 @@ class Measured:
 
 @dataclass
 class Log:
-    """What workers print, and why cases failed: kept until there are files for it.
+    """Output of workers and reasons of failures, kept in memory until `file` is set.
 
-    A thread a worker adds to it, so one at a time does.
+    Each worker has a thread that adds lines, so a lock serializes them.
     """
 
     file: Path | None = None
-    explained: Explained = lambda reason, text: None
-    kept: list[str] = field(default_factory=list)
+    on_failure: OnFailure = lambda reason, text: None
+    lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
+    tracebacks: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, line: str) -> None:
-        """Take one line; it is published, so paths are left out."""
+        """Add a line, without paths: the file is published."""
         with self.lock:
-            self.kept.append(without_paths(line))
+            self.lines.append(without_paths(line))
             if self.file:
-                _append(self.file, self.kept)
+                _append(self.file, self.lines)
 
     def explain(self, reason: str, text: str) -> None:
-        """Take why a case failed."""
+        """Add the reason why a case failed; an identical traceback is written once."""
         reason, text = without_paths(reason), without_paths(text)
         with self.lock:
-            told = "(the traceback is that of an earlier case)" if text in self.known else text
-            self.known.add(text)
-            self.failures.append(f"{reason}\n{told.rstrip()}\n\n")
+            repeated = text in self.tracebacks
+            shown = "(the traceback is that of an earlier case)" if repeated else text
+            self.tracebacks.add(text)
+            self.failures.append(f"{reason}\n{shown.rstrip()}\n\n")
             if self.file:
                 _append(self.file.with_name(FAILURES), self.failures)
-        self.explained(reason, text)
+        self.on_failure(reason, text)
 
 
 def _append(path: Path, lines: list[str]) -> None:
@@ -107,7 +114,7 @@ def _append(path: Path, lines: list[str]) -> None:
 class Worker:
     """A child process. Its first answer, `about`, describes the device.
 
-    A spare one imports everything, and has no device before it is `begun` and `there`.
+    A `spare` worker only imports; it takes its device after `begin`, and `wait_ready` waits for it.
     """
 
     def __init__(
@@ -117,78 +124,79 @@ class Worker:
         log: Log,
         *,
         spare: bool = False,
-        process: ahead.Process | None = None,
+        process: early_start.Process | None = None,
     ) -> None:
-        """Start the child and wait until it has its device, unless it is a spare one.
+        """Start the child, or take a waiting `process`; unless spare, wait until it is ready.
 
-        A `process` that waits already is taken in its place.
+        Raises WorkerError.
         """
-        self._given = [device, *([str(data)] if data else [])]
-        command = SIMULATED if simulated(device) else COMMAND
+        self._arguments = [device, *([str(data)] if data else [])]
+        command = (*early_start.PYTHON, SIMULATOR) if simulated(device) else COMMAND
+        arguments = [WAIT] if spare else self._arguments
         try:
-            self._child = process or ahead.spawn(*command, *([WAIT] if spare else self._given))
+            self._child = process or early_start.spawn(*command, *arguments)
         except OSError as error:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = log
         self._words: list[str] = []
-        self._unasked = False
+        self._killed = False
         self._readers = [
             _reader(self._child.stdout, self._answers.put),
-            _reader(self._child.stderr, lambda line: self._hear(line, log)),
+            _reader(self._child.stderr, self._hear),
         ]
-        self._end = threading.Thread(target=self._see_off, daemon=True)
+        self._end = threading.Thread(target=self._reap, daemon=True)
         self._end.start()
         self.about: dict[str, Any] = {}
         if process and not spare:
-            self.imported()
+            self.wait_imported()
             self.begin()
         if not spare:
-            self.there()
+            self.wait_ready()
 
-    def imported(self) -> None:
+    def wait_imported(self) -> None:
         """Wait until a spare child has imported everything and is idle. Raises WorkerError."""
-        self._started()
+        self._first_answer()
 
     def begin(self) -> None:
         """Let a spare child take its device."""
-        self._ask(self._given)
+        self._send(self._arguments)
 
-    def there(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until the child has its device. Raises WorkerError."""
-        self.about = self._started()
+        self.about = self._first_answer()
 
-    def _started(self) -> dict[str, Any]:
-        said = self._next(START_TIMEOUT_S)
-        if isinstance(said, Lost):
-            raise WorkerError(f"the worker did not start: {said.detail}")
-        return said
+    def _first_answer(self) -> dict[str, Any]:
+        answer = self._next(START_TIMEOUT_S)
+        if isinstance(answer, WorkerLoss):
+            raise WorkerError(f"the worker did not start: {answer.detail}")
+        return answer
 
     def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
-        """Return what the device can do at most, measured now; a WorkerError where it cannot."""
-        lost = self._ask({"ceilings": sorted(dtypes)})
-        answer = lost or self._next(START_TIMEOUT_S)
-        if isinstance(answer, Lost):
+        """Measure the device's ceilings now. Raises WorkerError."""
+        loss = self._send({"ceilings": sorted(dtypes)})
+        answer = loss or self._next(START_TIMEOUT_S)
+        if isinstance(answer, WorkerLoss):
             raise WorkerError(f"the ceilings were not measured: {answer.detail}")
-        if not isinstance(found := answer.get("ceilings"), dict):
+        if not isinstance(ceilings := answer.get("ceilings"), dict):
             raise WorkerError(f"the ceilings were not measured: found {str(answer)[:80]}")
-        return found
+        return ceilings
 
     def measure(
         self, contest: Contest, options: Mapping[str, Any], timeout_s: float
-    ) -> Measured | Lost:
-        """Return the contest's rows, or how the worker was lost over it; then it is dead."""
+    ) -> ContestResult | WorkerLoss:
+        """Measure a contest. After a WorkerLoss the child is dead."""
         contenders = [asdict(contender) for contender in contest.contenders]
-        asked = {"problem": asdict(contest.problem), "contenders": contenders, **options}
-        if lost := self._ask(asked):
-            return lost
+        request = {"problem": asdict(contest.problem), "contenders": contenders, **options}
+        if loss := self._send(request):
+            return loss
         case = ""
         while True:
             answer = self._next(timeout_s)
-            if isinstance(answer, Lost):
-                if not self._unasked:
+            if isinstance(answer, WorkerLoss):
+                if not self._killed:
                     self._explain(contest, options, case, answer.detail, "".join(self._words))
-                return Lost(case, answer.status, answer.detail)
+                return WorkerLoss(case, answer.status, answer.detail)
             try:
                 if "at" in answer:
                     case = str(answer["at"][0])
@@ -196,25 +204,25 @@ class Worker:
                     self._explain(contest, options, *map(str, answer["failed"]))
                 elif "fatal" in answer:
                     self.close()
-                    return Lost(answer["fatal"][0] or case, Status.FAILED, answer["fatal"][1])
+                    return WorkerLoss(answer["fatal"][0] or case, Status.FAILED, answer["fatal"][1])
                 else:
                     rows = [Row.from_json(row) for row in answer["rows"]]
                     _require_all(contest, answer, rows, options["measures"])
-                    return Measured(rows, dict(answer["spent_s"]))
+                    return ContestResult(rows, dict(answer["spent_s"]))
             except (ValueError, TypeError, LookupError) as error:
                 self._kill()
-                return Lost(case, Status.FAILED, f"no answer to its contest: {error!r}"[:400])
+                return WorkerLoss(case, Status.FAILED, f"no answer to its contest: {error!r}"[:400])
 
     def _explain(
         self, contest: Contest, options: Mapping[str, Any], case: str, why: str, text: str
     ) -> None:
-        """Log why a case of a contest failed; "" is nobody's."""
+        """Log why a case of a contest failed; without a case, why all failed."""
         problem = contest.problem
-        of = {Case(problem, contender).id: contender.label for contender in contest.contenders}
+        labels = {Case(problem, contender).id: contender.label for contender in contest.contenders}
         fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
-        who = f"{of.get(case, 'all contenders')} at {problem.op} {fields}"
+        where = f"{labels.get(case, 'all contenders')} at {problem.op} {fields}"
         process = f"process {options.get('replicate', 0)}, attempt {options.get('attempt', 0)}"
-        self._log.explain(f"{who} ({process}): {why}", text)
+        self._log.explain(f"{where} ({process}): {why}", text)
 
     @property
     def pid(self) -> int:
@@ -234,8 +242,8 @@ class Worker:
         return code
 
     def kill(self) -> None:
-        """End the child at once, and whatever it has started; nobody asks it any more."""
-        self._unasked = True
+        """End the child and all that it has started at once; its loss is not logged."""
+        self._killed = True
         self._kill()
 
     def _kill(self) -> None:
@@ -243,10 +251,10 @@ class Worker:
             _kill_group(self._child.pid)
         self.close()
 
-    def _see_off(self) -> None:
-        """Wait for the child's end, end its group, and say so once its last lines are read.
+    def _reap(self) -> None:
+        """Wait for the child's end, end its group, and report the end once its output is read.
 
-        The child stays a zombie meanwhile, so that no other process can have its number.
+        The child stays a zombie until its group is killed, so that its number is not used again.
         """
         os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
         _kill_group(self._child.pid)
@@ -255,37 +263,37 @@ class Worker:
             reader.join(LEFT_S)
         self._answers.put("")
 
-    def _ask(self, message: Mapping[str, Any] | list[str]) -> Lost | None:
+    def _send(self, message: Mapping[str, Any] | list[str]) -> WorkerLoss | None:
         assert self._child.stdin
         try:
             self._child.stdin.write(json.dumps(message) + "\n")
             self._child.stdin.flush()
-        except (OSError, ValueError):  # ValueError: closed, since it was ended
-            return Lost("", Status.FAILED, self._last_words(self.close()))
+        except (OSError, ValueError):  # ValueError: the pipe was closed when the child was ended
+            return WorkerLoss("", Status.FAILED, self._last_words(self.close()))
         return None
 
-    def _next(self, timeout_s: float) -> dict[str, Any] | Lost:
+    def _next(self, timeout_s: float) -> dict[str, Any] | WorkerLoss:
         try:
             line = self._answers.get(timeout=timeout_s)
         except Empty:
-            self._dump()
+            self._dump_stacks()
             self._kill()
-            return Lost("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
+            return WorkerLoss("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
         if not line:
-            return Lost("", Status.FAILED, self._last_words(self.close()))
+            return WorkerLoss("", Status.FAILED, self._last_words(self.close()))
         with suppress(ValueError):
             answer = json.loads(line)
             if isinstance(answer, dict):
                 return answer
         self._kill()
-        return Lost("", Status.FAILED, f"expected an answer in JSON, found {line[:80]!r}")
+        return WorkerLoss("", Status.FAILED, f"expected an answer in JSON, found {line[:80]!r}")
 
-    def _dump(self) -> None:
-        """Ask a worker that hangs for its stacks (worker.py), and give it DUMP_S to write them."""
+    def _dump_stacks(self) -> None:
+        """Ask a hanging worker for its stacks (worker.py), and give it DUMP_S to write them."""
         with suppress(ProcessLookupError):
             os.kill(self._child.pid, signal.SIGUSR1)
-        late = time.monotonic() + DUMP_S
-        while self._end.is_alive() and time.monotonic() < late:
+        deadline = time.monotonic() + DUMP_S
+        while self._end.is_alive() and time.monotonic() < deadline:
             time.sleep(DUMP_STEP_S)
             if any(line.startswith(STACKS[-1]) for line in self._words):
                 time.sleep(DUMP_STEP_S)  # for the frames below it
@@ -297,8 +305,8 @@ class Worker:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"the worker process ended with {how}" + (f": {words}" if words else "")
 
-    def _hear(self, line: str, log: Log) -> None:
-        log.add(line)
+    def _hear(self, line: str) -> None:
+        self._log.add(line)
         self._words = [*self._words, line][-LINES_KEPT:]
 
 
@@ -316,9 +324,9 @@ def _require_all(
         raise ValueError(f"expected contest {contest.problem.id}, found {answer['contest']!r}")
     cases = [Case(contest.problem, contender).id for contender in contest.contenders]
     expected = sorted((case, *measure) for case in cases for measure in measures)
-    found = sorted((row.case.id, row.scope, row.cache) for row in rows)
-    if found != expected:
-        raise ValueError(f"expected {len(expected)} rows, each once, found {len(found)}")
+    present = sorted((row.case.id, row.scope, row.cache) for row in rows)
+    if present != expected:
+        raise ValueError(f"expected {len(expected)} rows, each once, found {len(present)}")
 
 
 def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Thread:
@@ -335,16 +343,16 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
     return thread
 
 
-def spare(device: str, data: Path | None, log: Log) -> Worker:
-    """Start a worker that has no device yet, or take one that a command started early."""
-    early = None if simulated(device) else ahead.taken()
+def start_spare(device: str, data: Path | None, log: Log) -> Worker:
+    """Start a worker without a device, or take one that a command started early."""
+    early = None if simulated(device) else early_start.take()
     return Worker(device, data, log, spare=True, process=early)
 
 
-def started(device: str, data: Path | None, log: Log) -> Worker:
-    """Start a worker, in a few attempts; WorkerError where none succeeds."""
-    if not simulated(device) and (early := ahead.taken()):
-        with suppress(WorkerError):  # then another one is started, as if there had been none
+def start_worker(device: str, data: Path | None, log: Log) -> Worker:
+    """Start a worker that has its device, in START_ATTEMPTS attempts. Raises WorkerError."""
+    if not simulated(device) and (early := early_start.take()):
+        with suppress(WorkerError):  # start another one, as if this one had never existed
             return Worker(device, data, log, process=early)
     for attempt in range(START_ATTEMPTS - 1):
         try:

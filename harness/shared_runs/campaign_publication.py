@@ -3,7 +3,7 @@
     DIR/NAME           ─> INTO/GPU/NAME             every run, with its digests verified; no logs
     DIR/claims/NAME    ─> INTO/GPU/claims-NAME      what claims measured
     INTO/GPU           ─> removed, since history has it; with entry names, only runs of those names
-    pages and picture  ─> written from the runs that are there now (reports/published)
+    pages and picture  ─> written from the runs that are there now (reports/published.py)
 
 Either everything is published or nothing: an entry that is not whole is an error, and if a page
 cannot be written, the earlier runs are restored.
@@ -47,7 +47,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         kept = {run.name: run for run in _runs(before)} if names else {}
         for name, run in (kept | runs).items():
             shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
-        from sparsebench.reports.published.__main__ import write
+        from sparsebench.reports.published import write
 
         return write(into.resolve().parents[1])
 

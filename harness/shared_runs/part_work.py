@@ -18,8 +18,9 @@ from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import worker_process
-from sparsebench.harness.run.measure import RunOptions, finished, measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.worker_process import Log
 from sparsebench.harness.shared_runs import shared_folder
@@ -77,7 +78,7 @@ def split(
 
 def settled(run: Path, suite: Suite, flags: Flags) -> list[Row]:
     """Return the rows of whole contests; seal a run that was killed with these alone."""
-    rows = finished(run, suite, flags, planned(suite, flags.device, flags.only, flags.shard))
+    rows = completed_rows(run, suite, flags, planned(suite, flags.device, flags.only, flags.shard))
     if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
         with store.locked(run):
             state = dict(store.read(run).state)

@@ -33,7 +33,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
-from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import parse
 from sparsebench.results import files
 from sparsebench.results.record import Contender
@@ -127,11 +126,6 @@ def read(device: str) -> Spec:
     except SuiteError as error:
         raise SuiteError(f"--device {device}: {str(error).removeprefix(f'{file}: ')}") from error
     return parse(file, text, Spec)
-
-
-def faults(device: str) -> list[Fault]:
-    """Return what is planned to go wrong on a device: on a real one, nothing."""
-    return read(device).faults if simulated(device) else []
 
 
 def call_us(

@@ -1,10 +1,10 @@
-"""The simulated GPU's child process: it speaks worker.py's protocol, and runs no kernel.
+"""The simulated GPU's child process: it follows the protocol of worker.py, and runs no kernel.
 
-    contenders   take the times of clock.py; the spec plans what goes wrong
+    contenders   take the times of gpu_model.py; the spec plans faults
     rows         are marked: clock `sim`, device `sim-SEED`, a GPU named `simulated ...`
 
-Everything above it is the real thing: runner, timeouts, rows on disk, statistics, report. The same
-spec, suite and number of the process give the same rows; another seed is another device.
+Everything above it is real: runner, timeouts, rows on disk, statistics, report. The same spec,
+suite and process number give the same rows; another seed is another device.
 
 Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:FILE.yaml] [DATA] | --wait
 """
@@ -12,15 +12,19 @@ Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:FILE.yaml] [DA
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.machine.device import environment, portable
-from sparsebench.harness.machine.parent_watch import WAIT, end_with_parent
-from sparsebench.harness.sim import simulated_contest as sim_contest
+from sparsebench.harness.machine.parent_watch import end_with_parent, worker_arguments
+from sparsebench.harness.plan.selection import meets
+from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.sim import simulated_contest
 from sparsebench.harness.sim.gpu_model import Spec, read
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem
@@ -29,31 +33,38 @@ from sparsebench.results.record import Contender, Problem
 def main() -> None:
     """Answer contests until stdin closes."""
     end_with_parent()
-    given = sys.argv[1:]
-    if given == [WAIT]:
-        _say({"imported": True})
-        given = json.loads(sys.stdin.readline() or "[]")
-        if not given:  # the parent has ended
-            return
-    device = given[0]
+    arguments = worker_arguments(lambda: _send({"imported": True}))
+    if not arguments:
+        return
+    device = arguments[0]
     spec = read(device)
-    _say({"environment": _environment(device, spec), "identity": spec.identity, "slug": "sim"})
+    _send({"environment": _environment(device, spec), "identity": spec.identity, "slug": "sim"})
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "problem" in asked:
-            problem = Problem.from_json(asked.pop("problem"))
-            contenders = [Contender(**contender) for contender in asked.pop("contenders")]
-            rows = sim_contest.run(
-                spec, problem, contenders, ContestOptions.from_json(asked), _announce
+        request = json.loads(line)
+        if "problem" in request:
+            problem = Problem.from_json(request.pop("problem"))
+            contenders = [Contender(**contender) for contender in request.pop("contenders")]
+            rows = simulated_contest.run(
+                spec, problem, contenders, ContestOptions.from_json(request), _announce
             )
             written = [asdict(row) for row in rows]
-            _say({"contest": problem.id, "rows": written, "spent_s": {}})
+            _send({"contest": problem.id, "rows": written, "spent_s": {}})
         else:
-            _say({"ceilings": asdict(_ceilings(spec))})
+            _send({"ceilings": asdict(_ceilings(spec))})
+
+
+def require_plan(device: str, contests: Sequence[Contest]) -> None:
+    """Raise SuiteError if the spec cannot be read, or plans a fault that no case would meet."""
+    for fault in read(device).faults:
+        if not any(meets(c.problem, k, fault.when) for c in contests for k in c.contenders):
+            planned = f"{fault.fault} when {fault.when!r}"
+            raise SuiteError(
+                f"--device {device}: {planned}: expected at least one case, found none"
+            )
 
 
 def _environment(device: str, spec: Spec) -> dict[str, Any]:
-    """Return what environment.json holds: this machine, a GPU that is not there, and its spec."""
+    """Return environment.json: this machine, the simulated GPU, and its spec."""
     written = spec.model_dump_json(by_alias=True)
     gpu = {
         "name": f"simulated {spec.gpu}",
@@ -72,10 +83,10 @@ def _ceilings(spec: Spec) -> Ceilings:
 
 
 def _announce(case: str, stage: str) -> None:
-    _say({"at": [case, stage]})
+    _send({"at": [case, stage]})
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 

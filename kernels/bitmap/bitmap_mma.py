@@ -25,8 +25,8 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
-    ahead,
     clusters_at_once,
+    compile_ahead,
     load,
     unsupported_on_hopper,
 )
@@ -225,7 +225,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     )
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
-    ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
+    compile_ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

@@ -26,7 +26,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
-    ahead,
+    compile_ahead,
     load,
     target_of,
     unsupported_before_ampere,
@@ -199,7 +199,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, stored / (n * k))
     configs, by = choose("csr_cuda", Config, operands, sizes, tuned, space(x.dtype))
     constants = (constants_of(config, x.dtype, is_aligned(x)) for config in configs)
-    ahead("csr_cuda", constants, target_of(x.device))
+    compile_ahead("csr_cuda", constants, target_of(x.device))
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

@@ -344,7 +344,7 @@ def timed(wanted: Call, n: int, products: Sequence[Product]) -> tuple[Product, S
 
 def told(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
     """Return a search's lines for the row."""
-    return found.told([asdict(one.way) for one in products], whole=True, of=of)
+    return found.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

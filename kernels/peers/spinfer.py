@@ -51,7 +51,7 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     best = choices[found.best]
     product.keep(best["split"])
     choice = {**best, "stored_bytes": product.stored, "digest": product.digest}
-    return Launch(calls[found.best], choice, candidates=found.told(choices))
+    return Launch(calls[found.best], choice, candidates=found.lines(choices))
 
 
 def possible(k: int) -> list[int]:

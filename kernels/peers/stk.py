@@ -110,7 +110,7 @@ def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) 
     """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
     found = search([layouts[name] for name in names], operands.device)
-    best, told = names[found.best], found.told([{"layout": name} for name in names])
+    best, told = names[found.best], found.lines([{"layout": name} for name in names])
     return Launch(layouts[best], {"layout": best}, candidates=told)
 
 

@@ -146,7 +146,7 @@ def _fastest(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the fastest choice, and what was timed."""
     found = search([_call(bsr, x, choice) for choice in choices], x.device, COMPILERS)
-    return choices[found.best], found.told(choices, whole=True, of=of)
+    return choices[found.best], found.lines(choices, whole=True, of=of)
 
 
 def _call(bsr: Tensor, x: Tensor, choice: Mapping[str, Any]) -> Callable[[], Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
@@ -70,7 +70,7 @@ def _product(
     y = first()
     assert isinstance(y, Tensor)
     outs = [y, *(launch.out for launch in rest)]
-    return Part([first, *rest], outs, {name: first.choice}, told_of(name, first), first.code)
+    return Part([first, *rest], outs, {name: first.choice}, lines_of(name, first), first.code)
 
 
 def _spense(operands: Operands, name: str) -> Spense:

@@ -28,7 +28,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import quantised, scale_of
-from sparsebench.kernels._common.search import told_of
+from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
@@ -87,7 +87,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
         return y
 
     choice = {"gate_up": gate_up.choice, "down": down.choice}
-    candidates = [*told_of("gate and up", gate_up), *told_of("down", down)]
+    candidates = [*lines_of("gate and up", gate_up), *lines_of("down", down)]
     return Launch(run, choice, gate_up.code, candidates)
 
 

@@ -43,8 +43,8 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
-    ahead,
     clusters_at_once,
+    compile_ahead,
     load,
     tensor_map,
     unsupported_on_hopper,
@@ -359,7 +359,7 @@ def prepare(
     tried = searched(len(x), w.shape, x.itemsize, x.device, 12 if wide else 5)
     tried = list(dict.fromkeys([*tried, *space()])) if wide else tried
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, tried)
-    ahead("spense_wgmma", [constants_of(each, w.dtype, activation) for each in configs])
+    compile_ahead("spense_wgmma", [constants_of(each, w.dtype, activation) for each in configs])
     candidates = [launch(x, w, config, scales, activation=activation) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

@@ -14,9 +14,10 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
-from sparsebench.reports.figures._html import folded, note, table
+from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
 from sparsebench.reports.figures.pareto import front
+from sparsebench.reports.tables import html_table
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.formatting import between, percent
 from sparsebench.results.model_files import Pruning, PruningOutcome
@@ -66,7 +67,7 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
         for c, o in points
     ]
     heads = ["pruned by", ">dense", "cell", ">speed-up", ">loss, nats"]
-    return drawn + note(said) + folded("The losses", table(heads, lines))
+    return drawn + note(said) + folded("The losses", html_table(heads, lines))
 
 
 def _method(outcome: PruningOutcome) -> str:

@@ -19,9 +19,11 @@ from markupsafe import Markup, escape
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
-from sparsebench.reports.figures._html import folded, table, without_dashes
+from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import distinct
-from sparsebench.reports.site.pages import Site, render, stylesheet
+from sparsebench.reports.page import render
+from sparsebench.reports.site.pages import Site, stylesheet
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.claims.cells import Cell, judging, most, said
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
@@ -249,7 +251,7 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
-    return folded(title, table(*without_dashes(heads, rows)))
+    return folded(title, html_table(*without_dashes(heads, rows)))
 
 
 def _change(judged: Judged, claim: Claim) -> str:

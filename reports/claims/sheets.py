@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from sparsebench.reports._sheet import Cell, Sheet
+from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Written
@@ -22,16 +22,17 @@ WORDS = frozenset({"claim", "what is claimed", "source", "test", "verdict", "bas
 WORDS |= {"leans to", "GPU"}
 
 
-def listed(claims: Iterable[Written]) -> Sheet:
+def listed(claims: Iterable[Written]) -> Table:
     """Return a line a claim: its name, what it says, who and when, how many tests."""
     lines = [
         [w.name, w.claim.title, f"{w.claim.source.kind}, {w.claim.source.date}", _tests(w)]
         for w in claims
     ]
-    return Sheet("", ("claim", "what is claimed", "source", "tests"), lines, WORDS, ("source",))
+    columns = ("claim", "what is claimed", "source", "tests")
+    return Table(columns=columns, lines=lines, words=WORDS, spare=("source",))
 
 
-def bounded(claims: Iterable[PlannedClaim]) -> Sheet:
+def bounded(claims: Iterable[PlannedClaim]) -> Table:
     """Return a line a test: its threshold, the bound over its cells, and whether it can be met."""
     lines: list[Sequence[Cell]] = []
     for asked in claims:
@@ -48,10 +49,11 @@ def bounded(claims: Iterable[PlannedClaim]) -> Sheet:
             lines.append([asked.name, "", most, bound.of + share, ""])
     title = "At most, as efficient as dense; no: no such kernel can meet the threshold"
     columns = ("claim", "can be met", "at most", "test or part", "threshold")
-    return Sheet(title, columns, lines, WORDS | {"threshold", "test or part"})
+    words = WORDS | {"threshold", "test or part"}
+    return Table(title=title, columns=columns, lines=lines, words=words)
 
 
-def judged(verdicts: Iterable[Verdict]) -> Sheet:
+def judged(verdicts: Iterable[Verdict]) -> Table:
     """Return a line a claim and device: verdict, basis, what a look leans to, and why."""
     known = list(verdicts)
     measured = any(test.cells for each in known for test in each.tests)
@@ -67,7 +69,8 @@ def judged(verdicts: Iterable[Verdict]) -> Sheet:
         for each in known
     ]
     columns = ("claim", "GPU", "verdict", "basis", "leans to", "why")
-    return Sheet("" if measured else NOTHING, columns, lines, WORDS)
+    title = "" if measured else NOTHING
+    return Table(title=title, columns=columns, lines=lines, words=WORDS)
 
 
 def _range(low: float, high: float) -> str:

@@ -17,9 +17,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import download, note, table
+from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
 from sparsebench.reports.figures._sweep import log_ticks
+from sparsebench.reports.tables import html_table
 from sparsebench.results.answer import against, sentences, variants, where, winner, word
 from sparsebench.results.contests import ANY, MOST, View, every, ordered
 from sparsebench.results.formatting import FORMATS, between, duration, percent, plain, times
@@ -130,7 +131,7 @@ def _map(view: View) -> Markup:
     if (view.cells["count"] > 1).any():
         read += f" Of up to {view.cells['count'].max()} problems in a cell: the median one."
     return Markup('<figure class="map">{}<figcaption>{}</figcaption></figure>').format(
-        table([*heads, *words], rows, "map"), read
+        html_table([*heads, *words], rows, "map"), read
     )
 
 

@@ -6,9 +6,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
-from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import shade
 from sparsebench.reports.figures._verdict import meaning
+from sparsebench.reports.tables import html_table
 from sparsebench.results.analysis import winners
 from sparsebench.results.formatting import percent, times
 
@@ -45,7 +46,7 @@ def _map(title: str, cells: pd.DataFrame) -> Markup:
         for block in ordered(cells.block)
     ]
     heads = ["block", *(percent(level) for level in levels)]
-    return Markup("<figure><h3>{}</h3>{}</figure>").format(title, table(heads, rows, "map"))
+    return Markup("<figure><h3>{}</h3>{}</figure>").format(title, html_table(heads, rows, "map"))
 
 
 def _cell(line: "pd.Series[Any] | None") -> Markup:

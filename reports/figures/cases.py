@@ -7,8 +7,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import download, note, table, without_dashes
+from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._verdict import above_floor, outcome
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import percent, plain, significant, times
 from sparsebench.results.frame import fields
 
@@ -39,7 +40,7 @@ def draw(frames: Frames) -> Markup:
     return (
         note(whole.format(len(cases), download("cases", cases)))
         + Markup(TOOL).format(named(cases.iloc[0], same), constant)
-        + table(*without_dashes(heads, lines), "sortable", _ids(cases))
+        + html_table(*without_dashes(heads, lines), "sortable", _ids(cases))
     )
 
 

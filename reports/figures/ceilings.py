@@ -14,8 +14,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import note, table, without_dashes
+from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import significant
 from sparsebench.results.noise import LAUNCH_US
@@ -49,7 +50,7 @@ def draw(frames: Frames) -> Markup:
         heads += [f">{name}", ">median, %", ">best, %"]
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
     words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
-    return words + _drawn(frames, first, labels) + table(*without_dashes(heads, lines))
+    return words + _drawn(frames, first, labels) + html_table(*without_dashes(heads, lines))
 
 
 def _bounded(cases: pd.DataFrame) -> pd.Series:

@@ -12,7 +12,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
-from sparsebench.reports.figures._html import folded, note, table, without_dashes
+from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
@@ -44,7 +45,7 @@ def draw(frames: Frames) -> Markup:
         for title, group in groups
         for label, cases in group.groupby("label", sort=False)
     ]
-    body = table(*without_dashes(HEADS, lines))
+    body = html_table(*without_dashes(HEADS, lines))
     shown = body if len(lines) <= OPEN else folded(f"All {len(lines)} lines", body)
     return note(f"{same}. {READ}") + shown
 

@@ -3,7 +3,8 @@
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.tables import html_table
 from sparsebench.results.tuning_doubts import SLOWER, doubts
 
 TITLE = "Choices in doubt"
@@ -22,4 +23,4 @@ def draw(frames: Frames) -> Markup:
     if not lines:
         return NOTHING
     said = READ.format(100 * (SLOWER - 1))
-    return note(said) + table(["case", "expected", "found"], lines)
+    return note(said) + html_table(["case", "expected", "found"], lines)

@@ -3,7 +3,8 @@
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.figures._html import folded, note, table
+from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.tables import html_table
 from sparsebench.results.provenance import flat
 
 TITLE = "Environment"
@@ -16,7 +17,7 @@ def draw(frames: Frames) -> Markup:
     facts = flat(run.environment) | flat(run.state, "run.")
     facts.pop("schema", None), facts.pop("run.schema", None)
     devices = ", ".join(sorted(frames.rows.device.unique()))
-    body = table(["fact", "value"], [[name, value] for name, value in facts.items()])
+    body = html_table(["fact", "value"], [[name, value] for name, value in facts.items()])
     suite = Markup("<pre>{}</pre>").format(run.suite_text)
     return (
         note(f"Measured on: {devices or 'nothing'}.")

@@ -14,8 +14,9 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import folded, note, table, without_dashes
+from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
 
 TITLE = "Noise floor"
@@ -47,7 +48,7 @@ def draw(frames: Frames) -> Markup:
         ]
     body = Markup('<div class="panels">{}</div>').format(Markup("").join(figures))
     lines = [_line(pair) for _, pair in pairs.sort_values("median_us").iterrows()]
-    listed = folded(f"All {len(lines)} pairs", table(*without_dashes(HEADS, lines)))
+    listed = folded(f"All {len(lines)} pairs", html_table(*without_dashes(HEADS, lines)))
     return note(READ) + body + listed
 
 

@@ -20,10 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
-from sparsebench.reports.figures._html import folded, note, table
+from sparsebench.reports.figures._html import folded, note
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import meaning
+from sparsebench.reports.tables import html_table
+from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import OUTPUT, Pruning
 
@@ -82,7 +84,7 @@ def _cases(raced: pd.DataFrame) -> pd.DataFrame:
     labels = zip(raced.label, raced.params, strict=True)
     own = [label.removesuffix(f" {params}") for label, params in labels]
     zeros = raced["pattern"] == ANYWHERE if "pattern" in raced else False
-    anywhere = zeros & ~raced.baseline.astype(bool) & (raced.format != "dense")
+    anywhere = zeros & ~raced.baseline.astype(bool) & ~raced.format.isin({"dense", *OF_ACTIVATIONS})
     cases = raced.assign(dense=dense.mask(anywhere, 0.0), anywhere=anywhere, contender=own)
     return cases[cases.dense.notna() & cases.speedup.notna()]
 
@@ -212,4 +214,4 @@ def _table(pruning: Pruning) -> Markup:
     ]
     if pruning.loss is not None:
         lines.insert(0, ["none", "", "", percent(1), percent(0), "", f"{pruning.loss:.3f}"])
-    return note(f"{pruning.weights}, SHA-256 {pruning.sha256}.") + table(heads, lines)
+    return note(f"{pruning.weights}, SHA-256 {pruning.sha256}.") + html_table(heads, lines)

@@ -4,7 +4,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import note, table
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import significant
 from sparsebench.results.frame import fields
 
@@ -30,7 +31,7 @@ def draw(frames: Frames) -> Markup:
     names = [name for name in [*fields(raced), "level"] if raced[name].nunique() > 1]
     names = [name for name in names if name != "sparsity"]
     lines = [_line(str(label), cases, names) for label, cases in raced.groupby("label", sort=False)]
-    return note(f"{named(raced.iloc[0], MEASURE)}. {READ}") + table(
+    return note(f"{named(raced.iloc[0], MEASURE)}. {READ}") + html_table(
         [*heads, "most TFLOP/s at"], lines
     )
 

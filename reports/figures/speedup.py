@@ -8,10 +8,11 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, named, panels, swept
-from sparsebench.reports.figures._html import download, folded, note, table
+from sparsebench.reports.figures._html import download, folded, note
 from sparsebench.reports.figures._svg import INK
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
+from sparsebench.reports.tables import html_table
 from sparsebench.results.analysis import NoCrossing, break_even
 from sparsebench.results.formatting import amount, percent, significant
 
@@ -80,7 +81,7 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
     found = found.merge(_measured(found, drawn), left_index=True, right_index=True)
     lines = [[named(line, names), line.label, _word(line)] for _, line in found.iterrows()]
     title = f"Break-even of each contender ({amount(len(lines), 'line')})"
-    return folded(title, table(["problem", "contender", "faster"], lines))
+    return folded(title, html_table(["problem", "contender", "faster"], lines))
 
 
 def _measured(found: pd.DataFrame, drawn: pd.DataFrame) -> pd.DataFrame:

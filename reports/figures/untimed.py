@@ -6,7 +6,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import Frames, named
-from sparsebench.reports.figures._html import folded, note, table
+from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
@@ -31,7 +32,7 @@ def draw(frames: Frames) -> Markup:
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
     groups.sort(key=lambda group: group.status.iloc[0] == Status.UNSUPPORTED)
     lines = [_line(group) for group in groups]
-    return head + table(["status", ">cases", "reason", "contenders"], lines) if lines else head
+    return head + html_table(["status", ">cases", "reason", "contenders"], lines) if lines else head
 
 
 def _line(group: pd.DataFrame) -> list[str | Markup]:

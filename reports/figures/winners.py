@@ -14,8 +14,9 @@ from sparsebench.reports.figures._figure import (
     panels,
     swept,
 )
-from sparsebench.reports.figures._html import note, table, without_dashes
+from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.analysis import winners
 from sparsebench.results.formatting import between, interval, percent, plain, significant, times
 
@@ -56,7 +57,7 @@ def _listed(cases: pd.DataFrame) -> Markup:
         for title, group in groups
         for _, line in _best(winners(group), x).iterrows()
     ]
-    return note(same) + table(*without_dashes(HEADS, lines))
+    return note(same) + html_table(*without_dashes(HEADS, lines))
 
 
 def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:

@@ -57,6 +57,9 @@ class Cell:
 class Grid:
     """A table whose columns have headings; `rows` are a heading and the lines of each cell."""
 
+    kind: str
+    op: str
+    dtype: str
     about: str
     columns: list[str]
     rows: list[tuple[str, list[list[Cell]]]]
@@ -104,10 +107,10 @@ def gains(lines: pd.DataFrame) -> Grid | None:
     for (m, level, _), group in found.groupby(place, sort=False):
         cells.setdefault((m, level), []).append(_gain(group))
     rows = [(f"m {m}", [cells.get((m, level), []) for level in levels]) for m in tokens]
-    about = f"{_same(found)}, kernel time. {dated(found)}"
+    about = f"{', '.join(_same(found))}, kernel time. {dated(found)}"
     if lost:
         about += f" Nowhere faster than dense: {listed(lost)}."
-    return Grid(about, [percent(level) for level in levels], rows)
+    return Grid("gains", *_same(found), about, [percent(level) for level in levels], rows)
 
 
 def pays(found: pd.DataFrame) -> Grid | None:
@@ -129,10 +132,10 @@ def pays(found: pd.DataFrame) -> Grid | None:
             continue
         cells = [[_pays(own, head)] if len(own := group[group.m == m]) else [] for m in tokens]
         rows.append((head, cells))
-    about = f"{_same(found)}. {dated(found)}"
+    about = f"{', '.join(_same(found))}. {dated(found)}"
     if never:
         about += f" Not faster at any sparsity measured: {listed(never)}."
-    return Grid(about, [f"m {m:g}" for m in tokens], rows)
+    return Grid("pays", *_same(found), about, [f"m {m:g}" for m in tokens], rows)
 
 
 def dated(lines: pd.DataFrame) -> str:
@@ -233,8 +236,9 @@ def _of(line: dict[str, Any]) -> str:
     return f"{amount(line['processes'], 'process')}, {line['day']}"
 
 
-def _same(lines: pd.DataFrame) -> str:
-    return ", ".join(lines[["op", "dtype"]].iloc[0])
+def _same(lines: pd.DataFrame) -> tuple[str, str]:
+    op, dtype = lines[["op", "dtype"]].iloc[0]
+    return str(op), str(dtype)
 
 
 def _span(values: "pd.Series[Any]") -> str:

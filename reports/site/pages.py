@@ -10,23 +10,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import jinja2
 import pandas as pd
 import yaml
 
 from sparsebench.reports.build import Surrounding
+from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids
 from sparsebench.reports.site.cards import Card, lines, pays
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
-from sparsebench.results.formatting import amount
 
-NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
 WIDTH = 6.6  # px a character of a badge
 
 
@@ -64,6 +60,7 @@ def pages(
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "kinds": kinds, "kernels": kernels}
+    shared |= {"page_of": page_of, "named": grids.named}
     yield "style.css", stylesheet()
     yield (
         "index.html",
@@ -76,7 +73,7 @@ def pages(
         ),
     )
     for what, names, docs in (
-        ("format", kinds, {**NO_FORMAT, **site.formats}),
+        ("format", kinds, site.formats),
         ("kernel", kernels, site.kernels),
     ):
         column = "kind" if what == "format" else "kernel"
@@ -124,27 +121,7 @@ def safe(name: str) -> str:
 
 def stylesheet() -> str:
     """Return the style of every page of a site."""
-    return _read("report.css") + _read("site.css")
-
-
-def render(template: str, **given: Any) -> str:
-    """Fill a template of reports/templates; every value is escaped."""
-    return _templates().get_template(template).render(**given)
-
-
-@cache
-def _templates() -> jinja2.Environment:
-    loader = jinja2.FunctionLoader(_read)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, loader=loader, trim_blocks=True
-    )
-    environment.filters["amount"] = amount
-    environment.globals |= {"page_of": page_of, "named": grids.named}
-    return environment
-
-
-def _read(name: str) -> str:
-    return (files("sparsebench.reports") / "templates" / name).read_text("utf-8")
+    return content("report.css") + content("site.css")
 
 
 def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign, ca
 from sparsebench.harness.shared_runs.campaign_publication import publish
 from sparsebench.harness.shared_runs.campaign_publication import published as published_before
 from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
-from sparsebench.reports.published import __main__ as published
+from sparsebench.reports import published
 from sparsebench.results import bundle, store
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench

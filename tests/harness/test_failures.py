@@ -1,6 +1,7 @@
 """Failures explain themselves: tracebacks in the run, the first reason on the console."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,11 @@ from threading import Timer
 
 import pytest
 
-from sparsebench.harness.bench.contest_state import LONGEST, explained
+from sparsebench.harness.bench.contest_state import LONGEST, traceback_of
 from sparsebench.harness.commands._console import message_printer
 from sparsebench.harness.doctor.findings import Finding, Level, failure
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import worker_process as child
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
 from tests.tools.command_line import sparsebench
@@ -43,7 +44,7 @@ def raised(text: str = "too many tiles") -> RuntimeError:
 
 
 def test_a_traceback_names_modules_and_no_path() -> None:
-    text = explained(raised())
+    text = traceback_of(raised())
     assert text.rstrip().endswith("RuntimeError: too many tiles")
     assert "KeyError: 'missing'" in text
     assert "test_failures.py" in text
@@ -51,7 +52,7 @@ def test_a_traceback_names_modules_and_no_path() -> None:
 
 
 def test_a_long_traceback_is_cut_at_its_beginning() -> None:
-    text = explained(raised("x" * 2 * LONGEST))
+    text = traceback_of(raised("x" * 2 * LONGEST))
     assert len(text) < LONGEST + 10
     assert text.startswith("...\n")
 
@@ -71,22 +72,22 @@ def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
 
 def test_the_stacks_of_a_crash_and_of_what_raises_are_kept(tmp_path: Path) -> None:
     """What raises is told again by the attempt after the crash, and its traceback is not."""
-    left = failures("faulty.raises", "faulty.crashes", timeout_s=100, file=tmp_path / "worker.log")
+    left = failures("faulty:raises", "faulty:crashes", timeout_s=100, file=tmp_path / "worker.log")
     said = (tmp_path / "failures.log").read_text()
     assert not left
-    assert "dense/faulty.crashes at linear m=4 n=32 k=64" in said
+    assert "dense/faulty:crashes at linear m=4 n=32 k=64" in said
     assert "(process 0, attempt 0): the worker process ended with signal 11: about to read" in said
     assert "Segmentation fault" in said
-    assert 'File "crashes.py", line 13 in run' in said
+    assert re.search(r'File "faulty.py", line \d+ in run', said)
     assert ": prepare: RuntimeError: no such instruction <b>here</b>\n" in said
-    assert said.count('File "faulty/raises.py", line 7, in prepare') == 1
+    assert len(re.findall(r'faulty.py", line \d+, in raises', said)) == 1
     assert str(Path(__file__).parent) not in said
 
 
 def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is slow to start on a busy machine times out as well: any stack will do."""
-    monkeypatch.setattr(child, "DUMP_S", 600.0)
-    said = failures("faulty.hangs", timeout_s=2)
+    monkeypatch.setattr(worker_process, "DUMP_S", 600.0)
+    said = failures("faulty:hangs", timeout_s=2)
     assert "no answer within 2 s" in said
     assert "most recent call first" in said
 
@@ -94,7 +95,7 @@ def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
     """As a part of a run is ended in a thread, where a sitting is interrupted."""
     runner = Runner("cpu", None, 600)
-    contest = Contest(PROBLEM, (Contender("dense", "faulty.hangs", baseline=True),))
+    contest = Contest(PROBLEM, (Contender("dense", "faulty:hangs", baseline=True),))
 
     def stop() -> None:
         runner.stopping.set()
@@ -138,11 +139,11 @@ def test_every_traceback_is_told_where_it_is_asked_for(
 
 
 def test_try_shows_the_traceback_where_it_is_asked_for() -> None:
-    words = ["faulty.raises", "format=dense", "m=8", "n=64", "k=64", "--device", "cpu"]
+    words = ["faulty:raises", "format=dense", "m=8", "n=64", "k=64", "--device", "cpu"]
     assert "Traceback" not in sparsebench("try", *words).stderr
     done = sparsebench("try", *words, "--debug")
     assert (done.returncode, "Traceback" in done.stderr) == (3, True)
-    assert 'File "faulty/raises.py", line 7, in prepare' in done.stderr
+    assert re.search(r'faulty.py", line \d+, in raises', done.stderr)
 
 
 def test_cases_of_a_suite_are_called_in_their_ranges(
@@ -150,7 +151,7 @@ def test_cases_of_a_suite_are_called_in_their_ranges(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     suite = tmp_path / "small.yaml"
-    suite.write_text(SUITE.replace("KERNEL", "faulty.raises"))
+    suite.write_text(SUITE.replace("KERNEL", "faulty:raises"))
     done = sparsebench("run", suite, "--device", "cpu", "--repeat", 2, "--only", "m=4")
     assert done.returncode == 3
     baseline, faulty = done.stdout.splitlines()
@@ -162,7 +163,7 @@ def test_cases_of_a_suite_are_called_in_their_ranges(
 
 def test_no_line_is_lost_where_several_workers_write_at_once(tmp_path: Path) -> None:
     """Each has a thread that reads what it says."""
-    log, before = child.Log(tmp_path / "worker.log"), sys.getswitchinterval()
+    log, before = worker_process.Log(tmp_path / "worker.log"), sys.getswitchinterval()
 
     def read(worker: int) -> None:
         for line in range(100):
@@ -177,7 +178,7 @@ def test_no_line_is_lost_where_several_workers_write_at_once(tmp_path: Path) -> 
         sys.setswitchinterval(before)
     lines = (tmp_path / "worker.log").read_text().splitlines()
     assert sorted(lines) == sorted(f"{worker} {line}" for worker in range(8) for line in range(100))
-    reasons = (tmp_path / child.FAILURES).read_text().splitlines()[::3]
+    reasons = (tmp_path / worker_process.FAILURES).read_text().splitlines()[::3]
     assert sorted(reasons) == sorted(lines)
 
 

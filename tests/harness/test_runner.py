@@ -13,9 +13,8 @@ from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.commands._app import main
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import early_start as ahead
+from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run import worker_process as children
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
@@ -42,8 +41,8 @@ baselines:
 
 def rows(*names: str) -> list[Row]:
     """Run one contest of the baseline and some faulty kernels in a worker process."""
-    contenders = (BASELINE, *(Contender("dense", f"faulty.{name}") for name in names))
-    hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty.hangs"}
+    contenders = (BASELINE, *(Contender("dense", f"faulty:{name}") for name in names))
+    hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty:hangs"}
     with pytest.MonkeyPatch.context() as patch:
         worker_timeouts.only_with(hanging, patch)
         return measured_rows(Runner("cpu", None, timeout_s=2), contenders)
@@ -90,14 +89,16 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
 
 def test_a_contest_nobody_is_to_blame_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (found,) = rows()
     assert found.status is Status.FAILED
     assert "exit code 0" in found.detail
 
 
 def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')"))
+    monkeypatch.setattr(
+        worker_process, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')")
+    )
     with pytest.raises(WorkerError, match="no disk"):
         Runner("cpu", None, 1)
 
@@ -129,12 +130,12 @@ def test_a_worker_is_given_its_device_and_folder(
         "    print('{}', flush=True)\n    given = json.loads(sys.stdin.readline())\n"
         "print(json.dumps({'given': given}), flush=True)\n"
     )
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
-    worker = children.Worker("cuda:1", tmp_path, children.Log(), spare=waits)
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
+    worker = worker_process.Worker("cuda:1", tmp_path, worker_process.Log(), spare=waits)
     if waits:
-        worker.imported()
+        worker.wait_imported()
         worker.begin()
-        worker.there()
+        worker.wait_ready()
     assert worker.about == {"given": ["cuda:1", str(tmp_path)]}
     worker.close()
 
@@ -142,15 +143,15 @@ def test_a_worker_is_given_its_device_and_folder(
 def test_a_worker_that_a_command_started_early_is_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ahead.early("sim", 1, 3)
-    assert ahead.taken() is None
-    ahead.early(None, 1, 2)
-    first, second = ahead._early
-    worker = children.started("cpu", None, children.Log())
-    other = children.spare("cpu", None, children.Log())
+    early_start.start("sim", 1, 3)
+    assert early_start.take() is None
+    early_start.start(None, 1, 2)
+    first, second = early_start._waiting
+    worker = worker_process.start_worker("cpu", None, worker_process.Log())
+    other = worker_process.start_spare("cpu", None, worker_process.Log())
     assert {worker.pid, other.pid} == {first.pid, second.pid}
     assert (worker.about["slug"], other.about) == ("cpu", {})
-    assert ahead.taken() is None
+    assert early_start.take() is None
     worker.close()
     other.kill()
 
@@ -158,9 +159,11 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(
 def test_a_command_that_fails_leaves_no_worker_behind(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[ahead.Process] = []
-    spawn = ahead.spawn
-    monkeypatch.setattr(ahead, "spawn", lambda *asked: started.append(spawn(*asked)) or started[-1])
+    started: list[early_start.Process] = []
+    spawn = early_start.spawn
+    monkeypatch.setattr(
+        early_start, "spawn", lambda *asked: started.append(spawn(*asked)) or started[-1]
+    )
     monkeypatch.setattr(sys, "argv", ["sparsebench", "run", "no-such-suite"])
     assert main() == 2
     assert "expected a file.yaml or one of" in capfd.readouterr().err
@@ -277,8 +280,8 @@ def test_a_real_illegal_address_is_a_row() -> None:
     problem = Problem("linear", {**PROBLEM.fields, "dtype": "bf16"})
     contenders = (
         Contender("dense", "cublas", baseline=True),
-        Contender("dense", "faulty.illegal_address"),
-        Contender("dense", "faulty.exhausts"),
+        Contender("dense", "faulty:illegal_address"),
+        Contender("dense", "faulty:exhausts"),
     )
     runner = Runner("cuda:0", None, 60)
     try:

@@ -18,11 +18,11 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _console
 from sparsebench.harness.machine import parent_watch as parent
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run import worker_process as children
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.worker_process import Log, Lost, Worker
+from sparsebench.harness.run.worker_process import Log, Worker, WorkerLoss
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.command_line import sparsebench
@@ -48,13 +48,13 @@ ASKED = HELLO + "asked = json.loads(sys.stdin.readline())\n"
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "START_PAUSE_S", 0.0)
-    monkeypatch.setattr(children, "LEFT_S", 0.2)
+    monkeypatch.setattr(worker_process, "START_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker_process, "LEFT_S", 0.2)
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:
     """Ask one contest of a worker that is this script."""
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     worker = Worker("cpu", None, Log())
     try:
         return worker.measure(CONTEST, OPTIONS, timeout_s)
@@ -87,7 +87,7 @@ def test_the_children_of_a_kernel_end_with_it(
     start = time.monotonic()
     lost = answered(monkeypatch, f"{ASKED}{child}{told}{then}\n", timeout_s=5.0)
     assert time.monotonic() - start < 60
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, WorkerLoss)
     assert lost.status is (Status.TIMEOUT if "sleep" in then else Status.FAILED)
     assert gone(int(note.read_text()))
 
@@ -97,7 +97,7 @@ def test_a_child_that_leaves_the_group_is_not_waited_for(monkeypatch: pytest.Mon
     script = f"{ASKED}{child}start_new_session=True)\nsys.exit(3)\n"
     start = time.monotonic()
     lost = answered(monkeypatch, script, timeout_s=60)
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, WorkerLoss)
     assert "exit code 3" in lost.detail
     assert time.monotonic() - start < 50
 
@@ -138,7 +138,7 @@ def test_an_answer_names_its_contest_and_is_complete(
 ) -> None:
     script = f"{ASKED}name = {PROBLEM.id!r}\nprint(json.dumps({answer}), flush=True)\n"
     lost = answered(monkeypatch, f"{script}time.sleep(600)\n")
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, WorkerLoss)
     assert lost.status is Status.FAILED
     assert said in lost.detail
 
@@ -152,7 +152,7 @@ def test_where_no_worker_starts_again_every_case_has_a_row(
         f"import os, sys\nif os.path.exists({str(mark)!r}): sys.exit('no GPU left')\n"
         f"open({str(mark)!r}, 'w')\n{ASKED}sys.exit(1)\n"
     )
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     runner = Runner("cpu", None, timeout_s=60)
     try:
         (measured,) = runner.run([CONTEST])
@@ -171,10 +171,10 @@ def test_a_worker_that_starts_at_the_second_attempt_is_taken(
         f"import os, sys\nif not os.path.exists({str(mark)!r}):\n"
         f"    open({str(mark)!r}, 'w')\n    sys.exit('busy')\n{HELLO}"
     )
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     runner = Runner("cpu", None, timeout_s=60)
     runner.kill()
-    assert "busy" in "".join(runner.log.kept)
+    assert "busy" in "".join(runner.log.lines)
 
 
 def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:

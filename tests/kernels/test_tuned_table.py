@@ -16,7 +16,7 @@ from sparsebench.harness.machine.device import environment
 from sparsebench.harness.ops.linear import definition
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import tuning as tuning
-from sparsebench.harness.run.worker_process import Measured
+from sparsebench.harness.run.worker_process import ContestResult
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table, blocked
 from sparsebench.kernels._kernel import Operands
@@ -283,12 +283,12 @@ class Bench:
         libraries = {"torch": "2.11.0", "triton": "3.6.0", "numpy": "2"}
         self.about = {"environment": {"gpu": gpu | {"driver": "580"}, "versions": libraries}}
 
-    def run(self, contests: list[Contest]) -> Iterator[Measured]:
+    def run(self, contests: list[Contest]) -> Iterator[ContestResult]:
         for contest in contests:
             if len(self.seen) == self.interrupted_at:
                 raise KeyboardInterrupt
             self.seen.append(contest.problem["m"])
-            yield Measured([self.row(contest.problem, c) for c in contest.contenders], {})
+            yield ContestResult([self.row(contest.problem, c) for c in contest.contenders], {})
 
     def row(self, problem: Problem, contender: Contender) -> Row:
         wide = contender.options["tuned"] == "wide"

@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 from sparsebench.reports.build import build
 from sparsebench.reports.figures._figure import Frames, each_measure, measures
-from sparsebench.reports.figures._html import without_dashes
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.reports.figures.conversion import draw as conversion
+from sparsebench.reports.tables import without_dashes
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparsebench.reports._sheet import Sheet
 from sparsebench.reports.build import build
+from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import Answer, answer_json, answer_markdown
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
@@ -133,7 +133,7 @@ def test_more_than_zeros_can_save_is_told() -> None:
 
 
 def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
-    best = Contender("dense", "ffn_sparse", options={"way": "best"})
+    best = Contender("cvse", "ffn_sparse", options={"way": "best"})
     choice = {"way": "dense", "by": "cublas_ffn", "dense": {}}
     made = run(8, 50.0)
     rows = [
@@ -175,6 +175,6 @@ def test_an_outcome_has_a_colour_only_where_there_is_one_to_have() -> None:
 
 def test_a_cell_of_a_page_or_of_markdown_is_text_and_nothing_else() -> None:
     name = "<script>|[x](y)`"
-    sheet = Sheet("t", ("a",), [[name]])
+    sheet = Table(title="t", columns=("a",), lines=[[name]])
     assert "<script>" not in sheet.html()
     assert "\\<script>\\|\\[x](y)\\`" in sheet.markdown()

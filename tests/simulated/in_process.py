@@ -9,26 +9,23 @@ import pytest
 
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import repeat as reproduce
-from sparsebench.harness.run import worker_process as child
-from sparsebench.harness.run.worker_process import Log, Measured
-from sparsebench.harness.sim import gpu_model as clock
-from sparsebench.harness.sim import simulated_contest as contest
-from sparsebench.harness.sim import simulated_worker as worker
+from sparsebench.harness.run import repeat, worker_process
+from sparsebench.harness.run.worker_process import ContestResult, Log
+from sparsebench.harness.sim import gpu_model, simulated_contest, simulated_worker
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
     """Let runs have no worker processes."""
-    patch.setattr(child, "Worker", Here)
-    patch.setattr(reproduce, "Worker", Here)
+    patch.setattr(worker_process, "Worker", Here)
+    patch.setattr(repeat, "Worker", Here)
 
 
-class Here(child.Worker):
+class Here(worker_process.Worker):
     """A worker of the simulated GPU without a process of its own."""
 
     def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
         """Read the spec."""
-        self.spec = clock.read(device)
+        self.spec = gpu_model.read(device)
         environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}
         same = {"versions": {}, "device": device}
         self.about = {"environment": environment | same, "identity": self.spec.identity}
@@ -39,24 +36,26 @@ class Here(child.Worker):
         """There is no process."""
         return 0
 
-    def imported(self) -> None:
+    def wait_imported(self) -> None:
         """Do nothing."""
 
     def begin(self) -> None:
         """Do nothing."""
 
-    def there(self) -> None:
+    def wait_ready(self) -> None:
         """Do nothing."""
 
     def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Return what the spec says."""
-        return asdict(worker._ceilings(self.spec))
+        return asdict(simulated_worker._ceilings(self.spec))
 
-    def measure(self, asked: Contest, options: Mapping[str, Any], timeout_s: float) -> Measured:
+    def measure(
+        self, contest: Contest, options: Mapping[str, Any], timeout_s: float
+    ) -> ContestResult:
         """Draw the rows."""
         known = ContestOptions.from_json(dict(options))
-        given = self.spec, asked.problem, asked.contenders, known
-        return Measured(contest.run(*given, lambda case, stage: None), {})
+        given = self.spec, contest.problem, contest.contenders, known
+        return ContestResult(simulated_contest.run(*given, lambda case, stage: None), {})
 
     def close(self) -> int:
         """Do nothing."""

@@ -300,7 +300,7 @@ def test_the_products_are_right_on_a_gpu(
     found = bitmap_mma.configurations(n, k, m, *rest)
     kinds = [(config.table, config.split) for config in found]
     some = [c for i, c in enumerate(found) if kinds[:i].count(kinds[i]) < 3]
-    bitmap_mma.ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
+    bitmap_mma.compile_ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
     for config in some:
         program = bitmap_mma.launch(x, w, config)
         program.out.fill_(float("nan"))

@@ -1,0 +1,219 @@
+"""The headline: ten questions, each with our fastest kernel and the best peer in one problem.
+
+results/published/GPU/RUN ─> PublishedRun ─> one line per Question
+                                └─ a run that confirms it: the same case, measured alone
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.tables import markdown_table
+from sparsebench.results import bundle, store
+from sparsebench.results.analysis import CONTEST, analyse, chose_dense
+from sparsebench.results.families import ours
+from sparsebench.results.formatting import FORMATS, amount, between, percent, times
+from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.provenance import device_name, flat
+from sparsebench.results.statistics import FEWEST
+from sparsebench.results.store import Run
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published run. `home` is the folder of its bundle, relative to the root of the checkout.
+
+    `cases` are those of `Analysis` with four more columns: `run`, `shape` (n × k), `ours` (a
+    kernel of this project that multiplies sparse operands) and `dense` (a portfolio chose a dense
+    kernel).
+    """
+
+    run: Run
+    home: str
+    cases: pd.DataFrame
+    noise: Noise
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run's folder."""
+        return self.run.path.name
+
+    @property
+    def gpu(self) -> str:
+        """Return the name of the GPU, or of the CPU if there was none."""
+        return device_name(self.run.environment)
+
+    @property
+    def cards(self) -> list[str]:
+        """Return the first eight digits of each card's UUID; a CPU has none."""
+        uuids = {value for name, value in self.facts.items() if name.endswith("gpu.uuid")}
+        return sorted(uuid.removeprefix("GPU-")[:8] for uuid in uuids)
+
+    @cached_property
+    def facts(self) -> Mapping[str, str]:
+        """Return the facts of environment.json by dotted name."""
+        return flat(self.run.environment)
+
+    @property
+    def processes(self) -> int:
+        """Return the number of replicates."""
+        return int(self.run.state["flags"]["replicates"])
+
+    @property
+    def kind(self) -> str:
+        """Return `verdict`, or `look` if there are too few processes for one."""
+        return "verdict" if self.processes >= FEWEST else "look"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question; `where` selects one problem of a run, `subject` our contenders in it."""
+
+    text: str
+    run: str
+    where: str
+    subject: str = "ours"
+
+
+SPARSE = "level == 0.9"
+ACTIVE = "active == 29 and skew == 'iid'"
+QUESTIONS = [
+    Question("Are large blocks faster?", "sparsity-4096", f"block == '128' and {SPARSE}"),
+    Question("Are small blocks faster?", "sparsity-4096", f"block == '16' and {SPARSE}"),
+    Question("With 64 tokens?", "sparsity-64", f"block == '32' and {SPARSE}"),
+    Question("With one token?", "decode", f"m == 1 and n == 14336 and block == '64' and {SPARSE}"),
+    Question(
+        "For the gradient of X?",
+        "training",
+        f"op == 'linear_dgrad' and block == '64' and {SPARSE}",
+    ),
+    Question(
+        "For the gradient of W?",
+        "training",
+        f"op == 'linear_wgrad' and block == '64' and {SPARSE}",
+    ),
+    Question(
+        "Is 2:4 faster with few tokens?",
+        "spense-two-four",
+        "m == 16 and n == 51200 and dtype == 'bf16'",
+        subject="kernel == 'spense_wgmma'",
+    ),
+    Question(
+        "In an MLP that stays half dense?",
+        "spense-ffn",
+        "m == 16 and n == 25600 and dtype == 'fp8'",
+    ),
+    Question(
+        "Are sparse activations faster?",
+        "ffn",
+        f"op == 'ffn' and m == 4096 and n == 5632 and {ACTIVE}",
+    ),
+    Question("In a training step?", "ffn-step", f"m == 16384 and {ACTIVE}"),
+]
+
+
+def read(root: Path) -> dict[str, PublishedRun]:
+    """Read all runs below results/published, by name.
+
+    Raises ResultError if there is none, if two share a name, or if one cannot be read.
+    """
+    home = root / "results/published"
+    runs: dict[str, PublishedRun] = {}
+    for path in sorted(file.parent for file in home.glob("*/*/run.json")):
+        if path.name in runs:
+            raise ResultError(f"{path}: expected a unique name, found {runs[path.name].home} too")
+        run = store.read(path)
+        analysis = analyse(run)
+        cases = with_columns(analysis.cases, path.name)
+        runs[path.name] = PublishedRun(
+            run, path.relative_to(root).as_posix(), cases, analysis.noise
+        )
+    if not runs:
+        raise ResultError(f"{home}: expected published runs, found none")
+    return runs
+
+
+def with_columns(cases: pd.DataFrame, run: str) -> pd.DataFrame:
+    """Return cases with the columns that `PublishedRun` names."""
+    sizes = zip(cases.n, cases.k, strict=True)
+    return cases.assign(
+        run=run,
+        shape=[None if pd.isna(n) else f"{n} × {k}" for n, k in sizes],
+        ours=cases.kernel.isin(ours()),
+        dense=chose_dense(cases),
+    )
+
+
+def headline(runs: Mapping[str, PublishedRun], questions: list[Question] = QUESTIONS) -> str:
+    """Return a Markdown table with one line per question.
+
+    Raises ResultError if a question's run is not published or `where` selects no single problem.
+    """
+    columns = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or active units"]
+    columns += ["our kernel", "speed-up", "baseline", "measured alone", "best peer", "GPU", "run"]
+    return markdown_table(columns, [_answer(question, runs) for question in questions])
+
+
+def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
+    if question.run not in runs:
+        raise ResultError(f"headline: expected a published run, found no {question.run}")
+    run = runs[question.run]
+    raced = run.cases[
+        (run.cases.status == "ok") & run.cases.speedup.notna() & ~run.cases.twin.astype(bool)
+    ]
+    problem = raced.query(question.where)
+    subjects = problem.query(question.subject)
+    if subjects.groupby(CONTEST, dropna=False).ngroups != 1:
+        raise ResultError(
+            f"{run.home}: expected one problem with {question.where}, found none or several"
+        )
+    line = subjects.loc[subjects.speedup.idxmax()]
+    contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]
+    peers = contest[~contest.ours]
+    peer = peers.loc[peers.speedup.idxmax()]
+    active = line.get("active")
+    level = percent(line.level) if pd.isna(active) else f"{active:g} of {line.n} active"
+    block = f", blocks of {line.block}" if line["format"] == "bsr" else ""
+    processes = amount(int(line.processes), "process")
+    return [
+        question.text,
+        FORMATS.get(line["format"], line["format"]),
+        line.op,
+        line["shape"],
+        line["dtype"],
+        str(line.m),
+        level + block,
+        f"`{line.kernel}`{' (dense)' if line.dense else ''}",
+        _speedup(line),
+        line.baseline_label,
+        _alone(line, runs) or "not yet",
+        f"`{peer.kernel}` {times(peer.speedup, peer.uncertainty)}",
+        run.gpu,
+        f"[{run.name}](/{run.home}), {processes}, a {run.kind}",
+    ]
+
+
+def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
+    """Return a case's speed-up in the run that confirms its own, or "" if there is none.
+
+    The text ends in `unreliable` if the A/A pairs of the confirming run differ too often.
+    """
+    screened = bundle.identity(runs[case.run].run.path)
+    for run in runs.values():
+        if run.run.state.get("confirms", {}).get("manifest_sha256") != screened:
+            continue
+        keys = ["label", *CONTEST]
+        same = run.cases[(run.cases[keys] == case[keys]).all(axis=1)]
+        if len(same):
+            doubtful = run.noise.reliability[0] is Reliability.UNRELIABLE
+            return _speedup(same.iloc[0]) + (f", {Reliability.UNRELIABLE}" if doubtful else "")
+    return ""
+
+
+def _speedup(line: "pd.Series[Any]") -> str:
+    return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)

@@ -1,0 +1,33 @@
+"""The templates of reports/templates, filled by one jinja2 environment that escapes every value."""
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from sparsebench.results.formatting import amount
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template."""
+    return _environment().get_template(template).render(**values)
+
+
+def content(name: str) -> str:
+    """Return a file of reports/templates as it is."""
+    return (files("sparsebench.reports") / "templates" / name).read_text("utf-8")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(content),
+        trim_blocks=True,
+    )
+    environment.filters["amount"] = amount
+    environment.globals["inlined"] = lambda name: Markup(content(name))
+    return environment

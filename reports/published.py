@@ -1,0 +1,244 @@
+"""Write the Markdown that shows published results: python -m sparsebench.reports.published.
+
+    results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
+                              ─> README.md                     the text between two marks:
+
+        <!-- published: figure -->
+        <!-- end -->
+
+Everything else is on the site (reports/site), which `make site` writes from the same bundles.
+With --check nothing is written: the command names each page that differs from the bundles and
+exits with 1 if there is one.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from io import StringIO
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.headline import PublishedRun, headline, read
+from sparsebench.reports.picture import drawn, picture
+from sparsebench.reports.tables import markdown_table
+from sparsebench.reports.terminal import Answer
+from sparsebench.results import bundle
+from sparsebench.results.analysis import Analysis
+from sparsebench.results.formatting import percent, selection, times
+from sparsebench.results.tuning_doubts import APART, KEY
+
+Runs = Mapping[str, PublishedRun]
+
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout: wheels hold no bundles
+HOME = "results/published"
+PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
+LEVEL = 0.9  # the sparsity that the caption names
+BLOCK, COLUMNS = "64", 72  # the terminal example: its block size and its width
+BLOCKED = ("README.md",)  # pages with blocks between marks
+OPENING = re.compile(r"<!-- published: (\S+) -->\n")
+BLOCK_OF_PAGE = re.compile(r"(<!-- published: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAGE = """# Published runs
+
+`python -m sparsebench.reports.published` writes this page from the bundles. Do not edit it.
+`make site` writes a site from the same bundles, with a report of every run and a page for every
+format, kernel and claim.
+
+A speed-up is a ratio of times that were measured in the same contest, block by block: device time
+with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
+(Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
+A run of fewer than 6 processes is a look, not a verdict.
+
+## Headline
+
+{headline}
+
+{figure}
+
+## Runs
+
+The campaign `suites/campaigns/published.yaml` measures all of these runs at one commit. If a run
+is from another commit, the list says so and CHANGELOG.md gives the reason. A `+` after a commit
+means that the checkout had uncommitted changes. Runs named `-sim` come from a model of a GPU.
+
+- *power-limited* counts the cases with at least one contest in which the board lowered its clock
+  for more than a fifth of the time to stay within its power limit. All contenders of a contest
+  share that clock.
+- *slow peers* counts the peers' cases that another run on the same kind of GPU timed more than
+  10 % faster, with the largest factor. Leads over these peers are too large by up to that factor.
+
+{runs}
+
+The SHA-256 of its manifest identifies a bundle. `sparsebench validate` compares published runs with
+this list, and so does `sha256sum --check` if it is run in this folder.
+
+{digests}
+"""
+
+
+def main() -> int:
+    """Write or check the pages; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sparsebench.reports.published")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a page differs"
+    )
+    check = parser.parse_args().check
+    try:
+        changed = [*differing(ROOT, read(ROOT))] if check else write(ROOT)
+    except ResultError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    advice = "differs from the published bundles; run python -m sparsebench.reports.published"
+    for path in changed:
+        print(f"{path.relative_to(ROOT)}: {advice if check else 'written'}")
+    return int(check and bool(changed))
+
+
+def write(root: Path) -> list[Path]:
+    """Write every page of a checkout and the figure, and return the files that changed.
+
+    Raises ResultError before anything is written if a page cannot be made.
+    """
+    runs = read(root)
+    changed = differing(root, runs)
+    for path, text in changed.items():
+        path.write_text(text, "utf-8")
+    image = root / PICTURE
+    before = image.read_bytes() if image.exists() else b""
+    picture(runs[PICTURED].cases, image)
+    return [*changed, *([image] if image.read_bytes() != before else [])]
+
+
+def differing(root: Path, runs: Runs) -> dict[Path, str]:
+    """Return the pages that differ from the bundles, each with the text that it should have.
+
+    Raises ResultError if a page names an unknown block or leaves one open.
+    """
+    parts: dict[str, Callable[[Runs], str]] = {
+        "headline": headline,
+        "figure": figure,
+        "runs": list_of_runs,
+        "digests": digests,
+        "terminal": terminal,
+    }
+    texts = {name: make(runs) for name, make in parts.items()}
+    pages = {root / HOME / "README.md": PAGE.format(**texts)}
+    pages |= {path: _filled(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
+    linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
+    return {
+        path: text
+        for path, text in linked.items()
+        if not path.exists() or path.read_text("utf-8") != text
+    }
+
+
+def list_of_runs(runs: Runs) -> str:
+    """Return a Markdown table with one line per published run."""
+    columns = ["run", "suite", "part (`--only`)", "GPU", "card", "problems", "cases", "processes"]
+    columns += ["time", "date", "commit", "kind", "A/A pairs", "power-limited", "slow peers"]
+    slow = _slow_peers(runs)
+    return markdown_table(columns, [[*_about(run), slow[name]] for name, run in runs.items()])
+
+
+def digests(runs: Runs) -> str:
+    """Return the SHA-256 of each bundle's manifest in the format that sha256sum checks."""
+    lines = [
+        f"{bundle.identity(run.run.path)}  {Path(run.home).relative_to(HOME) / bundle.MANIFEST}"
+        for run in runs.values()
+    ]
+    return "\n".join(["```", *lines, "```"])
+
+
+def figure(runs: Runs) -> str:
+    """Return the README's figure and its caption."""
+    run = runs[PICTURED]
+    shown = drawn(run.cases)
+    shown = shown[shown.ours & (shown.level == LEVEL)].sort_values("block", key=pd.to_numeric)
+    gains = ", ".join(
+        f"{times(line.speedup, line.uncertainty)} with blocks of {line.block}"
+        for line in shown.itertuples()
+    )
+    base_us = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
+    first = run.cases.iloc[0]
+    return (
+        f"![Speed-up over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
+        f"Speed-up over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs) in the same "
+        f"contests on one {run.gpu}: uniform random blocks, m = {first.m}, n × k = "
+        f"{first['shape']}, {first['dtype']}, device time with a cold L2 cache. Points are means "
+        f"of {run.processes} processes and bands are their range. The dotted line is 1 / (1 - "
+        f"sparsity).\nAt {percent(LEVEL)} sparsity: {gains} (published run "
+        f"[{run.name}](/{run.home}))."
+    )
+
+
+def terminal(runs: Runs) -> str:
+    """Return the first lines that `sparsebench run` prints, for one block of the pictured run."""
+    run = runs[PICTURED]
+    cases = run.cases[run.cases.block == BLOCK]
+    text = StringIO()
+    console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
+    console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
+    lines = text.getvalue().partition("\nFastest")[0].rstrip().splitlines()
+    return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
+
+
+def _about(run: PublishedRun) -> list[str]:
+    cases, state = run.cases[~run.cases.twin.astype(bool)], run.run.state
+    timed = cases[cases.status == "ok"]
+    limited = timed.mark.str.contains("power-limited").sum()
+    minutes, seconds = divmod(round(state["seconds"]), 60)
+    only = selection(state["flags"]["only"]).replace("|", "\\|")
+    dirty = " +" if run.facts.get("dirty") == "True" else ""
+    return [
+        f"[{run.name}](/{run.home})",
+        state["suite"],
+        f"`{only}`" if only else "",
+        run.gpu,
+        ", ".join(run.cards),
+        *map(str, (cases.problem_id.nunique(), len(cases), run.processes)),
+        f"{minutes} min {seconds} s" if minutes else f"{seconds} s",
+        state["started"][:10],
+        run.facts["commit"][:7] + dirty,
+        run.kind,
+        run.noise.reliability[0],
+        f"{limited} of {len(timed)}",
+    ]
+
+
+def _slow_peers(runs: Runs) -> dict[str, str]:
+    """Count, for each run, the peers' cases that another run on that kind of GPU timed faster."""
+    every = pd.concat([run.cases.assign(gpu=run.gpu) for run in runs.values()], ignore_index=True)
+    peers = every[(every.status == "ok") & ~every.ours & ~every.twin.astype(bool)]
+    factors = peers.median_us / peers.groupby(["gpu", *KEY]).median_us.transform("min")
+    slow = factors[factors > APART].groupby(peers.run)
+    counts = {name: f"{len(group)}, to {group.max():.2f}" for name, group in slow}
+    return {name: counts.get(name, "0") for name in runs}
+
+
+def _filled(path: Path, texts: Mapping[str, str]) -> str:
+    """Return a page with every block filled."""
+    page = path.read_text("utf-8")
+    closed = {block.start() for block in BLOCK_OF_PAGE.finditer(page)}
+    for mark in OPENING.finditer(page):
+        if mark[1] not in texts:
+            raise ResultError(f"{path}: expected a block of {', '.join(texts)}; found {mark[1]!r}")
+        if mark.start() not in closed:
+            raise ResultError(f"{path}: expected <!-- end --> after {mark[0].strip()}, found none")
+    return BLOCK_OF_PAGE.sub(lambda block: f"{block[1]}{texts[block[2]]}\n{block[4]}", page)
+
+
+def _relative_links(text: str, root: Path, page: Path) -> str:
+    """Make links that start at the root of the checkout relative to the page."""
+
+    def relative(link: re.Match[str]) -> str:
+        return f"]({Path(os.path.relpath(root / link[1], page.parent)).as_posix()})"
+
+    return re.sub(r"\]\(/([^)]+)\)", relative, text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""A table that a terminal, a Markdown page and an HTML page show alike.
+
+    Table ─> rich             fits the window: `spare` columns are dropped first, words wrap
+          ─> Markdown, HTML   every column
+
+A cell is a text, or a text with a style: good, bad, unsure or quiet.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+
+import rich.table
+from markupsafe import Markup
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from sparsebench.reports.page import render
+
+GAP = 2  # spaces between columns
+LEAST = 10  # characters of the last column if it holds words
+LONGEST = 40  # characters of a name; longer ones wrap
+STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "quiet": "dim"}
+
+Cell = str | tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Lines below columns.
+
+    words  columns of words: they are aligned to the left and may wrap
+    spare  columns that a narrow window leaves out, in this order
+    """
+
+    columns: Sequence[str]
+    lines: Sequence[Sequence[Cell]]
+    title: str = ""
+    words: Iterable[str] = ()
+    spare: Sequence[str] = ()
+
+    def shortened(self, most: int, note: str) -> "Table":
+        """Return the first `most` lines; the title counts the others and adds `note`."""
+        left = len(self.lines) - most
+        if left <= 0:
+            return self
+        return replace(self, title=f"{self.title}; {left} {note}", lines=self.lines[:most])
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Draw the table in the width of the window."""
+        if self.title:
+            yield Text(self.title, style="bold")
+        shown = self._fitting(options.max_width)
+        table = rich.table.Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        table.header_style = "dim"
+        for name in shown:
+            left = name in self.words
+            last = left and name == shown[-1]  # takes the rest of the window
+            table.add_column(
+                Text(name),
+                justify="left" if left else "right",
+                no_wrap=not left,
+                overflow="fold",
+                width=None if last else self._width(name),
+                min_width=LEAST if last else None,
+            )
+        for line in self.lines:
+            cells = dict(zip(self.columns, map(split_style, line), strict=True))
+            styled = ((text, STYLES.get(style, "")) for text, style in map(cells.get, shown))
+            table.add_row(*(Text(*cell) for cell in styled))
+        yield table
+
+    def markdown(self) -> str:
+        """Return the title and a Markdown table."""
+        lines = [[_escaped(split_style(cell)[0]) for cell in line] for line in self.lines]
+        marks = ["---" if name in self.words else "---:" for name in self.columns]
+        table = markdown_table([_escaped(name) for name in self.columns], lines, marks)
+        return f"**{_escaped(self.title)}**\n\n{table}" if self.title else table
+
+    def html(self) -> Markup:
+        """Return an HTML table that becomes a list of paragraphs on a narrow screen."""
+        heads = [name if name in self.words else f">{name}" for name in self.columns]
+        title = Markup("<h2>{}</h2>\n").format(self.title) if self.title else Markup()
+        return title + html_table(heads, self.lines, "stacked")
+
+    def _fitting(self, window: int) -> list[str]:
+        shown = list(self.columns)
+        for name in self.spare:
+            if sum(map(self._width, shown)) + GAP * (len(shown) - 1) <= window:
+                break
+            if name in shown:
+                shown.remove(name)
+        return shown
+
+    def _width(self, name: str) -> int:
+        place = list(self.columns).index(name)
+        texts = (split_style(line[place])[0] for line in self.lines)
+        return min(max(map(cell_len, [name, *texts])), LONGEST)
+
+
+def markdown_table(
+    columns: Sequence[str], lines: Iterable[Sequence[str]], marks: Sequence[str] = ()
+) -> str:
+    """Return a Markdown table of texts that are Markdown already."""
+    table = [columns, marks or ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
+
+
+def html_table(
+    heads: Sequence[str],
+    lines: Iterable[Sequence[Cell]],
+    classes: str = "",
+    ids: Iterable[str] = (),
+) -> Markup:
+    """Return an HTML table that scrolls sideways; a head `>...` names a column of numbers.
+
+    `ids` are those of the lines, so that an address can point to one.
+    """
+    columns = [
+        (head.removeprefix(">"), "num" if head.startswith(">") else "text") for head in heads
+    ]
+    rows = [
+        (id_, [*map(_styled, line)]) for line, id_ in zip(lines, ids or repeat(""), strict=False)
+    ]
+    stacked = "stacked" in classes
+    return Markup(
+        render("table.html", columns=columns, rows=rows, classes=classes, stacked=stacked)
+    )
+
+
+def without_dashes(
+    heads: Sequence[str], lines: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Drop the columns that hold a dash in every line."""
+    kept = [i for i in range(len(heads)) if not lines or any(line[i] != "–" for line in lines)]
+    return [heads[i] for i in kept], [[line[i] for i in kept] for line in lines]
+
+
+def split_style(cell: Cell) -> tuple[str, str]:
+    """Return the text of a cell and its style."""
+    return (cell, "") if isinstance(cell, str) else cell
+
+
+def _styled(cell: Cell) -> tuple[str, str]:
+    text, style = split_style(cell)
+    return text, "vacant" if text in ("", "-") else style
+
+
+def _escaped(text: str) -> str:
+    """Return text that ends no cell, makes no link and is no HTML."""
+    for sign in "\\|<[*`":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())

@@ -1,0 +1,151 @@
+"""The Markdown that shows published results holds what the bundles hold."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparsebench.errors import ResultError
+from sparsebench.reports import published
+from sparsebench.reports.headline import (
+    QUESTIONS,
+    PublishedRun,
+    Question,
+    headline,
+    read,
+    with_columns,
+)
+from sparsebench.results.analysis import analyse
+from sparsebench.results.families import ours
+from sparsebench.results.noise import Noise, Reliability
+from tests.tools.paths import KERNELS, ROOT
+
+LARGE = QUESTIONS[0]
+
+
+@pytest.fixture(scope="session")
+def runs() -> dict[str, PublishedRun]:
+    return read(ROOT)
+
+
+def cells(table: str) -> list[str]:
+    """Return the cells of the last line of a Markdown table."""
+    return [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
+
+
+def test_no_page_differs_from_its_bundles(runs: dict[str, PublishedRun]) -> None:
+    found = [str(path.relative_to(ROOT)) for path in published.differing(ROOT, runs)]
+    assert not found, "run python -m sparsebench.reports.published"
+
+
+def test_a_figure_rests_on_the_processes_that_timed_both(runs: dict[str, PublishedRun]) -> None:
+    where = "m == 1 and n == 14336 and block == '16' and level == 0.9"
+    question = Question("?", "decode", where, "kernel == 'bsr_triton'")
+    decode = runs["decode"]
+    (case,) = decode.cases.query(f"{where} and kernel == 'bsr_triton' and twin == 0").case_id
+    rows = [row for row in decode.run.rows if (row.case.id, row.replicate) != (case, 3)]
+    run = replace(decode.run, rows=rows)
+    fewer = replace(decode, run=run, cases=with_columns(analyse(run).cases, "decode"))
+    assert cells(headline(runs, [question]))[-1].endswith("8 processes, a verdict")
+    assert cells(headline({"decode": fewer}, [question]))[-1].endswith("7 processes, a verdict")
+
+
+def test_the_confirmed_speedup_is_that_of_the_run_that_confirms(
+    runs: dict[str, PublishedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = cells(headline(runs, [LARGE]))[10]
+    confirmed = runs["sparsity-4096-confirmed"].cases.query(f"{LARGE.where} and ours")
+    assert float(alone.split("×")[0]) == pytest.approx(confirmed.speedup.max(), abs=0.006)
+    unconfirmed = {"sparsity-4096": runs["sparsity-4096"]}
+    assert cells(headline(unconfirmed, [LARGE]))[10] == "not yet"
+    monkeypatch.setattr(Noise, "reliability", (Reliability.UNRELIABLE, "a reason"))
+    assert cells(headline(runs, [LARGE]))[10] == f"{alone}, {Reliability.UNRELIABLE}"
+
+
+def test_a_headline_that_cannot_be_written_says_why(runs: dict[str, PublishedRun]) -> None:
+    with pytest.raises(ResultError, match="no sparsity-4096"):
+        headline({}, [LARGE])
+    for where in ("m == 4096", "m == 7"):
+        with pytest.raises(ResultError, match="one problem"):
+            headline(runs, [replace(LARGE, where=where)])
+
+
+def test_our_kernels_are_those_of_our_folders() -> None:
+    def names(folder: str) -> set[str]:
+        files = (KERNELS / folder).glob("*.py")
+        return {file.stem for file in files if not file.stem.startswith("_")}
+
+    folders = ("bitmap", "bsr", "csr", "spense", "twell")
+    assert set(ours()) == set.union(*map(names, folders))
+    assert not set(ours()) & (names("dense") | names("peers"))
+
+
+def test_the_best_peer_of_a_question_is_the_fastest_kernel_that_is_not_ours(
+    runs: dict[str, PublishedRun],
+) -> None:
+    for question in QUESTIONS:
+        shown = cells(headline(runs, [question]))[11]
+        kernel, gain = shown.replace("`", "").removesuffix("×").split()
+        problem = runs[question.run].cases.query(question.where)
+        peers = problem[(problem.status == "ok") & ~problem.ours & ~problem.twin.astype(bool)]
+        (peer,) = peers[peers.speedup == peers.speedup.max()].kernel
+        assert kernel == peer
+        assert float(gain) >= 1
+        assert peers[peers.kernel == peer].median_us.min() <= 1.03 * peers.median_us.min()
+
+
+def test_each_run_has_a_line_and_a_digest(runs: dict[str, PublishedRun]) -> None:
+    assert len(published.list_of_runs(runs).splitlines()) == len(runs) + 2
+    digests = published.digests(runs).splitlines()[1:-1]
+    names = [line.split("  ")[1].split("/")[1] for line in digests]
+    assert names == [*runs]
+
+
+@pytest.fixture
+def filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: dict[str, PublishedRun]
+) -> Callable[[str], str]:
+    """Return what a page of another checkout should hold."""
+    monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
+    (tmp_path / "docs").mkdir()
+
+    def write(text: str) -> str:
+        page = tmp_path / "docs/README.md"
+        page.write_text(text)
+        return published.differing(tmp_path, runs).get(page, text)
+
+    return write
+
+
+def test_a_block_is_filled_and_its_links_are_relative(filled: Callable[[str], str]) -> None:
+    mark, end = "before\n<!-- published: figure -->\n", "\n<!-- end -->\nafter\n"
+    page = filled(f"{mark}old{end}")
+    assert page.startswith(mark)
+    assert page.endswith(end)
+    assert "](../results/published/speedup.svg)" in page
+    assert filled(page) == page
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!-- published: two -->\n<!-- end -->\n", "<!-- published: figure -->\nopen\n"],
+    ids=["unknown", "open"],
+)
+def test_a_block_that_cannot_be_filled_is_an_error(filled: Callable[[str], str], text: str) -> None:
+    with pytest.raises(ResultError, match=r"docs/README\.md: expected"):
+        filled(text)
+
+
+def test_check_names_a_page_that_differs_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    stale = tmp_path / "README.md"
+    stale.write_text("old")
+    monkeypatch.setattr(published, "ROOT", tmp_path)
+    monkeypatch.setattr(published, "read", lambda root: {})
+    monkeypatch.setattr(published, "differing", lambda root, runs: {stale: "new"})
+    monkeypatch.setattr("sys.argv", ["published", "--check"])
+    assert published.main() == 1
+    assert capsys.readouterr().out.startswith("README.md: ")
+    assert stale.read_text() == "old"
