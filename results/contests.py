@@ -8,8 +8,7 @@
     half      how far `gain` may be off, as `uncertainty` of a speed-up (verdict.py)
     settled   the interval of `gain` is beyond the noise floor, and the verdict says so too
 
-A portfolio that chose a dense kernel is a dense contender. Sparse activations have dense weights:
-their kernels are sparse by their family.
+A portfolio that chose a dense kernel is a dense contender.
 
 What can be asked of a run: each choice of its fields, and the cells that answer it.
 
@@ -38,7 +37,7 @@ from sparsebench.results.families import OURS, family
 from sparsebench.results.formatting import plain
 from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import Outcome, between
+from sparsebench.results.statistics import Outcome, ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
 SAID = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
@@ -52,14 +51,14 @@ def raced(cases: pd.DataFrame) -> pd.DataFrame:
     Dense contenders are peers too; here `peer` are the sparse ones.
 
     side   ours, peer or dense              gain   over the fastest dense one, with low, high, half
-    kind   the format, or `activations`     tile   the block that the format stores
+    kind   the format                       tile   the block that the format stores
     name   of the kernel with its options   settled
     """
     found = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)].copy()
     found = found[found.median_us.notna()]
     if found.empty:
         return found
-    kind = kinds(found)
+    kind = found["format"].astype(str)
     dense, own = (kind == "dense") | chose_dense(found), found.kernel.map(family).isin(OURS)
     found = found.assign(
         side=np.select([dense, own], ["dense", "ours"], "peer"),
@@ -68,12 +67,6 @@ def raced(cases: pd.DataFrame) -> pd.DataFrame:
         tile=_tiles(found),
     )
     return _against_dense(found)
-
-
-def kinds(cases: pd.DataFrame) -> pd.Series:
-    """Return the formats of cases; `activations` where weights are dense and activations sparse."""
-    active = (cases.kernel.map(family) == "twell") & (cases["format"] == "dense")
-    return cases["format"].astype(str).mask(active, "activations")
 
 
 def contests(cases: pd.DataFrame) -> pd.DataFrame:
@@ -134,7 +127,7 @@ def _over(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, flo
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
         if line["outcome"] in list(Outcome):
             return gain, low, high, line["outcome"] in DECIDED
-    elif found := between(line["blocks"], base["blocks"]):
+    elif found := ratio_over(line["blocks"], base["blocks"]):
         gain, low, high = found.value, found.low, found.high
     else:  # they were timed in different processes
         gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan

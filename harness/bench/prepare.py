@@ -31,7 +31,7 @@ from sparsebench.harness.bench.contest_state import (
 from sparsebench.harness.bench.operands import DenseOperands, Layer
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
-from sparsebench.harness.catalog import load_format, load_kernel
+from sparsebench.harness.catalog import load_kernel, weights_format
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Status
 
@@ -195,8 +195,8 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
 
 
 def _stored(contender: Contender, dense: DenseOperands) -> Iterator[tuple[str, Format]]:
-    """Yield each weight in the contender's format."""
-    store = load_format(contender.format).from_dense
+    """Yield each weight in the contender's format, or dense if that stores activations."""
+    store = weights_format(contender.format).from_dense
     for name, weight in dense.weights.items():
         yield name, store(weight.detach(), **contender.params_of(name))
 

@@ -118,4 +118,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if find_spec("ninja") else "needs ninja: pip install ninja"
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("ffn", "twell", "cuda", prepare, unsupported)

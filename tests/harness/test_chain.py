@@ -246,7 +246,7 @@ scopes: [kernel, chain]
 @pytest.mark.gpu
 def test_a_chain_on_the_gpu_is_one_graph() -> None:
     problem = Problem("linear", {**FIELDS, "dtype": "bf16"})
-    cublas, stale = Contender("dense", "cublas", baseline=True), Contender("dense", "wrong.stale")
+    cublas, stale = Contender("dense", "cublas", baseline=True), Contender("dense", "wrong:stale")
     found, _ = contest.run(problem, [cublas, stale], torch.device("cuda:0"), None, OPTIONS)
     chain, kernel, *wrong = found
     assert (chain.scope, chain.clock) == ("chain", "graph")

@@ -1,8 +1,8 @@
 import gc
-import pkgutil
 from contextlib import nullcontext
 from dataclasses import replace
 
+import declare
 import faulty
 import pytest
 import torch
@@ -27,9 +27,9 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
     return contest.run(problem, list(contenders), CPU, None)[0]
 
 
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(wrong.__path__)])
+@pytest.mark.parametrize("name", declare.names(wrong))
 def test_every_wrong_kernel_is_rejected_and_has_no_time(name: str) -> None:
-    right, found = rows(BASELINE, Contender("dense", f"wrong.{name}"))
+    right, found = rows(BASELINE, Contender("dense", name))
     assert right.status is Status.OK
     assert right.samples_us
     assert found.status is Status.WRONG
@@ -41,7 +41,7 @@ def test_every_wrong_kernel_is_rejected_and_has_no_time(name: str) -> None:
 @pytest.mark.parametrize("name", ["zeros", "transposed", "stale", "precomputed"])
 def test_wrong_kernels_are_rejected_in_16_bits_too(name: str, dtype: str) -> None:
     problem = Problem("linear", {**FIELDS, "dtype": dtype})
-    assert rows(Contender("dense", f"wrong.{name}"), problem=problem)[0].status is Status.WRONG
+    assert rows(Contender("dense", f"wrong:{name}"), problem=problem)[0].status is Status.WRONG
 
 
 def test_a_row_tells_what_was_measured() -> None:
@@ -66,8 +66,8 @@ def test_a_refusal_is_a_row_with_its_reason() -> None:
         BASELINE,
         Contender("dense", "cublas"),
         Contender("bsr", "scipy_bsr", {"block": 0}),
-        Contender("dense", "faulty.raises"),
-        Contender("dense", "faulty.exhausts"),
+        Contender("dense", "faulty:raises"),
+        Contender("dense", "faulty:exhausts"),
     )
     assert [row.status.value for row in found] == [
         "ok", "unsupported", "unsupported", "failed", "out_of_memory",
@@ -171,8 +171,7 @@ def test_the_order_within_a_block_is_drawn_anew() -> None:
 
 
 def test_faulty_kernels_are_all_used_somewhere() -> None:
-    names = {m.name for m in pkgutil.iter_modules(faulty.__path__)}
-    assert names == {
+    assert {name.removeprefix("faulty:") for name in declare.names(faulty)} == {
         "chatters", "crashes", "crashes_later", "exhausts", "hangs", "illegal_address", "raises",
     }  # fmt: skip
 
@@ -233,7 +232,7 @@ def test_a_launch_that_cannot_be_captured_says_why() -> None:
 def test_a_contest_on_the_gpu_uses_graphs_and_a_cold_cache() -> None:
     problem = Problem("linear", {**FIELDS, "dtype": "bf16"})
     device = torch.device("cuda:0")
-    contenders = [Contender("dense", "cublas", baseline=True), Contender("dense", "wrong.stale")]
+    contenders = [Contender("dense", "cublas", baseline=True), Contender("dense", "wrong:stale")]
     found, _ = contest.run(problem, contenders, device, None)
     assert [row.status.value for row in found] == ["ok", "wrong"]
     assert (found[0].clock, found[0].cache) == ("graph", "cold")

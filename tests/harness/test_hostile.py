@@ -2,10 +2,10 @@
 
 import gc
 import json
-import pkgutil
 import weakref
 from dataclasses import asdict
 
+import declare
 import hostile
 import hostile_gpu
 import pytest
@@ -53,7 +53,7 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
 
 
 def test_every_hostile_kernel_is_named() -> None:
-    assert {*SAID, LATE} == {module.name for module in pkgutil.iter_modules(hostile.__path__)}
+    assert {f"hostile:{name}" for name in (*SAID, LATE)} == {*declare.names(hostile)}
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -64,7 +64,7 @@ def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
     clock, judge = timing.perf_counter, check._judge.__code__
-    first, second, found = rows(*innocents, Contender(stored[0], f"hostile.{name}", stored[1]))
+    first, second, found = rows(*innocents, Contender(stored[0], f"hostile:{name}", stored[1]))
     assert (timing.perf_counter, check._judge.__code__) == (clock, judge)
     for innocent in (first, second):
         assert innocent.status is Status.OK, innocent.detail
@@ -79,10 +79,10 @@ def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(hostile_gpu.__path__)])
+@pytest.mark.parametrize("name", declare.names(hostile_gpu))
 def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
     problem = Problem("linear", {**FIELDS, "m": 256, "n": 512, "k": 512, "dtype": "bf16"})
-    contenders = [Contender("dense", "cublas"), Contender("dense", f"hostile_gpu.{name}")]
+    contenders = [Contender("dense", "cublas"), Contender("dense", name)]
     options = ContestOptions(measures=(("kernel", "cold"), ("op", "cold")))
     found, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
     assert [row.status for row in found[:2]] == [Status.OK] * 2
@@ -94,7 +94,7 @@ def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
 def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_knows_whose_it_is(
     attempt: int,
 ) -> None:
-    spoiler = Contender("bsr", f"hostile.{LATE}", BLOCKS)
+    spoiler = Contender("bsr", f"hostile:{LATE}", BLOCKS)
     contenders = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS), spoiler]
     with pytest.raises(Fatal, match="timing: changed w's values in bsr") as found:
         contest.run(PROBLEM, contenders, CPU, None, ContestOptions(attempt=attempt))

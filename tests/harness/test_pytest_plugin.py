@@ -18,9 +18,9 @@ problems:
 contenders:
   - {format: bsr, kernel: scipy_bsr, params: {block: [16, 32]}}
   - {format: dense, kernel: cublas}
-  - {format: dense, kernel: wrong.zeros}
-  - {format: dense, kernel: wrong.turns_wrong}
-  - {format: dense, kernel: faulty.raises}
+  - {format: dense, kernel: wrong:zeros}
+  - {format: dense, kernel: wrong:turns_wrong}
+  - {format: dense, kernel: faulty:raises}
 baselines:
   - {format: dense, kernel: torch_dense}
 """
@@ -130,7 +130,7 @@ def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[s
 
 @pytest.mark.exhaustive
 def test_deselected_cases_take_no_part(tmp_path: Path) -> None:
-    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty.crashes"))
+    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty:crashes"))
     code, said = run(tmp_path, "suite.yaml", "-k", "torch_dense and m:4")
     assert (code, "1 passed, 1 deselected" in said) == (0, True)
 
