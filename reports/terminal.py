@@ -23,7 +23,8 @@ from rich.text import Text
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winners
 from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
-from sparsebench.results.contests import kinds, with_gains
+from sparsebench.results.contests import with_gains
+from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import FORMATS, are, duration, estimate, kernel, percent
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
@@ -120,7 +121,7 @@ def sheets(cases: pd.DataFrame) -> list[Table]:
         several = timed[timed.groupby(CONTEST).label.transform("nunique") > 1]
         parts = winners(several).groupby(PARTS, sort=False, dropna=False)
         found += [_fastest(part) for _, part in parts]
-        even = break_even(cases[kinds(cases) != "dense"])
+        even = break_even(cases[cases["format"] != "dense"])
         even = even[even.first_level < even.last_level]
         found += [] if even.empty else [_crossings(even)]
     missing = _missing(cases)
@@ -207,7 +208,7 @@ def _formats(cases: pd.DataFrame) -> Table:
     top = max(best.values(), key=lambda case: case["gain"], default=None)
     dense = _dense(found, top)
     lines: list[list[Cell]] = []
-    for name, group in cases[~cases.twin.astype(bool)].groupby(kinds(cases), sort=False):
+    for name, group in cases[~cases.twin.astype(bool)].groupby("format", sort=False):
         case, word = dense if name == "dense" else best.get(name), FORMATS.get(str(name), str(name))
         if case is None:
             reasons = group.detail[group.status != Status.OK].mode()
@@ -243,7 +244,8 @@ def _dense(found: pd.DataFrame, top: Mapping[Any, Any] | None) -> dict[Any, Any]
 def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the sparse weights faster by more than 1 / (1 - sparsity): the baseline was slow."""
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    sparse = sparse[(sparse["format"] != "dense") & (sparse.level > 0) & (sparse.level < 1)]
+    dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS})
+    sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
     return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
 
 
@@ -303,7 +305,7 @@ def _fastest(best: pd.DataFrame) -> Table:
 def _crossings(even: pd.DataFrame) -> Table:
     """Return from which sparsity on each format is faster, by its first contender."""
     even = even.assign(
-        ran_as=[FORMATS.get(kind, kind) for kind in kinds(even)],
+        ran_as=[FORMATS.get(kind, kind) for kind in even["format"]],
         order=even.break_even.mask(even.note == NoCrossing.BELOW, 0.0).fillna(2.0),
     )
     names = list(even.columns)

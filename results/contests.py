@@ -10,8 +10,7 @@
     half     the uncertainty of `gain`, like that of a speed-up (analysis.py)
     decided  the interval of `gain` is beyond the noise floor, and the verdict agrees
 
-A portfolio that chose a dense kernel counts as a dense contender. Kernels of sparse activations
-multiply dense weights; their family makes them sparse.
+A portfolio that chose a dense kernel counts as a dense contender.
 
                           x: level (or m, or shape)
     fixed: bf16        ┌──────┬──────┐
@@ -70,7 +69,7 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the cases of a summary that have a time, without twins, with more columns.
 
     side   ours, peer or dense (`peer` are sparse ones only)
-    kind   the format, or `activations`
+    kind   the format
     name   the kernel with its options
     tile   the block that the format stores
     gain   over the fastest dense contender, with low, high, half and decided
@@ -79,16 +78,10 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     timed = timed[timed.median_us.notna()]
     if timed.empty:
         return timed
-    kind = kinds(timed)
+    kind = timed["format"].astype(str)
     dense, ours = (kind == "dense") | chose_dense(timed), timed.kernel.map(family).isin(OURS)
     side = np.select([dense, ours], ["dense", "ours"], "peer")
     return _with_gains(timed.assign(side=side, kind=kind, name=_names(timed), tile=_tiles(timed)))
-
-
-def kinds(cases: pd.DataFrame) -> pd.Series:
-    """Return the formats of cases; `activations` if weights are dense and activations sparse."""
-    active = (cases.kernel.map(family) == "twell") & (cases["format"] == "dense")
-    return cases["format"].astype(str).mask(active, "activations")
 
 
 def contests(cases: pd.DataFrame) -> pd.DataFrame:

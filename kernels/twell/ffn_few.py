@@ -182,4 +182,4 @@ def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
     return Launch(best, choices[found.best], best.code, found.lines(choices))
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("ffn", "cvse", "cuda", prepare, unsupported)

@@ -76,7 +76,7 @@ def _launches(
     op, pinned = operands.problem.op, operands.pinned or {}
     if name == "few":
         launch = ffn_few.launch_of(layer, operands.pinned)
-        yield _named(launch, f"sparse activations, {op}_few", way=name)
+        yield _named(launch, f"cvse, {op}_few", way=name)
     elif name == "dense":
         for kernel, module in dense.items():
             if OLDER.get(by := pinned.get("by", kernel), by) == kernel:
@@ -88,11 +88,11 @@ def _launches(
     else:
         gate: _grouped.GateProduct = "packed" if name == "packed" else "library"
         launch = _grouped.prepare(operands, layer, gate, alone=name == "alone")
-        yield _named(launch, f"sparse activations, {op}_sparse way={name}", way=name)
+        yield _named(launch, f"cvse, {op}_sparse way={name}", way=name)
 
 
 def _named(launch: Launch, chosen: str, way: str) -> Launch:
     return replace(launch, choice={"chosen": chosen, "way": way, **launch.choice})
 
 
-KERNEL = Portfolio("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Portfolio("ffn", "cvse", "cuda", prepare, unsupported)

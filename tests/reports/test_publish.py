@@ -167,7 +167,7 @@ def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     assert cited["references"][0]["notes"] == f"manifest SHA-256 {bundle.identity(STEP)}"
     ElementTree.parse(site / "badges" / f"{run.name}.svg")
     assert 'property="og:title"' in (run / "index.html").read_text()
-    assert (site / "formats" / "activations.html").exists()
+    assert (site / "formats" / "active_csr.html").exists()
     assert (site / "kernels" / "ffn_step_sparse.html").exists()
 
 

@@ -432,7 +432,7 @@ def test_quantities_have_three_digits_and_no_exponent(value: float, text: str) -
 
 
 def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
-    portfolio = Contender("dense", "ffn_sparse", options={"way": "best"})
+    portfolio = Contender("cvse", "ffn_sparse", options={"way": "best"})
     draw, rows = np.random.default_rng(0), []
     for i in range(8):
         for first in contest(Problem("linear", fields(64, 4096, 4096, 0.9, 32)), i, draw)[:2]:
@@ -442,7 +442,7 @@ def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
                 case = replace(first.case, contender=portfolio)
                 rows[-1] = replace(first, case=case, choice=choice)
     page = build(run(rows))
-    named = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
+    named = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
     assert f"<b>{named}</b>" in page
     assert "dense, ffn_dense_triton" in page
     answer = page[page.index('<section id="answer">') : page.index('<section id="measured">')]

@@ -120,7 +120,7 @@ def test_rows_of_one_kind_are_said_together() -> None:
 def test_gains_are_over_the_fastest_dense_contender_and_no_win_of_a_portfolio_s_dense_choice() -> (
     None
 ):
-    portfolio = Contender("dense", "ffn_sparse", options={"way": "best"})
+    portfolio = Contender("cvse", "ffn_sparse", options={"way": "best"})
     compiled = Contender("dense", "torch_compile")
     found = rows(8, [(DENSE, 100.0), (compiled, 80.0), (portfolio, 79.0), (OURS, 40.0)])
     found = [
