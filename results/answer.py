@@ -321,8 +321,8 @@ def _spans(view: View) -> list[str]:
 
 
 def _verb(name: str, verb: str) -> str:
-    """Return the verb's form after a format's name: plural after `sparse activations`."""
-    return verb if name.endswith("s") else f"{verb}s"
+    """Return the verb's form after a format's name: plural after `column vectors`."""
+    return verb if name.endswith("vectors") else f"{verb}s"
 
 
 def _examples(view: View) -> list[str]:

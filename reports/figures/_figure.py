@@ -59,7 +59,7 @@ class Frames:
 
     @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases that have times, without twins, with the columns of `contests.with_gains`.
+        """Return the cases with a time, without twins, as `contests.with_gains` returns them.
 
         `clear`: clearly faster than the baseline. `undecided`: not told apart from it.
         """
