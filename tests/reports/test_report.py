@@ -23,7 +23,7 @@ from sparsebench.reports.figures._svg import COLOURS, canvas, looks, shade, styl
 from sparsebench.reports.figures._sweep import CHARACTER, NARROWEST, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
-from sparsebench.results.contests import every
+from sparsebench.results.contests import all_views
 from sparsebench.results.formatting import percent, significant
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
@@ -257,8 +257,8 @@ def test_ids_on_a_page_are_unique(kind: str) -> None:
     assert ids[:2] == ["answer", "measured"]
     ids.remove("measured")
     assert ids == [figure.name for figure in figures() if figure.name in ids]
-    every = re.findall(r' id="([^"]*)"', text)
-    assert len(every) == len(set(every))
+    all_views = re.findall(r' id="([^"]*)"', text)
+    assert len(all_views) == len(set(all_views))
 
 
 def test_the_sparsity_run_has_every_figure_that_needs_nothing_that_it_has_not() -> None:
@@ -285,7 +285,7 @@ def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> No
 
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "choices are not drawn here" not in page_of("sparsity")
-    ways = len(every(frames(sweep()).cases))
+    ways = len(all_views(frames(sweep()).cases))
     monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", ways - 1)
     assert f"1 of {ways} choices are not drawn here." in answer.draw(frames(sweep()))
 
