@@ -4,7 +4,7 @@ A format file has one frozen dataclass and names it FORMAT. The harness finds it
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +16,13 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Format(ABC):
-    """A matrix [rows, columns] in one storage format, on one device."""
+    """A matrix [rows, columns] in one storage format, on one device.
 
+    `operand` says which operand of an op the format is for. If it is "activations", the kernels
+    build the layout from the hidden activations at every call, and are given dense weights.
+    """
+
+    operand: ClassVar[Literal["weights", "activations"]] = "weights"
     shape: tuple[int, int]
 
     @classmethod

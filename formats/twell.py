@@ -49,6 +49,8 @@ MOST_COLUMNS = 2**16
 class Twell(Format):
     """Tiles of `capacity` slots each, and the spilled entries."""
 
+    operand = "activations"
+
     shape: tuple[int, int]
     tile: int
     counts: Tensor

@@ -103,6 +103,12 @@ def load_format(name: str) -> "type[Format]":
     return found
 
 
+def weights_format(name: str) -> "type[Format]":
+    """Return the format of a contender's weights: dense if its format stores activations."""
+    found = load_format(name)
+    return load_format("dense") if found.operand == "activations" else found
+
+
 def load_kernel(name: str) -> "Kernel":
     """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`.
 

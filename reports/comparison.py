@@ -24,7 +24,7 @@ from sparsebench.reports.page import render
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.reports.terminal import PARTS, USUAL, labels, shown, split
 from sparsebench.results.analysis import analyse
-from sparsebench.results.changes import Changes, Word, changes
+from sparsebench.results.changes import Change, Changes, changes
 from sparsebench.results.comparison import KEYS, Comparison
 from sparsebench.results.formatting import (
     duration,
@@ -43,10 +43,15 @@ FACTS_SHOWN = 8
 ADDED = ("× baseline {}", "{} / A", "{} is", "of bound A, {}", "time A, {}", "why {}")
 WORDS = ("{} is", "why {}")
 SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # the first goes first
-STYLES = {Word.BROKEN: "bad", Word.SLOWER: "bad", Word.FASTER: "good", Word.UNCLEAR: "unsure"}
-STYLES |= {Word.EQUAL: "quiet", Word.GONE: "unsure", Word.NEW: "good"}
-RANKS = {Word.EQUAL: 0, Word.UNCLEAR: 1, Word.NEW: 2, Word.GONE: 2}
-RANKS |= {Word.FASTER: 3, Word.SLOWER: 3, Word.BROKEN: 4}
+STYLES = {
+    Change.BROKEN: "bad",
+    Change.SLOWER: "bad",
+    Change.FASTER: "good",
+    Change.UNCLEAR: "unsure",
+}
+STYLES |= {Change.EQUAL: "quiet", Change.GONE: "unsure", Change.NEW: "good"}
+RANKS = {Change.EQUAL: 0, Change.UNCLEAR: 1, Change.NEW: 2, Change.GONE: 2}
+RANKS |= {Change.FASTER: 3, Change.SLOWER: 3, Change.BROKEN: 4}
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def sentences(found: Compared) -> list[str]:
 
 def summary(found: Compared) -> Table:
     """Return a line for each run but the first."""
-    words = [w for w in Word if w and any(str(w) in c.counts for c in found.others.values())]
+    words = [w for w in Change if w and any(str(w) in c.counts for c in found.others.values())]
     lines: list[list[Cell]] = []
     for name, own in found.others.items():
         counted: list[Cell] = [
@@ -116,7 +121,7 @@ def summary(found: Compared) -> Table:
             for word in words
         ]
         base = own.baseline_mean
-        only = f"{len(own.found.only_a)} | {len(own.found.only_b)}"
+        only = f"{len(own.comparison.only_a)} | {len(own.comparison.only_b)}"
         mean, base_mean = significant(own.mean, 4), significant(base, 4)
         lines.append(
             [f"{name} / A", str(sum(own.counts.values())), *counted, mean, base_mean, only]
@@ -138,14 +143,16 @@ def notes(found: Compared) -> list[str]:
         )
     for name, own in found.others.items():
         if not own.same_device:
-            devices = f"{own.found.name_a} and {own.found.name_b}"
+            devices = f"{own.comparison.name_a} and {own.comparison.name_b}"
             said.append(
                 f"{name} / A is between devices, {devices}: ratios are of speed-ups over each "
                 "device's own baseline; times are not compared."
             )
-        if own.differ:
-            facts = ", ".join(f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differ[:FACTS_SHOWN])
-            more = len(own.differ) - FACTS_SHOWN
+        if own.differences:
+            facts = ", ".join(
+                f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differences[:FACTS_SHOWN]
+            )
+            more = len(own.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             said.append(f"Differs between A and {name}: {facts}{rest}.")
     return said

@@ -16,7 +16,6 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import CONTEST, analyse, chose_dense
-from sparsebench.results.contests import kinds
 from sparsebench.results.families import ours
 from sparsebench.results.formatting import FORMATS, amount, between, percent, times
 from sparsebench.results.noise import Noise, Reliability
@@ -180,11 +179,10 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
     active = line.get("active")
     level = percent(line.level) if pd.isna(active) else f"{active:g} of {line.n} active"
     block = f", blocks of {line.block}" if line["format"] == "bsr" else ""
-    kind = str(kinds(subjects)[line.name])
     processes = amount(int(line.processes), "process")
     return [
         question.text,
-        FORMATS.get(kind, kind),
+        FORMATS.get(line["format"], line["format"]),
         line.op,
         line["shape"],
         line["dtype"],

@@ -30,9 +30,9 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, NoCrossing, analyse
-from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
-from sparsebench.results.changes import Elsewhere, elsewhere, fields
-from sparsebench.results.contests import asked, contests, raced, views
+from sparsebench.results.answer import Badge, badge_text, badges, field_text, sentences, winner
+from sparsebench.results.changes import OtherDevice, other_devices, problem_fields
+from sparsebench.results.contests import contests, views, with_gains, with_shapes
 from sparsebench.results.formatting import (
     amount,
     between,
@@ -89,7 +89,7 @@ def _page(
 ) -> str:
     fitness, kernels = (_listed(path / name) for name in ("fitness.json", "kernels.json"))
     own = [(frames.run, _analysis(frames)) for frames in found.values()]
-    others, refused = elsewhere(own, against)
+    others, refused = other_devices(own, against)
     device = found["screen"].device if "screen" in found else survey["device"]
     left = {**survey["left"], **survey["notes"]}
     sections = [
@@ -128,7 +128,7 @@ def _badges(left: dict[str, str], found: dict[str, Frames]) -> list[tuple[str, s
     for name, frames in found.items():
         for badge, why in badges(frames.cases, frames.noise, frames.run.environment):
             said = why if badge is Badge.SIMULATED else f"{parts[name]}: {why}"
-            several.setdefault(badge, (told(badge, frames.cases), said))
+            several.setdefault(badge, (badge_text(badge, frames.cases), said))
     if not found:
         several[Badge.EMPTY] = str(Badge.EMPTY), "Nothing was measured."
     return [(badge.name.lower(), *said) for badge, said in several.items()]
@@ -145,8 +145,8 @@ def _warned(fitness: list[dict[str, Any]]) -> Markup:
     lines = [Markup('<p class="why unreliable">Not fit: {}</p>').format(line) for line in said]
     notes = [each["check"] for each in fitness if each["level"] == "note"]
     if notes:
-        told = f"Worth knowing of the machine: {listed(notes)}."
-        lines.append(Markup('<p class="why">{} <a href="#fitness">More</a></p>').format(told))
+        text = f"Worth knowing of the machine: {listed(notes)}."
+        lines.append(Markup('<p class="why">{} <a href="#fitness">More</a></p>').format(text))
     return Markup("").join(lines)
 
 
@@ -175,10 +175,10 @@ def _items(title: str, lines: list[tuple[str, str]]) -> Markup:
 
 def _verdicts(frames: Frames) -> list[tuple[str, str]]:
     """Return a line a problem: what it is, and who wins it; of each shape and m the best first."""
-    if raced(frames.cases).empty:
+    if with_gains(frames.cases).empty:
         return []
     found = contests(frames.cases)
-    lines = pd.concat([asked(own) for _, own in found.groupby("op", sort=False)])
+    lines = pd.concat([with_shapes(own) for _, own in found.groupby("op", sort=False)])
     lines = lines.sort_values("best_gain", ascending=False, kind="stable")
     again = lines.groupby(["op", "pattern", "dtype", "m", "shape"], dropna=False).cumcount()
     lines = lines.loc[again.sort_values(kind="stable").index]
@@ -210,11 +210,11 @@ def _place(line: "pd.Series[Any]", varying: pd.DataFrame | None = None) -> str:
         if name not in line or pd.isna(line[name]) or line[name] == 0:
             continue
         if varying is None or varying[name].nunique() == 1:
-            words.append(word(name, line[name]))
+            words.append(field_text(name, line[name]))
     return " · ".join(each for each in words if each and each != "blocks of 1")
 
 
-def _others(others: list[Elsewhere], refused: list[str], device: str) -> Markup:
+def _others(others: list[OtherDevice], refused: list[str], device: str) -> Markup:
     lines = [note(f"Left out: {why}") for why in refused]
     if not others:
         none = "No published run has a case of this survey: nothing is compared."
@@ -222,9 +222,9 @@ def _others(others: list[Elsewhere], refused: list[str], device: str) -> Markup:
     return Markup("").join([*(_other(each, device) for each in others), *lines])
 
 
-def _other(there: Elsewhere, device: str) -> Markup:
-    name = f"another {there.device}" if there.alike else there.device
-    own = there.own
+def _other(there: OtherDevice, device: str) -> Markup:
+    name = f"another {there.device}" if there.same_kind else there.device
+    own = there.ratios
     if own.empty:
         said = f"No case has a speed-up over the same baseline on both, {device} and {name}."
         return Markup("<h3>{}</h3>").format(f"Against {name}") + note(said)
@@ -239,7 +239,7 @@ def _other(there: Elsewhere, device: str) -> Markup:
     return head + _crossings(there) + _ratios(there)
 
 
-def _crossings(there: Elsewhere) -> Markup:
+def _crossings(there: OtherDevice) -> Markup:
     """Draw the break-even of each contender on both devices."""
     found = there.break_evens
     if found.empty:
@@ -272,10 +272,10 @@ def _from(found: dict[str, Any]) -> str:
     return percent(found["break_even"])
 
 
-def _ratios(there: Elsewhere) -> Markup:
+def _ratios(there: OtherDevice) -> Markup:
     """Draw the cases: ratios to the local baseline, parts of the local bound, then times."""
-    own = there.own
-    varying = [name for name in fields(there.cases) if own[name].nunique(dropna=False) > 1]
+    own = there.ratios
+    varying = [name for name in problem_fields(there.cases) if own[name].nunique(dropna=False) > 1]
     heads = [*varying, "contender", ">× baseline here", ">there", ">there / here", "there is"]
     heads += [">of bound here", ">there", ">time here", ">there", "run there"]
     rows = [
@@ -302,12 +302,12 @@ def _part(share: float) -> str:
     return percent(round(share, 2)) if share > 0 else "–"
 
 
-def _ceilings(found: dict[str, Frames], others: list[Elsewhere], device: str) -> Markup:
+def _ceilings(found: dict[str, Frames], others: list[OtherDevice], device: str) -> Markup:
     """Draw the measured ceilings of this device, and of those that it is held against."""
     if "screen" not in found:
         return NOTHING
     named = {device: found["screen"].run.environment.get("ceilings", {})}
-    named |= {other.device: other.ceilings for other in others if not other.alike}
+    named |= {other.device: other.ceilings for other in others if not other.same_kind}
     flat = {name: _flat_ceilings(each) for name, each in named.items()}
     kinds = list(dict.fromkeys(kind for each in flat.values() for kind in each))
     rows = [[kind, *(significant(each.get(kind)) for each in flat.values())] for kind in kinds]

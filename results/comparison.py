@@ -1,28 +1,26 @@
-"""Two runs side by side, joined on the id of a case: equal ids have equal operands.
+"""Two runs of one plan, joined case by case, and whether they agree.
 
-time_b_over_a      median time in b over that in a
-speedup_b_over_a   speed-up in b over that in a, each over the baseline of its own run
-tolerance          how far apart equal speed-ups of so many processes come out, a fraction
-close              the two speed-ups are no further apart than that
-agree              both runs have a verdict: the same outcome; or another one, but close, and not
-                   faster in one and slower in the other. In a look: close
+Cases are joined on their ids; equal ids have equal operands.
+
+    time_b_over_a      median time in b over that in a
+    speedup_b_over_a   speed-up in b over that in a, each over the baseline of its own run
+    tolerance          the distance, as a fraction, within which equal speed-ups are expected
+    close              the distance of the two speed-ups is within the tolerance
+    agree              two verdicts: the outcomes are equal; or they differ, but the speed-ups are
+                       close and not one faster and the other slower. A look: close
 
     tolerance = apart x sqrt(1 / processes of a + 1 / processes of b)
 
-`apart` is of single processes, by the length of the call: APART, or the noise floors of the two
-runs where those are larger. Equal speed-ups are further apart than that in 0 to 3 % of cells
-(harness/NOTES.md).
+`apart` holds for single processes, by the length of the call: APART, or the noise floors of the two
+runs if they are larger. Equal speed-ups exceed it in 0 to 3 % of cells (harness/NOTES.md).
 
-Do two runs of one plan agree? Compared cell by cell; what it shows depends on the machines.
+A cell is a case against its baseline, in one scope and cache state. A run is reproduced if at least
+95 % of the cells agree, or if chance alone explains how many disagree. What this shows depends on
+the machines:
 
-a cell      a case against its baseline, in one scope and cache state
-agreed      both runs have the same outcome, or their speed-ups are close (compare.py)
-reproduced  at least 95 % of the cells agree, or chance alone makes so many disagree
-a look      fewer than FEWEST processes in one of the runs: speed-ups are compared, not outcomes
-
-the same machine   equal UUIDs of the GPUs: the machine repeats its results
-the same kind      equal names of the devices: the results hold for more than one unit
-another device     the results carry over; only ratios to the local baseline are compared
+    the same machine   equal UUIDs of the GPUs: the machine repeats its results
+    the same kind      equal names of the devices: the results hold for more than one unit
+    another device     the results carry over; only ratios to the local baseline are compared
 """
 
 from collections.abc import Mapping
@@ -44,11 +42,15 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, Outcome
 from sparsebench.results.store import Run
 
-# The 99th percentile of |d_p - mean|, rounded up: d_p is a log speed-up in process p, of 1293 cases
-# in published runs of 3 or 8 processes on an NVIDIA H200, the worse of the two (harness/NOTES.md).
+# The 99th percentile of |d_p - mean|, rounded up: d_p is a log speed-up in process p, from 1293
+# cases of published runs with 3 or 8 processes on an NVIDIA H200, the worse of the two
+# (harness/NOTES.md).
 APART = {"below 8 µs": 0.08, "8 to 20 µs": 0.07, "20 to 100 µs": 0.07, "above 100 µs": 0.05}
 OF_FLOOR = 1.31  # a normal distribution's 99th percentile over its 95th, of absolute values
 OPPOSITE = {(Outcome.FASTER, Outcome.SLOWER), (Outcome.SLOWER, Outcome.FASTER)}
+ENOUGH = 0.95  # share of cells that agree
+FALSE_ALARM = 0.01  # share of equal cells whose distance exceeds the tolerance
+CHANCE = 0.05  # probability that a good run with few cells counts as not reproduced
 
 KEYS = ["case_id", "scope", "cache"]
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
@@ -59,10 +61,10 @@ SIDES += ["of_bound", "detail", "choice", "code", "mark"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs compared.
+    """Two runs, joined.
 
     cases   one line per case, scope and cache state of both; columns end in _a and _b
-    only_a  lines of a's summary that b lacks; only_b likewise
+    only_a  lines of a's summary that b lacks, and `only_b` the reverse
     """
 
     name_a: str
@@ -72,20 +74,105 @@ class Comparison:
     only_b: pd.DataFrame
 
 
-def compare(a: Run, b: Run, known: tuple[Analysis, Analysis] | None = None) -> Comparison:
-    """Join two runs; ResultError if they share no case, or if operands of one problem differ.
+class Place(StrEnum):
+    """The machine of the second run. A CPU has no UUID, so it is at most of the same kind."""
 
-    `known` are their analyses, where they were made before.
+    SAME_MACHINE = "the same machine"
+    SAME_KIND = "the same kind of device"
+    ANOTHER = "another device"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two runs compared; `comparison.cases.agree` is a bool for each cell, NA for other lines.
+
+    cells      number of cells compared
+    agreed     cells that agree
+    close      cells whose speed-ups are within the tolerance
+    looks      cells without an outcome in one of the runs
+    one_sided  cases that are unsupported in one run only
+    choices    which process chose the configurations of the second run
+    same_code  cases with equal compiled code, and cases whose code is known in both runs
+    plugins    differences between the plug-ins of the two runs, a text for each
     """
-    both = known or (analyse(a), analyse(b))
+
+    place: Place
+    comparison: Comparison
+    cells: int
+    agreed: int
+    close: int
+    looks: int
+    one_sided: int
+    choices: Choices
+    same_code: tuple[int, int]
+    plugins: list[str]
+
+    @property
+    def reproduced(self) -> bool:
+        """Return whether at least 95 % of the cells agree, or as many as chance alone allows."""
+        missed = self.cells - self.agreed
+        unlikely = scipy.stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
+        return self.agreed >= ENOUGH * self.cells or not unlikely
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers as JSON data."""
+        return {
+            "place": str(self.place),
+            "reproduced": self.reproduced,
+            "cells": self.cells,
+            "agreed": self.agreed,
+            "close": self.close,
+            "looks": self.looks,
+            "one_sided": self.one_sided,
+            "choices": str(self.choices),
+            "plugins": self.plugins,
+        }
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return the result, the machine and what was not compared, as sentences."""
+        word = "Reproduced" if self.reproduced else "Not reproduced"
+        if self.looks == self.cells:
+            word = f"A look, {'consistent' if self.reproduced else 'not consistent'}"
+        where = f"{self.place}, {self.comparison.name_b}"
+        if self.place is Place.ANOTHER:
+            where += f" after {self.comparison.name_a}: only ratios to the local baseline"
+        agree = "agrees" if self.cells == 1 else "agree"
+        counts = f"{self.agreed} of {amount(self.cells, 'cell')} {agree}"
+        lines = [f"{word}: {counts} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
+        cells = self.comparison.cases[self.comparison.cases.agree.notna()]
+        least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
+        within = f"within the tolerance ({least:.2g} to {most:.2g} %, by length and processes)"
+        lines.append(f"Speed-ups {within}: {self.close} of {self.cells}.")
+        lines.append(self.choices.sentence)
+        if self.looks:
+            few = f"Fewer than {FEWEST} processes give a look, not a verdict"
+            looks = amount(self.looks, "cell")
+            lines.append(f"{few}: in {looks} only the speed-ups were compared.")
+        if self.one_sided:
+            cases = amount(self.one_sided, "case")
+            lines.append(f"Not compared: {cases}, unsupported in one of the runs.")
+        same, known = self.same_code
+        if known:
+            lines.append(f"Compiled to the same machine code: {same} of {amount(known, 'kernel')}.")
+        return lines + [f"The code of a plug-in differs: {which}." for which in self.plugins]
+
+
+def compare(a: Run, b: Run, analyses: tuple[Analysis, Analysis] | None = None) -> Comparison:
+    """Join two runs, whose analyses may be given.
+
+    Raises ResultError if they share no case, or if the operands of a shared problem differ.
+    """
+    both = analyses or (analyse(a), analyse(b))
     in_a, in_b = (each.cases[~each.cases.twin.astype(bool)] for each in both)
     shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
-        alone = f"{len(in_a)} and {len(in_b)} with none in common"
-        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {alone}")
+        counts = f"{len(in_a)} and {len(in_b)} with none in common"
+        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {counts}")
     _require_equal_operands(a, b)
-    named = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
-    cases = in_a[[*KEYS, *named, *SIDES]].merge(
+    columns = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
+    cases = in_a[[*KEYS, *columns, *SIDES]].merge(
         in_b[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
     )
     cases["time_b_over_a"] = cases.median_us_b / cases.median_us_a
@@ -99,13 +186,39 @@ def compare(a: Run, b: Run, known: tuple[Analysis, Analysis] | None = None) -> C
     return Comparison(*names, cases, _without(in_a, shared), _without(in_b, shared))
 
 
+def agreement(first: Run, second: Run) -> Agreement:
+    """Compare two runs; raises ResultError if they have no cell in common."""
+    comparison = compare(first, second)
+    cases = comparison.cases.copy()
+    in_both = cases.agree.notna()
+    if not in_both.any():
+        expected = "a case with a speed-up in one run that both support"
+        raise ResultError(f"{first.path} and {second.path}: expected {expected}, found none")
+    place = _place(first, second)
+    if place is Place.ANOTHER:
+        cases["time_b_over_a"] = np.nan
+    one_sided = (cases.status_a == Status.UNSUPPORTED) != (cases.status_b == Status.UNSUPPORTED)
+    return Agreement(
+        place=place,
+        comparison=replace(comparison, cases=cases),
+        cells=int(in_both.sum()),
+        agreed=int(cases.agree.sum()),
+        close=int((in_both & cases.close).sum()),
+        looks=int((in_both & looks(cases)).sum()),
+        one_sided=int(one_sided.sum()),
+        choices=choices_of(second.state),
+        same_code=_same_code(first, second),
+        plugins=_plugins(first, second),
+    )
+
+
 def looks(cases: pd.DataFrame) -> pd.Series:
-    """Say which lines of a comparison have no verdict in one of the runs."""
+    """Return which lines of a comparison lack a verdict in one of the runs."""
     return ~(cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome)))
 
 
 def tolerance(single: float, processes_a: int, processes_b: int) -> float:
-    """Return how far apart means of so many processes come out, of what single ones do."""
+    """Return the tolerance for means of several processes from that for single ones."""
     return float(single * np.sqrt(1 / processes_a + 1 / processes_b))
 
 
@@ -119,28 +232,25 @@ def _tolerance(cases: pd.DataFrame) -> pd.Series:
 
 
 def _agree(cases: pd.DataFrame) -> pd.Series:
-    """Say for each line whether the runs agree; NA where there is nothing to compare.
+    """Return for each line whether the runs agree; NA if there is nothing to compare.
 
-    NA is a baseline, a twin, and a line that has a speed-up in neither run, other baselines in
-    each, or no support in one. A speed-up in one run only is a disagreement.
+    That is so for baselines and twins, and for lines without a speed-up in both runs, with
+    different baselines, or unsupported in one run. A speed-up in one run only is a disagreement.
     """
     pairs = pd.Series(zip(cases.outcome_a, cases.outcome_b, strict=True), cases.index, dtype=object)
     agree = cases.close & ~pairs.isin(OPPOSITE)
     agree |= ~looks(cases) & (cases.outcome_a == cases.outcome_b)
     agree = agree.astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
-    there = compared(cases.assign(baseline_label=base))
-    there &= base == cases.baseline_label_b.fillna(base)
-    there &= cases.speedup_a.notna() | cases.speedup_b.notna()
-    there &= (cases[["status_a", "status_b"]] != Status.UNSUPPORTED).all(axis=1)
-    return agree.where(there, pd.NA)
+    comparable = compared(cases.assign(baseline_label=base))
+    comparable &= base == cases.baseline_label_b.fillna(base)
+    comparable &= cases.speedup_a.notna() | cases.speedup_b.notna()
+    comparable &= (cases[["status_a", "status_b"]] != Status.UNSUPPORTED).all(axis=1)
+    return agree.where(comparable, pd.NA)
 
 
 def _require_equal_operands(a: Run, b: Run) -> None:
-    """Refuse problems of one id with different digests: their times cannot be compared.
-
-    A simulated run drew no operands, so it has none to differ.
-    """
+    """Raise if a problem has different digests; simulated runs draw no operands to compare."""
     digests = {row.case.problem.id: row.digest for row in a.rows if _drawn(row.digest)}
     for row in b.rows:
         expected = digests.get(row.case.problem.id)
@@ -154,120 +264,8 @@ def _drawn(digest: str | None) -> bool:
 
 
 def _without(cases: pd.DataFrame, shared: pd.DataFrame) -> pd.DataFrame:
-    kept = ~cases.set_index(KEYS).index.isin(shared.set_index(KEYS).index)
-    return cases[kept].reset_index(drop=True)
-
-
-ENOUGH = 0.95  # of the cells
-FALSE_ALARM = 0.01  # of equal cells, beyond the tolerance (compare.py)
-CHANCE = 0.05  # that a run with nothing wrong is said not to be reproduced, where cells are few
-
-
-class Place(StrEnum):
-    """Where a run was measured again. A CPU has no UUID: at most it is of the same kind."""
-
-    SAME_MACHINE = "the same machine"
-    SAME_KIND = "the same kind of device"
-    ANOTHER = "another device"
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Two runs compared. `found.cases.agree` is True or False for a cell, NA for any other line.
-
-    cells      how many cells were compared
-    agreed     how many of them agree
-    close      of how many the speed-ups are within the tolerance
-    looks      how many of them have no outcome in one of the runs
-    one_sided  how many cases are unsupported in one run only
-    choices    who chose the configurations of the second run
-    same_code  in how many cases the compiled code is the same, and in how many it is known
-    plugins    what differs between the plug-ins of the two runs, a text for each
-    """
-
-    place: Place
-    found: Comparison
-    cells: int
-    agreed: int
-    close: int
-    looks: int
-    one_sided: int
-    choices_of: Choices
-    same_code: tuple[int, int]
-    plugins: list[str]
-
-    @property
-    def reproduced(self) -> bool:
-        """Say whether at least 95 % of the cells agree, or as many as chance alone allows."""
-        missed = self.cells - self.agreed
-        unlikely = scipy.stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
-        return self.agreed >= ENOUGH * self.cells or not unlikely
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """Return the numbers for a script."""
-        named = {"place": str(self.place), "reproduced": self.reproduced, "cells": self.cells}
-        counted = {"agreed": self.agreed, "close": self.close, "looks": self.looks}
-        others = {"one_sided": self.one_sided, "choices": str(self.choices)}
-        return named | counted | others | {"plugins": self.plugins}
-
-    @property
-    def sentences(self) -> list[str]:
-        """Return sentences: the result, the machine, and what was not compared."""
-        word = "Reproduced" if self.reproduced else "Not reproduced"
-        if self.looks == self.cells:
-            word = f"A look, {'consistent' if self.reproduced else 'not consistent'}"
-        a, b = self.found.name_a, self.found.name_b
-        where = f"{self.place}, {b}"
-        if self.place is Place.ANOTHER:
-            where += f" after {a}: ratios to the local baseline alone"
-        agree = "agrees" if self.cells == 1 else "agree"
-        counted = f"{self.agreed} of {amount(self.cells, 'cell')} {agree}"
-        lines = [f"{word}: {counted} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
-        cells = self.found.cases[self.found.cases.agree.notna()]
-        least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
-        near = f"within the tolerance ({least:.2g} to {most:.2g} %, by length and processes)"
-        lines.append(f"Speed-ups {near}: {self.close} of {self.cells}.")
-        lines.append(self.choices.sentence)
-        if self.looks:
-            few = f"Fewer than {FEWEST} processes give a look, not a verdict"
-            lines.append(
-                f"{few}: in {amount(self.looks, 'cell')} speed-ups were compared, not outcomes."
-            )
-        if self.one_sided:
-            lines.append(f"Unsupported in one of the runs, and not compared: {self.one_sided}.")
-        same, known = self.same_code
-        if known:
-            lines.append(f"Compiled to the same machine code: {same} of {amount(known, 'kernel')}.")
-        lines += [f"Other code of a plug-in: {which}." for which in self.plugins]
-        return lines
-
-
-def agreement(first: Run, second: Run) -> Agreement:
-    """Compare two runs; ResultError if they have no cell in common."""
-    found = compare(first, second)
-    cases = found.cases.copy()
-    compared = cases.agree.notna()
-    cells = int(compared.sum())
-    if not cells:
-        expected = "a case with a speed-up in either and supported in both"
-        raise ResultError(f"{first.path} and {second.path}: expected {expected}, found none")
-    where = _place(first, second)
-    if where is Place.ANOTHER:
-        cases["time_b_over_a"] = np.nan
-    one_sided = (cases.status_a == Status.UNSUPPORTED) != (cases.status_b == Status.UNSUPPORTED)
-    return Agreement(
-        where,
-        replace(found, cases=cases),
-        cells,
-        int(cases.agree.sum()),
-        int((compared & cases.close).sum()),
-        int((compared & looks(cases)).sum()),
-        int(one_sided.sum()),
-        choices_of(second.state),
-        _same_code(first, second),
-        _plugins(first, second),
-    )
+    left = ~cases.set_index(KEYS).index.isin(shared.set_index(KEYS).index)
+    return cases[left].reset_index(drop=True)
 
 
 def _place(first: Run, second: Run) -> Place:
@@ -279,19 +277,32 @@ def _place(first: Run, second: Run) -> Place:
 
 
 def _same_code(first: Run, second: Run) -> tuple[int, int]:
-    """Count the cases with the same compiled code in both runs, and those with known code.
+    """Count the cases with equal compiled code in both runs, and those with comparable digests.
 
-    Processes that search anew may compile several. A digest says by a prefix of what it is
-    (`sass:`); digests of two kinds are not comparable.
+    A case has several digests if its processes searched. A prefix (`sass:`) names what a digest
+    covers; only digests with equal prefixes are comparable.
     """
     before, now = _codes(first), _codes(second)
     pairs = [(before[case], now[case]) for case in before.keys() & now.keys()]
-    known = [(a, b) for a, b in pairs if _kinds(a) == _kinds(b)]
+    known = [(a, b) for a, b in pairs if _prefixes(a) == _prefixes(b)]
     return sum(a == b for a, b in known), len(known)
 
 
+def _codes(run: Run) -> dict[str, set[str]]:
+    """Return the digests of each case, over its processes."""
+    codes: dict[str, set[str]] = {}
+    for row in run.rows:
+        if row.code:
+            codes.setdefault(row.case.id, set()).add(row.code)
+    return codes
+
+
+def _prefixes(codes: set[str]) -> set[str]:
+    return {code.rpartition(":")[0] for code in codes}
+
+
 def _plugins(first: Run, second: Run) -> list[str]:
-    """Return `acme 1.2 (0a1b2c3d) before, none now` of each plug-in that is not the same."""
+    """Return `acme 1.2 (0a1b2c3d) before, none now` for each plug-in that differs."""
     before, now = (run.environment.get("plugins", {}) for run in (first, second))
     return [
         f"{name} {_version(before.get(name))} before, {_version(now.get(name))} now"
@@ -302,16 +313,3 @@ def _plugins(first: Run, second: Run) -> list[str]:
 
 def _version(facts: Mapping[str, Any] | None) -> str:
     return f"{facts['version']} ({facts['sha256'][:8]})" if facts else "none"
-
-
-def _codes(run: Run) -> dict[str, set[str]]:
-    """Return the digests of each case, over its processes."""
-    found: dict[str, set[str]] = {}
-    for row in run.rows:
-        if row.code:
-            found.setdefault(row.case.id, set()).add(row.code)
-    return found
-
-
-def _kinds(codes: set[str]) -> set[str]:
-    return {code.rpartition(":")[0] for code in codes}

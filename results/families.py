@@ -14,6 +14,9 @@ REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
 
 OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
 
+OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
+"""Formats that store hidden activations: the weights of their contenders are dense."""
+
 
 @cache
 def family(kernel: str) -> str:

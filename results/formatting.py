@@ -13,7 +13,14 @@ from typing import Any
 
 import pandas as pd
 
-FORMATS = {"bsr": "BSR", "csr": "CSR", "spense": "2:4", "activations": "sparse activations"}
+FORMATS = {
+    "active_csr": "CSR of activations",
+    "bsr": "BSR",
+    "csr": "CSR",
+    "cvse": "column vectors",
+    "spense": "2:4",
+    "twell": "TwELL",
+}
 """Display names of formats; any other format is shown by its own name."""
 
 NONE = "–"

@@ -1,14 +1,18 @@
-"""Rows as a table, one line per row. Whatever follows from samples is computed here, on reading.
+"""Rows as a table, one line per row. Everything derived from samples is computed on reading.
 
-The contenders of a contest are timed in turn, one block of samples each. B_i and T_i are the median
-times of block i of the baseline and of a contender:
+The contenders of a contest are timed in turn, one block of samples each:
 
-    speedup = exp(median over i of log(B_i / T_i))
+    A  baseline      speed-up of B = exp(median over blocks of log(A_i / B_i))
+    B  contender
+    b  its twin      A/A log       =     median over blocks of log(B_i / b_i)
 
-Both blocks were taken within moments of each other, so a drifting clock moves both. A slow
-contender has fewer blocks; they are paired with the first ones of the baseline. A row of a
-contest that was throttled or power-limited is marked, never dropped. So is one whose error or bias
-is not the usual one (bench/correctness.py), or larger than would be right but for its suite.
+where A_i is the median time of block i. Both blocks were taken within moments of each other, so a
+drifting clock affects both. A slow contender has fewer blocks; they are paired with the first ones
+of the baseline. Rows are from one contest if they share problem, process, attempt, scope and cache
+state.
+
+A row is marked, never dropped, if its contest was throttled or power-limited, if its error or bias
+is unusual (see harness/bench), or if only its suite allows its error.
 """
 
 import json
@@ -46,18 +50,18 @@ MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "ba
 MEASURED += ["blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
-UNUSUAL = 1.5  # times the usual error
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell of a spreadsheet begins with
+UNUSUAL = 1.5  # an error above this multiple of the usual one is marked
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes cells that begin with these
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return one line per row, in order. Column names hold units; unknown values are NaN or NA."""
+    """Return one line per row, in order. Column names include units; unknown values are NaN/NA."""
     rows = list(rows)
     problems = [row.case.problem.id for row in rows]
     label = _labels(problems, rows)
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
-        | _asked(row)
+        | _case_facts(row)
         | _measured(row)
         | _against(row, *others, label)
         for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
@@ -70,7 +74,7 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def fields(table: pd.DataFrame) -> list[str]:
-    """Name the columns of a frame or a summary that are fields of its problems."""
+    """Return the columns of a frame or a summary that are fields of its problems."""
     names = list(table.columns)
     return names[names.index("source") + 1 : names.index("format")]
 
@@ -81,7 +85,7 @@ def to_csv(table: pd.DataFrame, path: Path) -> None:
 
 
 def as_csv(table: pd.DataFrame) -> str:
-    """Return a table as CSV, in which text is text: a spreadsheet runs a cell that begins with =.
+    """Return a table as CSV, safe for spreadsheets, which execute a cell that begins with =.
 
     Such cells get a leading apostrophe, as OWASP advises (CSV Injection).
     """
@@ -97,16 +101,16 @@ def _plain_text(value: Any) -> Any:
 
 
 def to_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as Parquet, as `to_csv`; ResultError if pyarrow is missing."""
+    """Write a table as Parquet, like `to_csv`; raises ResultError if pyarrow is missing."""
     try:
         table.drop(columns="blocks_us").to_parquet(path, index=False, engine="pyarrow")
     except ImportError as error:
-        found = "expected pyarrow to write Parquet, found none"
-        raise ResultError(f"{path}: {found}; pip install 'sparsebench[parquet]'") from error
+        message = "expected pyarrow to write Parquet, found none"
+        raise ResultError(f"{path}: {message}; pip install 'sparsebench[parquet]'") from error
 
 
 def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:
-    """Return a function from contender to label; parameters are added if labels are not unique."""
+    """Return a function from contender to label, with parameters if labels are not unique."""
     seen: dict[tuple[str, str], set[str]] = {}
     for problem, row in zip(problems, rows, strict=True):
         contender = row.case.contender
@@ -120,7 +124,7 @@ def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:
     return label
 
 
-def _asked(row: Row) -> dict[str, Any]:
+def _case_facts(row: Row) -> dict[str, Any]:
     problem, contender = row.case.problem, row.case.contender
     named = {name: _plain(value) for name, value in problem.fields.items()}
     return named | {
@@ -164,40 +168,40 @@ def _measured(row: Row) -> dict[str, Any]:
 
 
 def _mark(telemetry: Mapping[str, float]) -> str:
-    """Name what slowed the GPU down during the contest, by NVML's counters; "" if nothing did."""
+    """List what slowed the GPU down during the contest, from NVML's counters; "" if nothing did."""
     window_us = 1e6 * telemetry.get("seconds", np.nan)
     marks = {
         "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
         "thermal": telemetry.get("thermal_us", 0) > 0,
         "hardware slowdown": telemetry.get("hardware_us", 0) > 0,
     }
-    return ", ".join(name for name, found in marks.items() if found)
+    return ", ".join(name for name, marked in marks.items() if marked)
 
 
 def _marks(row: Row) -> str:
-    """Name what is unusual about a right output; "" if nothing is, or if an old row has no say."""
+    """List what is unusual about a correct output; "" if nothing is, or if it is unknown."""
     allowed = row.case.contender.error
     marks = {
         "unusual error": (row.error or 0.0) > UNUSUAL * (row.usual_error or math.inf),
         "bias": abs(row.bias or 0.0) > (row.usual_bias or math.inf),
         "error allowed by the suite": allowed is not None,
     }
-    return ", ".join(name for name, found in marks.items() if found)
+    return ", ".join(name for name, marked in marks.items() if marked)
 
 
 def _against(
     row: Row, base: Row | None, original: Row | None, label: Callable[[Contender], str]
 ) -> dict[str, Any]:
     """Return the speed-up over the baseline, and a twin's log-ratio to its original."""
-    found: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     if base is not None:
-        found["baseline_label"] = label(base.case.contender)
+        ratios["baseline_label"] = label(base.case.contender)
     if base is not None and row.status is Status.OK:
         quartiles = np.quantile(logs_over(row, base), [0.5, 0.25, 0.75])
-        found |= zip(["speedup", *QUARTILES], np.exp(quartiles).tolist(), strict=True)
+        ratios |= zip(["speedup", *QUARTILES], np.exp(quartiles).tolist(), strict=True)
     if original is not None and row.status is Status.OK:
-        found["aa_log"] = np.median(logs_over(row, original))
-    return found
+        ratios["aa_log"] = np.median(logs_over(row, original))
+    return ratios
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
@@ -209,18 +213,17 @@ def _text(values: Mapping[str, Value]) -> str:
 
 
 def _plain(value: Value) -> bool | int | float | str | None:
-    """Write a list as text, a square block as its side: [16, 32] is 16x32, [16, 16] is 16."""
+    """Write a list as text, and a square block as its side: 16x32 for [16, 32], 16 for [16, 16]."""
     if not isinstance(value, list):
         return value
     return "x".join(map(str, value if len(set(value)) > 1 else value[:1]))
 
 
 def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
-    """Return, for each row, its baseline and (where it is a twin) its original.
+    """Return each row's baseline and, if it is a twin, its original; None if there is no such row.
 
-    `problems` are the ids of the rows' problems. The baseline is the first baseline row that is
-    ok, the original the first ok row of the same format, kernel, parameters and options; None if
-    the contest has no such row.
+    `problems` are the ids of the rows' problems. The baseline is the first ok baseline row of the
+    contest, the original the first ok row of the same format, kernel, parameters and options.
     """
     baselines: dict[Hashable, Row] = {}
     originals: dict[Hashable, Row] = {}
@@ -234,31 +237,27 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
             baselines.setdefault(contest, row)
         if row.status is Status.OK and not contender.twin:
             originals.setdefault((contest, _recipe(contender)), row)
-    return [
-        (baselines.get(contest), _original(originals, contest, row.case.contender))
-        for contest, row in zip(contests, rows, strict=True)
-    ]
+    opposed: list[tuple[Row | None, Row | None]] = []
+    for contest, row in zip(contests, rows, strict=True):
+        contender = row.case.contender
+        original = originals.get((contest, _recipe(contender))) if contender.twin else None
+        opposed.append((baselines.get(contest), original))
+    return opposed
 
 
 def logs_over(row: Row, base: Row) -> Floats:
-    """Return log(time of base / time of row) of each block that both have."""
+    """Return log(time of base / time of row) for each block that both have."""
     blocks = (by_block(each.samples_us, each.samples_per_block) for each in (base, row))
     return block_logs(*blocks)
 
 
 def blocks_us(row: Row) -> Floats:
-    """Return the median time of each block, µs."""
+    """Return the median time of each block in µs."""
     medians: Floats = np.median(by_block(row.samples_us, row.samples_per_block), axis=-1)
     return medians
 
 
-def _original(
-    originals: dict[Hashable, Row], contest: Hashable, contender: Contender
-) -> Row | None:
-    return originals.get((contest, _recipe(contender))) if contender.twin else None
-
-
 def _recipe(contender: Contender) -> Hashable:
-    """Return what the two halves of an A/A pair have in common."""
-    given = contender.params, contender.options
-    return contender.format, contender.kernel, *(str(sorted(g.items())) for g in given)
+    """Return what the two halves of an A/A pair share."""
+    settings = contender.params, contender.options
+    return contender.format, contender.kernel, *(str(sorted(each.items())) for each in settings)

@@ -2,15 +2,16 @@
 
     A/A pair   one kernel twice in one contest, prepared twice
     d_p        its log-ratio in process p: the median over blocks of log(A_i / a_i)
-    floor      of a class: the 95th percentile of |d_p|, at least 0.5 %; of fewer than ENOUGH d_p,
-               at least what a run of 203 pairs had on an NVIDIA H200 (FLOORS; harness/NOTES.md)
+    floor      of a class: the 95th percentile of |d_p|, at least 0.5 %; with fewer than ENOUGH d_p,
+               at least that of 203 pairs on an NVIDIA H200 (FLOORS; harness/NOTES.md)
 
-A class is the length of a call, by its median time; `op` holds all times as called from Python. The
-floor is of one process: an equal kernel looks further away in 5 % of them. Of a mean of n processes
-it is floor / sqrt(n). Verdicts do not need it: their interval holds what differs between processes.
+A class is the length of a call, by its median time; class `op` holds all calls timed from Python.
+The floor holds for one process: an equal kernel appears further away in 5 % of processes. For the
+mean of n processes it is floor / sqrt(n). Verdicts do not need it: their interval covers what
+differs between processes.
 
-An almost empty graph takes 4.5 µs between two events on an H200. Every sample holds this time, so
-speed-ups of short ops come out too close to 1: they are also given without it.
+An almost empty graph takes 4.5 µs between two events on an H200. Every sample includes this time,
+so speed-ups of short ops come out too close to 1. They are therefore also given without it.
 """
 
 from collections.abc import Hashable
@@ -26,13 +27,13 @@ from sparsebench.results.frame import fields
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
 LAUNCH_US = 20.0
-NOTHING_BYTES = 2**16  # any device reads weights of this size within the cost of a launch
-LEAST = 0.005  # of any floor
-ENOUGH = 20  # d_p of a class: below, the 95th percentile is little more than the largest
+NOTHING_BYTES = 2**16  # any device reads such weights within the time of a launch
+LEAST = 0.005  # the lowest floor
+ENOUGH = 20  # with fewer d_p, the 95th percentile is close to the largest value
 FLOORS = {"below 8 µs": 0.021, "8 to 20 µs": 0.038, "20 to 100 µs": 0.013, "above 100 µs": LEAST}
 EDGES_US = 8.0, 20.0, 100.0  # between these classes
 PERCENTILE = 0.95  # over single processes, not over means of pairs
-CHANCE = 0.05  # that a pair differs, or that so many pairs differ, although nothing is wrong
+CHANCE = 0.05  # probability that one pair, or too many pairs, differ although nothing is wrong
 TOO_MANY = 0.1  # of the pairs
 
 PAIR = ["class", "label", "problem", "reference", "scope", "cache", "median_us", "bound_by"]
@@ -40,10 +41,10 @@ PAIR += ["logs", "ratio", "low", "high", "different"]
 
 
 class Reliability(StrEnum):
-    """Whether the A/A pairs of a run came out equal as often as they must.
+    """Whether the A/A pairs of a run came out equal often enough.
 
-    UNRELIABLE  more than 10 % of the pairs differ, and chance alone (5 % of pairs) would make so
-                many differ in fewer than 1 of 20 runs
+    UNRELIABLE  more than 10 % of the pairs differ, and by chance (5 % of pairs) so many would
+                differ in fewer than 1 of 20 runs
     UNKNOWN     no pair was measured in FEWEST or more processes
     """
 
@@ -54,11 +55,11 @@ class Reliability(StrEnum):
 
 @dataclass(frozen=True)
 class Noise:
-    """What a run's A/A pairs say.
+    """The A/A pairs of a run and its noise floors.
 
-    pairs      one line per pair: its class, and d_p of each process (`logs`); from FEWEST
-               processes on also the interval of its ratio, and whether it excludes 1 (`different`)
-    floors     of one process, a fraction by class (0.005 is 0.5 %); empty without a pair
+    pairs      one line per pair: its class and d_p of each process (`logs`); with FEWEST or more
+               processes also the interval of its ratio, and whether it excludes 1 (`different`)
+    floors     for one process, a fraction by class (0.005 is 0.5 %); empty without a pair
     launch_us  median time of an almost empty op, by scope and cache state
     """
 
@@ -69,49 +70,47 @@ class Noise:
     def floor(self, table: pd.DataFrame) -> pd.Series:
         """Return the floor of each line of a frame or a summary; NaN if the run has none.
 
-        A class without a pair takes the largest floor, and at least that of FLOORS.
+        A class without a pair gets the largest floor, or that of FLOORS if it is larger.
         """
         largest = max(self.floors.values(), default=np.nan)
-        named = classes(table)
-        least = named.map(FLOORS).astype("float64").fillna(LEAST).clip(lower=largest)
-        return named.map(self.floors).astype("float64").fillna(least if self.floors else np.nan)
+        lengths = classes(table)
+        least = lengths.map(FLOORS).astype("float64").fillna(LEAST).clip(lower=largest)
+        return lengths.map(self.floors).astype("float64").fillna(least if self.floors else np.nan)
 
     @property
     def sentence(self) -> str:
-        """Return a sentence with the floor of each class."""
+        """Write the floor of each class in a sentence."""
         if not self.floors:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
         percents = {name: float(f"{100 * floor:.2g}") for name, floor in self.floors.items()}
-        named = [f"{name} {percent:g} %" for name, percent in percents.items()]
-        return f"Noise floor of one process: {', '.join(named)}."
+        texts = [f"{name} {percent:g} %" for name, percent in percents.items()]
+        return f"Noise floor of one process: {', '.join(texts)}."
 
     @property
     def reliability(self) -> tuple[Reliability, str]:
         """Return whether the run is reliable, and the reason in a sentence."""
         known = self.pairs.different.dropna()
-        count, found = len(known), int(known.sum())
+        count, different = len(known), int(known.sum())
         if not count:
-            why = f"expected A/A pairs in {FEWEST} or more processes, found none."
+            why = f"it has no A/A pair in {FEWEST} or more processes."
             return Reliability.UNKNOWN, f"Whether this run is reliable is unknown: {why}"
-        differ = f"{found} of {count} A/A pairs (the same kernel twice) came out different"
-        differ += f", where chance alone gives {100 * CHANCE:g} %"
-        if found > TOO_MANY * count and scipy.stats.binom.sf(found - 1, count, CHANCE) < CHANCE:
-            why = f"This run is unreliable: {differ}. Small differences say nothing."
+        differ = f"{different} of {count} A/A pairs (the same kernel twice) came out different"
+        differ += f"; by chance alone {100 * CHANCE:g} % do"
+        chance = scipy.stats.binom.sf(different - 1, count, CHANCE)
+        if different > TOO_MANY * count and chance < CHANCE:
+            why = f"This run is unreliable: {differ}. Its small differences mean nothing."
             return Reliability.UNRELIABLE, why
         return Reliability.RELIABLE, f"This run is reliable: {differ}."
 
 
 def noise(rows: pd.DataFrame, reference: pd.DataFrame) -> Noise:
-    """Return what the A/A pairs say: the suite's, and those that every run has for reference.
-
-    `rows` and `reference` are frames of a run's `rows` and `reference`.
-    """
-    found = pairs(rows, reference)
-    return Noise(found, floors(found), _launch_us(reference))
+    """Return the noise of a run from the frames of its `rows` and `reference` rows."""
+    all_pairs = pairs(rows, reference)
+    return Noise(all_pairs, floors(all_pairs), _launch_us(reference))
 
 
 def classes(table: pd.DataFrame) -> pd.Series:
-    """Return the class of each line of a frame or a summary: how long the call takes."""
+    """Return the class of each line of a frame or a summary: the length of its call."""
     numbers = np.searchsorted(EDGES_US, table.median_us, side="right")
     lengths = pd.Series(np.array(list(FLOORS))[numbers], table.index, dtype=object)
     return lengths.where(table.scope == "kernel", table.scope)
@@ -119,21 +118,21 @@ def classes(table: pd.DataFrame) -> pd.Series:
 
 def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
     """Return one line per A/A pair of these frames; see Noise."""
-    found: dict[Hashable, dict[int, dict[str, Any]]] = {}
+    by_pair: dict[Hashable, dict[int, dict[str, Any]]] = {}
     for table in tables:
         for line in table[table.aa_log.notna()].to_dict("records"):
             pair = line["reference"], line["case_id"], line["scope"], line["cache"]
             named = {str(name): value for name, value in line.items()}
             problem = {"problem": _problem(named, fields(table))}
-            found.setdefault(pair, {})[line["replicate"]] = named | problem
-    lines = pd.DataFrame([_pair(list(p.values())) for p in found.values()], columns=PAIR)
+            by_pair.setdefault(pair, {})[line["replicate"]] = named | problem
+    lines = pd.DataFrame([_pair(list(p.values())) for p in by_pair.values()], columns=PAIR)
     lines = lines.astype({"median_us": "float64", "different": "boolean"})
     return lines.assign(**{"class": classes(lines)})
 
 
-def floors(found: pd.DataFrame) -> dict[str, float]:
-    """Return the floor of each class that has a pair: a fraction; short calls come first."""
-    sizes = found.set_index("class").logs.explode().astype("float64").abs()
+def floors(pairs: pd.DataFrame) -> dict[str, float]:
+    """Return the floor of each class that has a pair, as a fraction, short calls first."""
+    sizes = pairs.set_index("class").logs.explode().astype("float64").abs()
     known = {
         str(name): max(
             float(np.expm1(logs.quantile(PERCENTILE))),
@@ -150,9 +149,9 @@ def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:
     line = processes[0] | {"logs": tuple(logs), "median_us": median_us}
     if len(logs) < FEWEST:
         return line | {"ratio": np.exp(np.median(logs))}
-    found = hodges_lehmann(logs)
-    line |= {"ratio": np.exp(found.estimate), "low": np.exp(found.low), "high": np.exp(found.high)}
-    return line | {"different": bool(found.low > 0 or found.high < 0)}
+    exact = hodges_lehmann(logs)
+    line |= {"ratio": np.exp(exact.estimate), "low": np.exp(exact.low), "high": np.exp(exact.high)}
+    return line | {"different": bool(exact.low > 0 or exact.high < 0)}
 
 
 def _problem(line: dict[str, Any], names: list[str]) -> str:
@@ -161,6 +160,6 @@ def _problem(line: dict[str, Any], names: list[str]) -> str:
 
 
 def _launch_us(reference: pd.DataFrame) -> dict[Hashable, float]:
-    """Return the median time of the reference op whose weights take at most NOTHING_BYTES."""
+    """Return the median time of the reference op with at most NOTHING_BYTES of weights."""
     nothing = reference[(reference.dense_bytes <= NOTHING_BYTES).fillna(False)]
     return nothing.groupby(["scope", "cache"]).median_us.median().to_dict()

@@ -31,6 +31,26 @@ DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
     "ffn_step": {**ACTIVE_ONCE, "activation": "relu"},
 }
 
+FORMATS_ONCE_DENSE: Mapping[str, str] = {
+    "decoder_few": "cvse",
+    "ffn_few": "cvse",
+    "ffn_sparse": "cvse",
+    "ffn_step_sparse": "active_csr",
+    "ffn_twell": "twell",
+    "mlp_few": "cvse",
+    "mlp_sparse": "cvse",
+    "twell_authors": "twell",
+}
+"""The format of each kernel whose contenders said `dense`, as their weights are, up to 0.2.0.
+
+Ids of cases hash what was said then. This table never grows.
+"""
+
+
+def format_of(kernel: str, stored: str) -> str:
+    """Return the format of a contender as it is named today."""
+    return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
+
 
 POWER_LIMITED = 0.2  # of a contest's time: a larger share is told and marked; less is a short peak
 
@@ -102,7 +122,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Contender:
-    """A format and a kernel, by name.
+    """A format and a kernel, by name. The format is that of the sparse operand.
 
     params    of the format: `block` for all weights, `wd.block` for the weight wd alone
     options   of the kernel, such as `tuned`
@@ -124,6 +144,11 @@ class Contender:
         """Name the contender for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
         return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what asdict wrote, with the format as it is named today."""
+        return cls(**{**data, "format": format_of(data["kernel"], data["format"])})
 
     def params_of(self, weight: str) -> dict[str, Value]:
         """Return the parameters of one weight; its own replace those of all weights."""
@@ -148,12 +173,14 @@ class Case:
         """Hash the canonical JSON, without `baseline` and `error`: they say how it is judged."""
         names = "format", "kernel", "params", "options", "twin"
         contender = {name: getattr(self.contender, name) for name in names}
+        if self.contender.kernel in FORMATS_ONCE_DENSE:
+            contender["format"] = "dense"
         return _digest({"problem": self.problem.id, "contender": contender})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what asdict wrote."""
-        return cls(Problem.from_json(data["problem"]), Contender(**data["contender"]))
+        return cls(Problem.from_json(data["problem"]), Contender.from_json(data["contender"]))
 
 
 @dataclass(frozen=True)
@@ -213,17 +240,18 @@ class Row:
     def chosen(self) -> str:
         """Name the kernel that a portfolio kept, "FORMAT, KERNEL"; "" of any other kernel.
 
-        Rows published before choices held `chosen` say it by `way` and `by`.
+        Rows published before choices held `chosen` say it by `way` and `by`, and rows up to 0.2.0
+        call the format cvse "sparse activations".
         """
         if "chosen" in self.choice:
-            return str(self.choice["chosen"])
+            return str(self.choice["chosen"]).replace("sparse activations, ", "cvse, ")
         way, kernel = self.choice.get("way"), self.case.contender.kernel
         if kernel not in ("ffn_sparse", "mlp_sparse") or way is None:
             return ""
         if way == "dense":
             return f"dense, {self.choice['by']}"
         own = kernel.replace("sparse", "few") if way == "few" else f"{kernel} way={way}"
-        return f"sparse activations, {own}"
+        return f"cvse, {own}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -1,6 +1,6 @@
-"""What a few processes say about a ratio of times.
+"""Estimates, intervals and outcomes for a ratio of times over a few processes.
 
-    d_p       one log-ratio a process: the median over blocks of log(T_baseline / T_contender)
+    d_p       log-ratio of process p: the median over blocks of log(T_baseline / T_contender)
     Walsh     (d_p + d_q) / 2 over all p <= q
     ratio     exp(median of Walsh)                                    Hodges & Lehmann 1963
     95 %      exp(k-th smallest of Walsh) to exp(k-th largest)        Hollander & Wolfe 1999, 3.3
@@ -10,12 +10,13 @@
     slower          it is not, and   [=====] | 1             the whole interval is below 1
     inconclusive    anything else
 
-`no_difference` is an equivalence test, two one-sided tests at 2.5 % (Schuirmann 1987): a ratio at
-the margin or beyond is called so in at most 2.5 % of runs. The process is the unit of replication:
-samples of one process are not independent (Hoefler & Belli 2015, doi:10.1145/2807591.2807644). k is
-exact if d_p is symmetric about its centre; below FEWEST processes no such interval exists. No
-outlier is dropped; one among eight moves the ratio little. tests/results/simulated.py shows how
-often all this is right. All functions but `outcome` take natural logs; the last axis is processes.
+`no_difference` is an equivalence test, two one-sided tests at 2.5 % (Schuirmann 1987): at most
+2.5 % of runs give this outcome for a ratio at or beyond the margin. The process is the unit of
+replication: samples of one process are not independent (Hoefler & Belli 2015,
+doi:10.1145/2807591.2807644). k is exact if d_p is symmetric about its centre; below FEWEST
+processes no such interval exists. No outlier is dropped; one among eight moves the ratio little.
+tests/simulated measures the error rates. All functions but `outcome` take natural logs; the last
+axis is processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,19 +30,19 @@ import scipy
 from numpy.typing import ArrayLike, NDArray
 
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
-MOST = 100  # processes that more_processes looks ahead to
+MOST = 100  # the largest number of processes that more_processes considers
 TAIL = 0.025  # probability on each side of a 95 % interval
 FALSE_DISCOVERIES = 0.05
-MARGIN = 0.01  # of no_difference: what 8 processes resolve at an sd of 1 %, as short calls have it
+MARGIN = 0.01  # of no_difference: 8 processes resolve it at an sd of 1 %, typical of short calls
 
 Floats = NDArray[np.float64]
 
 Blocks = Mapping[tuple[int, int], Floats]
-"""Median times of a case by block, µs, of each (replicate, attempt)."""
+"""Median times of a case by block, in µs, for each (replicate, attempt)."""
 
 
 class Outcome(StrEnum):
-    """What an interval says. `inconclusive` does not mean `no_difference`."""
+    """The outcome of an interval. `inconclusive` does not mean `no_difference`."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -50,11 +51,11 @@ class Outcome(StrEnum):
 
 
 class IntervalKind(StrEnum):
-    """What lies between the two ends of a case's speed-up; the value is the word in reports.
+    """The kind of a speed-up's interval; the value is the word in reports.
 
-    QUARTILES   one process: the quartiles over its blocks; no statement about other processes
-    RANGE       several processes: the least and the greatest speed-up of a process
-    CONFIDENCE  FEWEST processes or more: the exact 95 % confidence interval (Hodges-Lehmann)
+    QUARTILES   one process: the quartiles over its blocks, without a claim about other processes
+    RANGE       fewer than FEWEST processes: their smallest and largest speed-up
+    CONFIDENCE  FEWEST or more processes: the exact 95 % confidence interval (Hodges-Lehmann)
     """
 
     QUARTILES = "quartiles"
@@ -77,7 +78,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two times over some processes; `interval_kind` says what its ends are."""
+    """A ratio of two times over some processes, with an interval of `interval_kind`."""
 
     value: float
     low: float
@@ -86,7 +87,7 @@ class Ratio:
 
 
 def by_block(samples: Sequence[float], size: int) -> Floats:
-    """Return samples [blocks, size] in the order taken, without an incomplete last block."""
+    """Return samples as [blocks, size] in the order taken, without an incomplete last block."""
     size = min(size, len(samples))
     whole = len(samples) // size * size
     return np.reshape(samples[:whole], (-1, size))
@@ -95,8 +96,8 @@ def by_block(samples: Sequence[float], size: int) -> Floats:
 def block_logs(base: Floats, other: Floats) -> Floats:
     """Return log(base / other) by block, for samples of shape (..., blocks, samples per block).
 
-    Blocks of one index were taken within moments of each other. If one has fewer blocks, they are
-    paired with the first blocks of the other.
+    Blocks of one index were taken within moments of each other. If one side has fewer blocks, they
+    are paired with the first blocks of the other.
     """
     over, under = np.median(base, axis=-1), np.median(other, axis=-1)
     pairs = min(over.shape[-1], under.shape[-1])
@@ -104,27 +105,26 @@ def block_logs(base: Floats, other: Floats) -> Floats:
     return logs
 
 
-def between(ours: Blocks, over: Blocks) -> Ratio | None:
-    """Return how many times as fast `ours` is as `over`, two cases of the same contests.
+def ratio_over(case: Blocks, base: Blocks) -> Ratio | None:
+    """Return the speed-up of a case over another one of the same contests; None if they share none.
 
-    It is the definition of a speed-up, with `over` in the place of the baseline. None if they
-    share no contest.
+    The definition is that of a speed-up, with `base` in place of the baseline.
     """
-    logs = logs_between(ours, over)
+    logs = contest_logs(case, base)
     return ratio(list(logs.values())) if logs else None
 
 
-def logs_between(ours: Blocks, over: Blocks) -> dict[tuple[int, int], Floats]:
-    """Return log(time of `over` / time of `ours`) by block, of each contest that they share."""
-    shared = [contest for contest in ours if contest in over]
-    return {each: block_logs(over[each][:, None], ours[each][:, None]) for each in shared}
+def contest_logs(case: Blocks, base: Blocks) -> dict[tuple[int, int], Floats]:
+    """Return log(time of base / time of case) by block, for each contest that both ran in."""
+    shared = [contest for contest in case if contest in base]
+    return {each: block_logs(base[each][:, None], case[each][:, None]) for each in shared}
 
 
 def hodges_lehmann(logs: ArrayLike) -> Interval:
     """Return the Hodges-Lehmann estimate and its exact 95 % interval.
 
     Hodges & Lehmann 1963 (Ann. Math. Statist. 34, 598); the interval is Tukey's, after Hollander &
-    Wolfe. A ValueError below FEWEST processes.
+    Wolfe. Raises ValueError if there are fewer than FEWEST processes.
     """
     values = _enough(logs)
     first, second = np.triu_indices(values.shape[-1])
@@ -135,26 +135,26 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
 
 
 def ratio(logs: Sequence[Floats]) -> Ratio:
-    """Return what the log-ratios say, those of each process by block: the one definition.
+    """Return the ratio of two times from log-ratios by block, one array per process.
 
-    d_p is the median of a process. From FEWEST processes on the ratio is the Hodges-Lehmann
-    estimate, below the geometric mean. NaN where a process has no block.
+    d_p is the median of a process. With FEWEST or more processes the ratio is the Hodges-Lehmann
+    estimate, with fewer the geometric mean. It is NaN if a process has no block.
     """
     medians = np.array([np.median(blocks) if blocks.size else np.nan for blocks in logs])
     if len(logs) == 1:
         ends = np.quantile(logs[0], [0.25, 0.75]) if logs[0].size else (np.nan, np.nan)
-        found, kind = (medians[0], *ends), IntervalKind.QUARTILES
+        logs_of, kind = (medians[0], *ends), IntervalKind.QUARTILES
     elif len(logs) < FEWEST or np.isnan(medians).any():
-        found, kind = (medians.mean(), medians.min(), medians.max()), IntervalKind.RANGE
+        logs_of, kind = (medians.mean(), medians.min(), medians.max()), IntervalKind.RANGE
     else:
         exact = hodges_lehmann(medians)
-        found, kind = (exact.estimate, exact.low, exact.high), IntervalKind.CONFIDENCE
-    value, low, high = np.exp(found).tolist()
+        logs_of, kind = (exact.estimate, exact.low, exact.high), IntervalKind.CONFIDENCE
+    value, low, high = np.exp(logs_of).tolist()
     return Ratio(value, low, high, kind)
 
 
 def student(logs: ArrayLike) -> Interval:
-    """Return the mean and Student's 95 % interval, which is exact if d_p is normal: a check."""
+    """Return the mean and Student's 95 % interval, a cross-check that is exact if d_p is normal."""
     values = _enough(logs)
     mean, error = values.mean(axis=-1), scipy.stats.sem(values, axis=-1)
     half = scipy.stats.t.ppf(1 - TAIL, values.shape[-1] - 1) * error
@@ -162,7 +162,7 @@ def student(logs: ArrayLike) -> Interval:
 
 
 def p_value(logs: ArrayLike) -> Floats:
-    """Return p for 'the ratio is 1', by the two-sided t-test."""
+    """Return the p-value of the two-sided t-test that the ratio is 1."""
     values = _enough(logs)
     error = np.maximum(scipy.stats.sem(values, axis=-1), 1e-12)  # no clock resolves less
     away = np.abs(values.mean(axis=-1)) / error
@@ -171,16 +171,16 @@ def p_value(logs: ArrayLike) -> Floats:
 
 
 def q_values(p: ArrayLike) -> Floats:
-    """Return for each p the smallest false-discovery rate at which it counts as found.
+    """Return the smallest false-discovery rate at which each p-value is significant.
 
-    Benjamini & Hochberg 1995: of the lines with q <= 0.05, at most 5 % are expected to be wrong.
+    Benjamini & Hochberg 1995: among lines with q <= 0.05, at most 5 % are expected to be wrong.
     """
     q: Floats = scipy.stats.false_discovery_control(p) if np.size(p) else np.asarray(p, dtype=float)
     return q
 
 
 def outcome(low: float, high: float, margin: float = MARGIN) -> Outcome:
-    """Return what the interval of a ratio says; a margin of 0.01 is 1 %."""
+    """Return the outcome of a ratio's interval; a margin of 0.01 is 1 %."""
     if 1 / (1 + margin) <= low and high <= 1 + margin:
         return Outcome.NO_DIFFERENCE
     if low > 1:
@@ -189,10 +189,10 @@ def outcome(low: float, high: float, margin: float = MARGIN) -> Outcome:
 
 
 def more_processes(logs: ArrayLike, margin: float = MARGIN) -> int | None:
-    """Return how many more processes would decide, if they have the same mean and deviation.
+    """Return how many more processes would decide, assuming the same mean and deviation.
 
-    That is the fewest, up to MOST in all, at which Student's interval excludes 1 or is within the
-    margin; None if there is no such number.
+    At this number, the smallest up to MOST in total, Student's interval excludes 1 or is within
+    the margin. None if there is no such number.
     """
     values = _enough(logs)
     mean = abs(values.mean())
@@ -205,8 +205,8 @@ def more_processes(logs: ArrayLike, margin: float = MARGIN) -> int | None:
 
 @cache
 def _rank(count: int) -> int:
-    """Return k: the largest for which P(signed-rank statistic < k) <= TAIL."""
-    ways = np.ones(1)  # ways[w]: sets of ranks 1 to count whose sum is w
+    """Return the largest k for which P(signed-rank statistic < k) <= TAIL."""
+    ways = np.ones(1)  # ways[w]: number of sets of ranks 1 to count with sum w
     for rank in range(1, count + 1):
         ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
     return int(np.searchsorted(np.cumsum(ways / 2.0**count), TAIL, side="right"))

@@ -7,9 +7,11 @@ import torch
 import yaml
 
 from sparsebench._discovery import modules
+from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
+from sparsebench.formats.cvse import Cvse
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
@@ -168,6 +170,8 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
             "csr": Csr.from_dense(some),
             "spense": Spense.from_dense(torch.where(two_four, dense, 0).contiguous()),
             "twell": Twell.from_dense(some),
+            "cvse": Cvse.from_dense(some),
+            "active_csr": ActiveCsr.from_dense(some),
         }
         bytes_of = {name: 100 * f.stored_bytes / 2**21 for name, f in packed.items()}
         said = {row[0]: float(row[1 + column]) for row in percents}

@@ -40,10 +40,10 @@ def reproduce(
     build(again, fresh / "report.html")
     result = agreement(store.read(path), again)
     if as_json:
-        cases = json.loads(result.found.cases.to_json(orient="records"))
+        cases = json.loads(result.comparison.cases.to_json(orient="records"))
         print_json({"run": str(fresh), **result.counts, "cases": cases})
     else:
-        wide().print(agreement_sheet(result.found))
+        wide().print(agreement_sheet(result.comparison))
         stdout.line("\n".join(result.sentences))
     if not result.reproduced:
         raise typer.Exit(GATE_FAILED)

@@ -42,10 +42,10 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.catalog import (
     keywords,
-    load_format,
     load_kernel,
     load_op,
     suites,
+    weights_format,
 )
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
@@ -61,7 +61,7 @@ from sparsebench.harness.plan._limits import (
 )
 from sparsebench.kernels._removed import removal
 from sparsebench.results import files
-from sparsebench.results.record import Case, Contender, Problem, Source
+from sparsebench.results.record import Case, Contender, Problem, Source, format_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -138,7 +138,9 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     """
     written = parse(where, text, SuiteFile)
     try:
-        if not published:
+        if published:
+            written = _in_names_of_today(written)
+        else:
             _require_kernels(written)
         entries = [*written.baselines, *written.contenders]
         require_few_problems(written.problems)
@@ -255,6 +257,18 @@ def _fields(
     return fields
 
 
+def _in_names_of_today(written: SuiteFile) -> SuiteFile:
+    """Return a suite with the formats of its contenders as they are named today."""
+    groups = {
+        group: [
+            entry.model_copy(update={"format": format_of(entry.kernel, entry.format)})
+            for entry in getattr(written, group)
+        ]
+        for group in ("contenders", "baselines")
+    }
+    return written.model_copy(update=groups)
+
+
 def _require_kernels(written: SuiteFile) -> None:
     """Raise SuiteError if an entry names a kernel that was removed."""
     for group in ("contenders", "baselines"):
@@ -318,9 +332,9 @@ def _contenders(
         return
     kernel = load_kernel(entry.kernel)
     if kernel.consumes not in ("any", entry.format):
-        expected = f"a kernel of format {entry.format}"
-        raise SuiteError(f"{where}: expected {expected}, found {entry.kernel} of {kernel.consumes}")
-    own = keywords(load_format(entry.format).from_dense)
+        expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
+        raise SuiteError(f"{where}: {expected}, found {entry.format}")
+    own = keywords(weights_format(entry.format).from_dense)
     of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
     _known(f"{where}.params", entry.params, own, of_one)
     if not removal(entry.kernel):

@@ -27,7 +27,7 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, OnFailure, ignore_failure
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import keywords, load_format, load_kernel, load_op
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call, marked, range_of
@@ -165,7 +165,7 @@ def _sorted_out(
     """Divide what is given into the problem's fields, the kernel's options, the format's params."""
     found = load_op(op)
     fields, options = set(found.fields.model_fields), keywords(kernel.prepare)
-    params = keywords(load_format(stored).from_dense)
+    params = keywords(weights_format(stored).from_dense)
     params |= {f"{weight}.{name}" for weight in found.weights for name in params}
     known = fields | options | params | OWN
     for name in given.keys() - known:
@@ -188,7 +188,7 @@ def _pattern(fields: Mapping[str, Any]) -> str:
 def _said_by(problem: Problem, stored: str) -> dict[str, Any]:
     """Return the format's parameters that the problem's fields, or its pattern, say."""
     said = {**problem.fields, **derived(problem.fields)}
-    wanted = keywords(load_format(stored).from_dense)
+    wanted = keywords(weights_format(stored).from_dense)
     return {name: said[name] for name in wanted & said.keys()}
 
 

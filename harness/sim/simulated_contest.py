@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
-from sparsebench.harness.catalog import load_op
+from sparsebench.harness.catalog import load_op, weights_format
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, call_us, samples, ways
 from sparsebench.kernels._common.search import Search, Trial, finalists
@@ -166,7 +167,7 @@ def _search(
     took = blurred(spec, np.array([choice["regret"] for choice in choices]), draw)
     trials = tuple(Trial(median_us=round(100 * exp(t), 2)) for t in took)
     found = Search(int(took.argmin()), trials)
-    return choices[found.best], found.told(choices, whole=True)
+    return choices[found.best], found.lines(choices, whole=True)
 
 
 def _draw(seed: str) -> np.random.Generator:
@@ -176,7 +177,11 @@ def _draw(seed: str) -> np.random.Generator:
 def _stored(case: Case, work: Work) -> int:
     """Return the bytes of a contender's weights, indices left out."""
     itemsize = DTYPES[case.problem["dtype"]].itemsize
-    return work.dense_bytes if case.contender.format == "dense" else itemsize * work.nnz
+    return work.dense_bytes if _dense_weights(case.contender) else itemsize * work.nnz
+
+
+def _dense_weights(contender: Contender) -> bool:
+    return weights_format(contender.format) is Dense
 
 
 def _faults(spec: Spec, row: Row) -> set[str]:
@@ -213,7 +218,7 @@ def _call_us(spec: Spec, row: Row, work: Work) -> float:
     sparse_bytes = DTYPES[problem["dtype"]].itemsize * work.nnz
     moved = work.fewest_bytes - sparse_bytes + _stored(row.case, work)
     cached = spec.l2_bytes / layers_of(row.scope) if row.cache == "hot" else 0
-    flops = work.dense_flops if contender.format == "dense" else work.flops
+    flops = work.dense_flops if _dense_weights(contender) else work.flops
     return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)
 
 

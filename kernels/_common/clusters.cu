@@ -1,6 +1,6 @@
-// An empty kernel with clusters of CTAS: the driver is asked how many of them run at one time.
+// An empty kernel with clusters of CTAS, for the driver to say how many of them run at a time.
 //
-// The CTAs of a cluster share a GPC. An H200's 132 SMs are in GPCs of different sizes. With one CTA
-// an SM it runs 66 clusters of two, 30 of four and 15 of eight.
+// The CTAs of a cluster share a GPC, and the 132 SMs of an H200 are in GPCs of different sizes. With
+// one CTA per SM an H200 runs 66 clusters of two, 30 of four and 15 of eight.
 
 extern "C" __global__ void __cluster_dims__(CTAS) nothing() {}

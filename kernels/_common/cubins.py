@@ -1,10 +1,10 @@
-"""Machine code that an earlier process compiled: NVRTC takes seconds for a kernel, this 1 ms.
+"""Cache machine code on disk: NVRTC takes seconds to compile a kernel, and reading a file 1 ms.
 
     $XDG_CACHE_HOME/sparsebench/cubins/KEY      SHA-256 of the code, 32 bytes, then the code
                                   KEY           SHA-256 of all that the code depends on
 
-A file that is torn or changed is compiled anew. Where the folder cannot be written, every process
-compiles. Triton has such a folder of its own.
+If a file is torn or changed, the kernel is compiled again. If the folder cannot be written, every
+process compiles. Triton has a cache of its own.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ DIGEST_BYTES = 32
 
 
 def folder() -> Path:
-    """Return where machine code is kept."""
+    """Return the folder of the cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "sparsebench" / "cubins"
 
 
-def kept(asked: tuple[object, ...], compiled: Callable[[], bytes]) -> bytes:
-    """Return the code of what was asked for, whose `repr` says it all; compile it at first."""
-    file = folder() / hashlib.sha256(repr(asked).encode()).hexdigest()
+def cached(key: tuple[object, ...], compiled: Callable[[], bytes]) -> bytes:
+    """Return the code for a key, from the cache or by `compiled`; `repr(key)` identifies it."""
+    file = folder() / hashlib.sha256(repr(key).encode()).hexdigest()
     with suppress(OSError):
         data = file.read_bytes()
         digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
@@ -38,7 +38,7 @@ def kept(asked: tuple[object, ...], compiled: Callable[[], bytes]) -> bytes:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Write a file whole, by one rename: several processes may compile the same."""
+    """Write a file with one rename, because several processes may compile the same kernel."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=file.parent, delete=False) as fresh:
         fresh.write(data)

@@ -2,12 +2,12 @@
 
     NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> BoundKernel: call it
 
-wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this file calls
-NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the device.
-Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (_common/cubins.py).
+wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this module
+calls NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the
+device. Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (cubins.py).
 
 A tensor map is 128 bytes that describe a matrix to TMA: address, sizes, strides, and the box that
-one instruction copies. A kernel gets it by value (__grid_constant__). In device memory it would
+one instruction copies. A kernel receives it by value (__grid_constant__); in device memory it would
 need a fence before its first use.
 """
 
@@ -27,19 +27,18 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.cubins import kept
+from sparsebench.kernels._common.cubins import cached
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
-HEADERS = Path(__file__).parent  # *.cuh for all families; a family's own lie beside its kernels
+HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
-HOPPERS_OWN = "sm_90a"  # the target that has wgmma; it runs on 9.0 alone
+SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
-ADDRESSES = 256  # sets of operands of which a plan keeps the arguments, 1 KB each
-
+ADDRESSES = 256  # sets of operands for which a plan keeps the arguments, 1 KB each
 COMPILERS = 8  # threads
 
 Constants = tuple[tuple[str, int], ...]
@@ -54,21 +53,21 @@ class Layout:
     """A kernel's parameters as formats of `struct`: Layout("128s", "P")(map, address)."""
 
     def __init__(self, *parameters: str) -> None:
-        """Lay them out one after the other; the driver copies each to its place in the kernel."""
+        """Place the parameters one after the other; the driver copies each into the kernel."""
         sizes = [calcsize("".join(parameters[: i + 1])) for i in range(len(parameters))]
         self._starts = [end - calcsize(p) for end, p in zip(sizes, parameters, strict=True)]
         self._pack, self._memory = Struct("".join(parameters)).pack, ctypes.c_char * sizes[-1]
         self._pointers = ctypes.c_void_p * len(parameters)
 
     def __call__(self, *args: int | bytes) -> Arguments:
-        """Return arguments in new memory, which never changes."""
+        """Return the arguments in new memory, which is never changed."""
         memory = self._memory.from_buffer_copy(self._pack(*args))
         base = ctypes.addressof(memory)
         return self._pointers(*[base + start for start in self._starts]), memory
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: its number, and a value of 64 bytes, three words of which are used."""
+    """CUlaunchAttribute: its number, and a value of 64 bytes, of which three words are used."""
 
     _fields_ = [
         *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
@@ -87,7 +86,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-EARLY = LaunchAttribute(6, 0, (1,))  # programmatic stream serialization is allowed
+EARLY = LaunchAttribute(6, 0, (1,))  # allows programmatic stream serialization
 CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 
 
@@ -97,8 +96,8 @@ class Loaded:
 
     code      digest of the machine code
     together  cooperative launch: all CTAs run at the same time, and may wait for each other
-    early     programmatic dependent launch: the kernel itself waits for the kernel before it in
-              the stream (hopper.cuh)
+    early     programmatic dependent launch: the kernel waits for its predecessor in the stream
+              (hopper.cuh)
     """
 
     kernel: Any
@@ -113,12 +112,12 @@ class Loaded:
     def enqueue(self, args: Arguments) -> None:
         """Enqueue the kernel on torch's current stream of the device. Raises RuntimeError.
 
-        It calls the driver: CuPy's launch and torch's Stream objects take longer than all this.
+        Calls the driver directly, because CuPy's launch and torch's Stream objects take longer.
         """
         _set_device()(self.device)  # a new thread has no context
-        stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton ask
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton do
         shape = self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes
-        if self.together:  # arguments are copied by the call, or by the capture of a graph
+        if self.together:  # the call or the capture copies the arguments
             result = _driver().cuLaunchCooperativeKernel(*shape, stream, args[0])
         elif self.early:
             config = _early(*shape[1:], stream)
@@ -131,14 +130,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class BoundKernel:
-    """A kernel and its arguments: call it to compute `out`, into the same buffer.
+    """A kernel and its arguments: each call computes `out`, in the same buffer.
 
-    `kept` are the tensors whose addresses are in `args`.
+    `tensors` are those whose addresses are in `args`.
     """
 
     loaded: Loaded
     args: Arguments
-    kept: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     out: Tensor
 
     def __call__(self) -> Tensor:
@@ -155,38 +154,38 @@ class BoundKernel:
 def unsupported_on_hopper(
     problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
 ) -> str | None:
-    """Say why a kernel of Hopper's own instructions cannot run the problem here, or None."""
-    wanted = "an NVIDIA GPU of compute capability 9.0"
+    """Return why a kernel with Hopper's instructions cannot run the problem here, or None."""
+    needed = "an NVIDIA GPU of compute capability 9.0"
     if device.type != "cuda":
-        return f"needs {wanted}, found {device.type}"
+        return f"needs {needed}, found {device.type}"
     found = torch.cuda.get_device_capability(device)
     if found != HOPPER:
-        return f"needs {wanted}, found {found[0]}.{found[1]}"
+        return f"needs {needed}, found {found[0]}.{found[1]}"
     if problem["dtype"] not in dtypes:
         return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
 def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | None:
-    """Say why a kernel for compute capability 8.0 or newer cannot run here, or None.
+    """Return why a kernel for compute capability 8.0 or newer cannot run here, or None.
 
-    wrong  what it says against the problem's dtype, or None: a device is named before a dtype
+    wrong  why the kernel cannot run the problem's dtype, or None; the device is checked first
     """
-    wanted = "an NVIDIA GPU of compute capability 8.0 or newer"
+    needed = "an NVIDIA GPU of compute capability 8.0 or newer"
     if device.type != "cuda":
-        return f"needs {wanted}, found {device.type}"
+        return f"needs {needed}, found {device.type}"
     found = torch.cuda.get_device_capability(device)
     if found < AMPERE:
-        return f"needs {wanted}, found {found[0]}.{found[1]}"
+        return f"needs {needed}, found {found[0]}.{found[1]}"
     if wrong:
         return wrong
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Say why no CUDA kernel of bsr computes X @ W.T (X @ W if transposed), or None.
+    """Return why no CUDA kernel of bsr can compute X @ W.T (X @ W if transposed), or None.
 
-    TMA has further conditions: `tensor_map`.
+    TMA has further conditions (`tensor_map`).
     """
     (n, k), values = w.shape, w.values
     depth, width = (n, k) if transposed else (k, n)
@@ -202,7 +201,7 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
 
 
 def target_of(device: torch.device) -> str:
-    """Return the device's own target, such as sm_80, without features of one architecture."""
+    """Return the device's target, such as sm_80, without architecture-specific features."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -214,9 +213,9 @@ def load(
     constants: Constants,
     shared_bytes: int,
     device: torch.device,
-    target: str = HOPPERS_OWN,
+    target: str = SM_90A,
 ) -> tuple[Any, str]:
-    """Return the kernel `function` of NAME.cu, loaded on the device, and its code's digest."""
+    """Return the kernel `function` of NAME.cu, loaded on the device, and its digest."""
     import cupy
 
     begun = _begun.get((name, constants, target))
@@ -229,12 +228,12 @@ def load(
     return kernel.kernel, digest(code)
 
 
-def ahead(name: str, several: Iterable[Constants], target: str = HOPPERS_OWN) -> None:
-    """Begin to compile NAME.cu with each of these constants, in threads: `load` waits for them."""
-    for constants in several:
-        asked = name, constants, target
-        if asked not in _begun:
-            _begun[asked] = _compilers().submit(_code, *asked)
+def compile_ahead(name: str, variants: Iterable[Constants], target: str = SM_90A) -> None:
+    """Start to compile NAME.cu with each set of constants, in threads; `load` waits for them."""
+    for constants in variants:
+        key = name, constants, target
+        if key not in _begun:
+            _begun[key] = _compilers().submit(_code, *key)
 
 
 @cache
@@ -243,11 +242,11 @@ def _compilers() -> ThreadPoolExecutor:
 
 
 def _code(name: str, constants: Constants, target: str) -> bytes:
-    """Return the cubin of NAME.cu, of an earlier process or compiled now."""
-    return kept(_asked(name, constants, target), partial(compiled, name, constants, target))
+    """Return the cubin of NAME.cu, from the cache or compiled now."""
+    return cached(_key(name, constants, target), partial(compiled, name, constants, target))
 
 
-def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> bytes:
+def compiled(name: str, constants: Constants, target: str = SM_90A) -> bytes:
     """Return the cubin of NAME.cu. Needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
@@ -266,8 +265,8 @@ def compiled(name: str, constants: Constants, target: str = HOPPERS_OWN) -> byte
     return code
 
 
-def _asked(name: str, constants: Constants, target: str) -> tuple[object, ...]:
-    """Return all that the machine code of a kernel depends on."""
+def _key(name: str, constants: Constants, target: str) -> tuple[object, ...]:
+    """Return everything that the machine code of a kernel depends on."""
     import cupy
     from cupy.cuda import nvrtc
 
@@ -288,7 +287,7 @@ def source_of(name: str) -> Path:
 
 @cache
 def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
-    """Return how many clusters of such CTAs the device runs at one time (clusters.cu)."""
+    """Return how many clusters of such CTAs the device runs at a time (clusters.cu)."""
     kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
     of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
     shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
@@ -300,7 +299,7 @@ def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.d
     return found.value
 
 
-@lru_cache(4096)  # the allocator hands out the same addresses again
+@lru_cache(4096)  # the allocator reuses addresses
 def tensor_map(
     address: int,
     shape: tuple[int, int],
@@ -308,10 +307,10 @@ def tensor_map(
     dtype: torch.dtype,
     box: tuple[int, int],
 ) -> bytes:
-    """Return the tensor map of a fp16 or bf16 matrix [height, width], for swizzled boxes.
+    """Return the tensor map of an fp16 or bf16 matrix [height, width], for swizzled boxes.
 
-    box  rows x columns. The swizzle is 32, 64 or 128 bytes, the least that a row fits into
-         (hopper.cuh). So far apart are rows in shared memory; a shorter row leaves a gap
+    box  rows x columns. The swizzle is 32, 64 or 128 bytes, the smallest that a row fits into
+         (hopper.cuh). It is also the pitch of rows in shared memory; a shorter row leaves a gap
 
     Outside of the matrix a box reads zeros and writes nothing. Raises Unsupported.
     """
@@ -339,7 +338,7 @@ def tensor_map(
 
 
 def pitch(row_bytes: int) -> int:
-    """Return the bytes from row to row of a box in shared memory."""
+    """Return the bytes between rows of a box in shared memory."""
     return next(swizzle for swizzle in SWIZZLES if swizzle >= row_bytes)
 
 
@@ -353,7 +352,7 @@ def _set_device() -> Callable[[int], None]:
 
 @lru_cache(4096)
 def _early(*shape_and_stream: int) -> Any:
-    """Return a pointer to a LaunchConfig with the attribute EARLY: making one takes 2 µs."""
+    """Return a pointer to a LaunchConfig with the attribute EARLY; to make one takes 2 µs."""
     return ctypes.byref(LaunchConfig(*shape_and_stream, ctypes.pointer(EARLY), 1))
 
 

@@ -4,9 +4,9 @@
                                       and a scale for each token       `scaled`, for layers
     between   G | U [m, 2 n] ───────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
 
-Rounding to e4m3 is to the nearest; NaN stays NaN, and values beyond 448 become 448, since Triton
-casts by cvt.rn.satfinite. s scales sums of fp8 products. act(s G) is not rounded. Each element is
-read once and written once.
+Values are rounded to the nearest e4m3; NaN stays NaN, and values beyond 448 become 448, because
+Triton casts with cvt.rn.satfinite. s scales sums of fp8 products. act(s G) is not rounded. Each
+element is read once and written once.
 """
 
 from functools import lru_cache
@@ -21,16 +21,16 @@ from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem
 
 TOKENS, FEATURES = 16, 128  # of a program
-BOUND = 256  # launches of `scaled` that are kept, one for each shape and stride
+BOUND = 256  # launches of `scaled` in the cache, one for each shape and stride
 
 
 def hidden(
     products: Tensor, activation: str, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> BoundKernel:
-    """Return the kernel of H [m, n] from products [m, 2 n], contiguous.
+    """Return the kernel that computes H [m, n] from contiguous products [m, 2 n].
 
     activation  silu, relu, relu2 or gelu_tanh (GELU in its tanh approximation)
-    dtype       of H; None is that of the products
+    dtype       dtype of H; by default that of the products
     scale       factor of the products, applied first
     """
     m, n = len(products), products.shape[1] // 2
@@ -41,7 +41,7 @@ def hidden(
 
 
 def quantised(x: Tensor) -> BoundKernel:
-    """Return the kernel of X [m, k] in e4m3; rows of X may have any stride."""
+    """Return the kernel that rounds X [m, k] to e4m3; rows of X may have any stride."""
     (m, k), out = x.shape, x.new_empty(x.shape, dtype=DTYPES["fp8"])
     tokens, grid = _tiles(m, k)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES}
@@ -62,7 +62,7 @@ def scaled(x: Tensor, out: Tensor) -> Tensor:
 def _scaling(
     shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
-    """Return the launch that makes X in e4m3 and its scales; bound once on each device."""
+    """Return the launch of `scaled`, which is bound once on each device."""
     (m, k), columns = shape, triton.next_power_of_2(shape[1])
     x = torch.empty_strided(shape, (stride, 1), dtype=dtype, device="meta")
     out = torch.empty(shape, dtype=DTYPES["fp8"], device="meta")
@@ -78,7 +78,7 @@ def scale_of(problem: Problem, columns: int) -> float:
 
 
 def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
-    """Return the tokens of a program and the grid."""
+    """Return the tokens per program, and the grid."""
     tokens = min(TOKENS, triton.next_power_of_2(m))
     return tokens, (triton.cdiv(m, tokens) * triton.cdiv(n, FEATURES),)
 
@@ -134,7 +134,7 @@ def _scale(x, out, scales, k, x_stride, COLUMNS: tl.constexpr):  # type: ignore[
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     values = tl.load(x + row * x_stride + column, column < k, 0.0).to(tl.float32)
     # div_rn: one element in a thousand lies halfway between two e4m3, and must round to even.
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values)), 448.0), 1e-30)  # of zeros, too
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values)), 448.0), 1e-30)  # not 0 for a row of zeros
     tl.store(scales + row, scale)
     rounded = tl.div_rn(values, scale).to(out.dtype.element_ty)
     tl.store(out + row * k + column, rounded, column < k)

@@ -1,16 +1,16 @@
-"""A cold cache: a function that evicts all that a GPU's L2 cache holds.
+"""Flush a GPU's L2 cache by reading.
 
-The usual flush writes, and leaves dirty lines, which are written back while the next kernel runs.
-On an H200 cuBLAS then takes 17.6 instead of 14.5 µs at m = 64, n = k = 4096, bf16, and 42.1 instead
-of 34.7 µs at n = 14336. This flush reads, and leaves clean lines. Writing first and then reading
-gives the same times as reading alone (14.3 and 34.5 µs).
+A flush that writes leaves dirty lines, which are written back while the next kernel runs. On an
+H200 cuBLAS then takes 17.6 instead of 14.5 µs at m = 64, n = k = 4096, bf16, and 42.1 instead of
+34.7 µs at n = 14336. This flush reads, and leaves clean lines. To write first and then read gives
+the same times as to read (14.3 and 34.5 µs).
 """
 
 from collections.abc import Callable
 
 import torch
 
-FLUSHES = 2  # times the size of the cache
+FLUSHES = 2  # bytes that are read, over the size of the cache
 
 
 def flusher(device: torch.device) -> Callable[[], None]:

@@ -1,13 +1,13 @@
-"""A digest of a compiled kernel that is equal on every machine that compiled the same code.
+"""Digest a compiled kernel; the digest is the same on every machine that compiles the same code.
 
 A cubin is an ELF file. The digest covers two kinds of its sections:
 
     .text.NAME          instructions
     .nv.constant2, 3    constants of the code
 
-The others may differ where the code is equal. Triton writes the path of the kernel's source
+Other sections may differ although the code is equal. Triton writes the path of the kernel's source
 (.debug_line), so two installations of one version would differ. NVRTC writes every constexpr value,
-used or not (.nv.global.init), so a constant that became a macro would.
+used or not (.nv.global.init), so a constant that became a macro would change the digest.
 """
 
 import hashlib

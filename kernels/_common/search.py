@@ -1,19 +1,19 @@
-"""A short search: time several ways to compute the same product, and keep the fastest.
+"""A short search: time several candidates for the same product, and keep the fastest.
 
     warm-up          call every candidate once, which compiles it; drop those that raise
-    capture          each in a CUDA graph, as the harness does, where that is possible
+    capture          capture each in a CUDA graph if possible, as the harness does
     rounds 1 to 3    take a sample of each candidate in turn, with a cold L2 cache
-    further rounds   drop a candidate whose least sample is 1.25 times the best; sample the others
+    further rounds   drop candidates whose least sample exceeds 1.25 times the best; sample the rest
     result           the lowest median
 
-What was found of each candidate goes into the row (Launch.candidates), the default first: its
-median, or its least sample if it was dropped, or why it does not run. So a reader sees what a
-choice was made from, and how close it was. A later process of a verdict is given these lines
-(Operands.timed). A long search then times their `finalists` alone, and chooses among them anew.
+The row lists every candidate (Launch.candidates), the default first: its median, its least sample
+if it was dropped, or why it does not run. So readers see the alternatives and how close they were.
+A later process of a verdict receives these lines (Operands.timed). A long search then times their
+`finalists` only, and chooses among them.
 
-Each round starts with flushes that keep the GPU busy while the host launches. So the events enclose
-the work alone, not the time of the launch. A call of cuSPARSELt takes the host 300 us, longer than
-the flushes: without capture, 17 ways to call it looked alike, and the choice was up to 1.7 times as
+Each round starts with flushes that keep the GPU busy while the host launches, so that the events
+enclose the work but not the launch. A call of cuSPARSELt takes the host 300 us, longer than the
+flushes: without capture, 17 ways to call it looked alike, and the choice was up to 1.7 times as
 slow as the best.
 """
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ROUNDS = 7
-SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 %, and cost little
-# From round TRIALS on, a candidate is dropped whose least sample is DROP times the best. Dropping
-# after one sample cost torch's BSR a third in a published run (block 32, 95 %).
+SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 % and are cheap
+# From round TRIALS on, candidates are dropped whose least sample exceeds DROP times the best. To
+# drop after one sample cost torch's BSR a third in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
-NEAR, FINALISTS = 1.1, 24  # times the fastest, and how many: what is timed again
-REASON = 160  # characters of why a candidate does not run
-MOST_TOLD = 40  # candidates of a search that a row keeps: 4 kB of JSON, less than its samples
+NEAR, FINALISTS = 1.1, 24  # finalists: largest ratio to the fastest, and largest number
+REASON = 160  # characters that a row has for why a candidate does not run
+MOST_LINES = 40  # candidates per search in a row: 4 kB of JSON, less than its samples
 
 
 class Candidate(Protocol):
@@ -57,11 +57,11 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a search found of one candidate; times in µs.
+    """The result of one candidate; times in µs.
 
-    median_us  of one that was timed to the end
-    least_us   of one that was dropped after a few rounds
-    failed     why it does not run
+    median_us  median of a candidate that was timed to the end
+    least_us   least sample of a candidate that was dropped after a few rounds
+    failed     why the candidate does not run
     """
 
     median_us: float | None = None
@@ -70,45 +70,46 @@ class Trial:
 
     @property
     def time_us(self) -> float:
-        """Return its time; infinite if it does not run."""
+        """Return the time of the candidate; infinite if it does not run."""
         return self.median_us or self.least_us or inf
 
 
 @dataclass(frozen=True)
 class Search:
-    """The index of the fastest candidate, and what was found of each, if any was timed."""
+    """The index of the fastest candidate, and the results of all, if any was timed."""
 
     best: int
     trials: tuple[Trial, ...] = ()
 
-    def told(
+    def lines(
         self, choices: Sequence[Mapping[str, Any]], *, whole: bool = False, **stage: Any
     ) -> list[dict[str, Any]]:
         """Return a line for each candidate, for Launch.candidates.
 
-        choices  what each candidate is
-        whole    tell also what is the same in all of them, so that a line can be called again
-        stage    what every line says, where `prepare` makes several searches: of="down"
+        choices  the choice of each candidate
+        whole    include values that all choices share, so that a line can be run again
+        stage    fields of every line if `prepare` makes several searches, such as of="down"
 
-        Of more than MOST_TOLD the default and the fastest are told, and how many are left out.
+        If there are more than MOST_LINES, the lines are of the default and the fastest, and a last
+        line has the number of the others.
         """
         ranked = sorted(range(len(self.trials)), key=lambda i: self.trials[i].time_us)
         first = dict.fromkeys([0, self.best, *ranked] if ranked else ())
-        told = sorted(list(first)[:MOST_TOLD])
+        listed = sorted(list(first)[:MOST_LINES])
         choices = choices if whole else differing(choices)
         lines = []
-        for i in told:
-            found = {name: us for name, us in asdict(self.trials[i]).items() if us is not None}
+        for i in listed:
+            result = {name: us for name, us in asdict(self.trials[i]).items() if us is not None}
             kept = {"kept": True} if i == self.best else {}
-            lines.append({**stage, "choice": choices[i], **found, **kept})
-        left_out = len(self.trials) - len(told)
+            lines.append({**stage, "choice": choices[i], **result, **kept})
+        left_out = len(self.trials) - len(listed)
         return [*lines, {**stage, "left_out": left_out}] if left_out else lines
 
 
-def told_of(part: str, launch: Launch) -> list[dict[str, Any]]:
-    """Return what was timed for a part of a larger launch, each line with `of`: the part's name.
+def lines_of(part: str, launch: Launch) -> list[dict[str, Any]]:
+    """Return the candidates of a part of a larger launch; `of` in each line names the part.
 
-    Lines that are of a part of that one keep its name, too: of="dense, cublas, down".
+    Lines of a part within the part have both names: of="dense, cublas, down".
     """
     return [
         {**line, "of": f"{part}, {line['of']}" if "of" in line else part}
@@ -117,21 +118,21 @@ def told_of(part: str, launch: Launch) -> list[dict[str, Any]]:
 
 
 def part_of(part: str, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of a part as its own launch told them: what `told_of` is given."""
-    found = []
+    """Return the lines of a part without its name: the inverse of `lines_of`."""
+    lines_of_part = []
     for line in lines:
         rest, of = {name: line[name] for name in line if name != "of"}, str(line.get("of", ""))
         if of == part:
-            found.append(rest)
+            lines_of_part.append(rest)
         elif of.startswith(f"{part}, "):
-            found.append({**rest, "of": of.removeprefix(f"{part}, ")})
-    return found
+            lines_of_part.append({**rest, "of": of.removeprefix(f"{part}, ")})
+    return lines_of_part
 
 
 def near(times_us: Sequence[float]) -> list[int]:
-    """Return the default and what came within NEAR of the fastest, FINALISTS at most, in order.
+    """Return the indices of the default and of the candidates within NEAR times the fastest.
 
-    None where nothing was timed.
+    At most FINALISTS of them, in order; empty if nothing was timed.
     """
     if not times_us:
         return []
@@ -140,14 +141,14 @@ def near(times_us: Sequence[float]) -> list[int]:
 
 
 def finalists(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the choices that are near the fastest of one search, by its whole lines (told)."""
+    """Return the choices of one search that are `near` the fastest, from its whole lines."""
     timed = [line for line in lines if "median_us" in line or "least_us" in line]
     times_us = [float(line.get("median_us", line.get("least_us"))) for line in timed]
     return [dict(timed[i]["choice"]) for i in near(times_us)]
 
 
 def differing(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each choice without the values that all of them have."""
+    """Return each choice without the values that all choices share."""
     first = choices[0] if choices else {}
     same = {name for name in first if all(c.get(name, ...) == first[name] for c in choices)}
     return [{name: value for name, value in c.items() if name not in same} for c in choices]
@@ -163,34 +164,34 @@ def fastest_launch(
     """Return the launch of the fastest candidate.
 
     candidates  one for each configuration, in the same order
-    by          how the configurations were found (tuned_table.choose); Launch.choice is the fields
-                of the fastest configuration and these
-    threads     as for `search`, which raises Unsupported
+    by          the origin of the configurations (tuned_table.choose); Launch.choice has these
+                fields beside those of the fastest configuration
+    threads     passed to `search`, which raises Unsupported
     """
     found = search(candidates, device, threads)
     best, choices = candidates[found.best], [asdict(config) for config in configs]
-    return Launch(best, choices[found.best] | dict(by), best.code, found.told(choices))
+    return Launch(best, choices[found.best] | dict(by), best.code, found.lines(choices))
 
 
 def fastest(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
 ) -> int:
-    """Return the index of the fastest candidate, as `search` finds it."""
+    """Return the index of the fastest candidate (`search`)."""
     return search(candidates, device, threads).best
 
 
 def search(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
 ) -> Search:
-    """Time the candidates; of a single one, and on a CPU, the first is taken untimed.
+    """Time the candidates. On a CPU, or if there is only one, take the first without timing.
 
-    With `threads` > 1 the first calls, which compile, run in parallel. Raises Unsupported, with
-    each reason, if every candidate raises.
+    With `threads` > 1 the first calls, which compile, run in parallel. Raises Unsupported with all
+    reasons if every candidate raises.
     """
     if len(candidates) == 1 or device.type != "cuda":
         return Search(0)
     with warnings.catch_warnings():
-        # torch warns once in a process that a candidate's choice of a library is experimental.
+        # torch warns once per process that the choice of a BLAS library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
         reasons = warmed(candidates, device, threads)
     running = [i for i, reason in enumerate(reasons) if reason is None]
@@ -209,9 +210,9 @@ def search(
         if number + 1 >= TRIALS:
             running = [i for i in running if least[i] <= DROP * best]
     trials = [Trial(failed=reason) for reason in reasons]
-    for i, own in samples.items():
+    for i, times in samples.items():
         dropped = i not in running
-        trials[i] = Trial(least_us=_short(min(own))) if dropped else Trial(_short(median(own)))
+        trials[i] = Trial(least_us=_short(min(times))) if dropped else Trial(_short(median(times)))
     return Search(min(running, key=lambda i: median(samples[i])), tuple(trials))
 
 
@@ -222,9 +223,9 @@ def _short(time_us: float) -> float:
 def warmed(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int
 ) -> list[str | None]:
-    """Call every candidate once, in threads; return why each cannot run, None for one that can.
+    """Call every candidate once, in threads; return why each cannot run, or None if it can.
 
-    Raises Unsupported, with each reason, if none can.
+    Raises Unsupported with all reasons if none can.
     """
     attempt = partial(_reason, device=device)
     if threads == 1:
@@ -233,11 +234,11 @@ def warmed(
         # In a new thread, only a call of the CUDA runtime makes the device's context current.
         with ThreadPoolExecutor(threads, "", partial(torch.cuda.synchronize, device)) as pool:
             reasons = list(pool.map(attempt, candidates))
-        # What raised is called again, alone: Triton calls CPython's parser, which can fail in
-        # several threads at a time (CPython 3.11, issue 106905).
+        # Call candidates that raised once more, alone: Triton calls CPython's parser, which can
+        # fail if several threads use it at a time (CPython 3.11, issue 106905).
         pairs = zip(reasons, candidates, strict=True)
         reasons = [reason and attempt(candidate) for reason, candidate in pairs]
-    torch.cuda.synchronize(device)  # an illegal access raises here: no candidate's reason
+    torch.cuda.synchronize(device)  # raises here for an illegal access, which is fatal
     if None not in reasons:
         raise Unsupported("no candidate runs: " + "; ".join(sorted({str(r) for r in reasons})))
     return reasons
@@ -261,7 +262,7 @@ def _captured(
 ) -> Callable[[], object]:
     """Return the replay of a graph of the candidate, or the candidate if it cannot be captured.
 
-    All graphs share memory, since no product is used.
+    All graphs share memory, because no product is used.
     """
     graph = torch.cuda.CUDAGraph()
     try:

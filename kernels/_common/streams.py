@@ -1,13 +1,12 @@
-"""Streams of memory: read, write or copy a tensor as fast as the device does it. In Triton.
+"""Streams of memory in Triton: read, write or copy a tensor as fast as the device can.
 
     program p    chunk p, of 128 x WARPS x WORDS elements of 4 bytes
     read         sums[p] = the sum of the chunk, modulo 2^32
     write        every element = 1
     copy         every element to its place
 
-What a kernel can reach depends on the loads that a thread has in flight and on the size of a chunk.
-So there are several shapes; whoever looks for a ceiling takes the fastest. NOTES.md has what each
-reached, and what was tried beside them.
+The rate depends on the loads that a thread has in flight and on the size of a chunk. So there are
+several shapes, and the fastest gives the ceiling. NOTES.md has the rate of each, and of other ways.
 """
 
 from collections.abc import Iterator

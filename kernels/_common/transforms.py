@@ -1,7 +1,7 @@
-"""What torch does to a call beside running it: torch.func, and modes that watch operators.
+"""Detect calls that torch transforms or traces: torch.func, and modes that watch operators.
 
-Kernels take addresses, so a call that torch rewrites or watches must go through an operator or an
-autograd.Function with `setup_context` and `vmap`. The fast paths of layers ask here first.
+Kernels take addresses, so such a call must go through an operator or an autograd.Function with
+`setup_context` and `vmap`. The fast paths of layers check this first.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 def transformed() -> bool:
-    """Say whether torch.func differentiates or maps the call."""
+    """Return whether torch.func differentiates or maps the call."""
     return torch._C._are_functorch_transforms_active()
 
 
 def watched() -> bool:
-    """Say whether torch.compile, torch.export or a mode (FLOP counter, fake tensors) traces it."""
+    """Return whether torch.compile, torch.export or a mode (FLOP counter, fake tensors) traces."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def batched(y: Tensor, x: Tensor) -> Tensor:
     """Return Y [m, n] as [..., n] for X [..., k], in the same memory.
 
-    For autograd it is no view: FSDP2 loses its hooks where a view is written into.
+    Autograd does not see it as a view, because FSDP2 loses its hooks if a view is written to.
     """
     if x.dim() == 2:
         return y
@@ -36,7 +36,7 @@ def one_by_one(
 ) -> tuple[Any, Any]:
     """Call once for each element of a batch, as vmap would, and stack the results at 0.
 
-    dims  for each argument: where the batch is, None if it has none, or a list for a list
+    dims  for each argument: the dimension of the batch, None, or a list for a list
     """
 
     def at(i: int, arg: Any, dim: Any) -> Any:

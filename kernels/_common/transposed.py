@@ -1,7 +1,7 @@
 """Compute `linear_dgrad` by a peer of `linear`: dX = dY @ W is a linear layer of W.T.
 
-`prepare` packs W.T, values included. In training the values change in each step, so each step would
-pack W.T again. That time is not measured: it is given to the peers.
+`prepare` packs W.T with its values. In training the values change in each step, so each step would
+pack W.T again. This time is not measured, in favour of the peers.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def transposed(w: Bsr | Csr) -> Bsr | Csr:
     """Return W.T [k, n] in W's format; blocks are transposed too."""
     n, k = w.shape
     columns = w.columns.long()
-    order = columns.argsort(stable=True)  # rows ascend within a column: they did before
+    order = columns.argsort(stable=True)  # stable, so rows still ascend within a column
     rows = rows_of(w.offsets)[order].to(w.columns.dtype)
     if isinstance(w, Csr):
         return Csr((k, n), offsets_of(columns, k), rows, w.values[order])

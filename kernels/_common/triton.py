@@ -1,7 +1,7 @@
-"""The launches of Triton kernels, and the choice of how they read their operands: TMA or pointers.
+"""Launch Triton kernels, and choose the path by which they read operands: TMA or pointers.
 
 TMA copies boxes, on compute capability 9.0 and newer. Pointers with masks take any shape and any
-alignment. `prepare` chooses the path, and records it in Launch.choice.
+alignment. `prepare` chooses the path and records it in Launch.choice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +24,15 @@ SHARED_BYTES = 96 * 1024  # of operands in flight, so that two programs share an
 SM_BYTES = 220 * 1024  # of operands in flight; a program on Hopper or Blackwell may have 227 KB
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
-ADDRESSES = 64  # sets of addresses of which a template keeps the boxes
-SMALLEST_TILE = 16  # tl.dot's smallest side; also the depth of one bf16 tensor-core instruction
+ADDRESSES = 64  # sets of addresses for which a template keeps the boxes
+SMALLEST_TILE = 16  # smallest side for tl.dot; the depth of one bf16 tensor-core instruction
 
 
 @dataclass(frozen=True)
 class BoundKernel:
-    """A kernel, its grid and its arguments: call it to compute `out`, into the same buffer.
+    """A kernel, its grid and its arguments: each call computes `out`, in the same buffer.
 
-    `before` is a kernel that writes what this one reads.
+    `before` is a kernel that writes an operand of this one.
     """
 
     kernel: Any
@@ -64,9 +64,9 @@ class BoundKernel:
 class Template:
     """Kernels bound to tensors without data (device meta): call it with operands to run them.
 
-    Operands replace those given here. They must have the same shapes, strides and dtypes, and start
-    at multiples of 16 bytes. Other tensors without data are allocated at each call. Triton compiles
-    and binds once; later launches only pass addresses.
+    The operands of a call replace those of the constructor. They must have the same shapes, strides
+    and dtypes, and start at multiples of 16 bytes. Other tensors without data are allocated at each
+    call. Triton compiles and binds once; later launches only pass addresses.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Template:
         operands: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        """Find the arguments without data; a call returns `results` as they are then."""
+        """Find the arguments without data; each call returns its own `results`."""
         flat = [one for each in programs for one in (each.before, each) if one]
         bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]
         given = {id(t): t for t in operands}
@@ -96,7 +96,7 @@ class Template:
 
 
 class _Launch:
-    """A kernel of a template; `place` is the index of each tensor, by its id."""
+    """A kernel of a template; `place` has the index of each tensor, by id."""
 
     def __init__(self, program: BoundKernel, place: Mapping[int, int]) -> None:
         self._program, self._args = program, [*program.args]
@@ -111,7 +111,7 @@ class _Launch:
         self._boxes: dict[tuple[int, ...], list[tuple[int, TensorDescriptor]]] = {}
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
-        """Enqueue the kernel; from the second call on, with addresses alone."""
+        """Enqueue the kernel; calls after the first only pass addresses."""
         args = self._args.copy()
         if self._run:
             for at, i in self._plain:
@@ -127,12 +127,12 @@ class _Launch:
             args[at] = _box_of(args[at], tensors[i])
         kernel, grid, constants = self._program.kernel, self._program.grid, self._program.constants
         compiled = kernel[grid](*args, **constants)
-        if compiled:  # the interpreter never gives a compiled kernel
+        if compiled:  # None if interpreted
             self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             self._run = compiled[(*grid, 1, 1)[:3]]
 
     def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
-        """Return the boxes at these addresses, which are kept: the allocator repeats itself."""
+        """Return the boxes at these addresses from a cache: the allocator reuses addresses."""
         if (boxes := self._boxes.get(addresses)) is None:
             if len(self._boxes) == ADDRESSES:
                 self._boxes.clear()
@@ -145,7 +145,7 @@ class _Launch:
 
 
 class _Place(NamedTuple):
-    """Address and dtype of a matrix: all that a descriptor needs of a tensor."""
+    """The address and dtype of a matrix, all that a descriptor needs."""
 
     address: int
     dtype: torch.dtype
@@ -159,13 +159,13 @@ def _box_of(box: TensorDescriptor, base: Tensor | _Place) -> TensorDescriptor:
 
 
 def tensor_of(arg: Any) -> Tensor | None:
-    """Return the tensor of a kernel's argument, None if it is something else."""
+    """Return the tensor of a kernel's argument, or None if it has none."""
     arg = arg.base if isinstance(arg, TensorDescriptor) else arg
     return arg if isinstance(arg, Tensor) else None
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why Triton cannot run the problem here, or None."""
+    """Return why Triton cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "expected fp16, bf16, fp32 or tf32, found fp8"
     if device.type == "cpu" and knobs.runtime.interpret:
@@ -179,9 +179,9 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def choose_path(path: Path | None, reason: str | None, device: torch.device) -> Path:
-    """Return the path asked for, or the best one. Raises Unsupported.
+    """Return `path`, or by default the best one. Raises Unsupported.
 
-    `reason` says why TMA cannot be used; None if it can.
+    reason  why TMA cannot be used, or None
     """
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
     reason = "compute capability below 9.0" if old else reason
@@ -196,7 +196,7 @@ def precision_of(dtype: str) -> Precision:
 
 
 def without_tensor_cores(itemsize: int, precision: Precision) -> bool:
-    """Say whether tensor cores cannot make the products: those of fp32 in full precision."""
+    """Return whether tensor cores cannot make the products: fp32 in full precision."""
     return itemsize == 4 and precision == "ieee"
 
 
@@ -206,7 +206,7 @@ def whole_tile(side: int) -> int:
 
 
 def unsupported_alignment(*matrices: Tensor) -> str | None:
-    """Say why TMA cannot address one of the matrices, or None."""
+    """Return why TMA cannot address one of the matrices, or None."""
     for t in matrices:
         if t.data_ptr() % TMA_ALIGNMENT or t.stride(1) != 1:
             return f"a {list(t.shape)} operand is not aligned to {TMA_ALIGNMENT} bytes"
@@ -216,7 +216,7 @@ def unsupported_alignment(*matrices: Tensor) -> str | None:
 
 
 def unsupported_row(columns: int, itemsize: int) -> str | None:
-    """Say why TMA cannot address rows of so many elements, or None."""
+    """Return why TMA cannot address rows of `columns` elements, or None."""
     size = columns * itemsize
     fits = size % TMA_ALIGNMENT == 0
     return None if fits else f"rows of {size} bytes, not a multiple of {TMA_ALIGNMENT}"
@@ -228,10 +228,10 @@ def box(matrix: Tensor, rows: int, columns: int, path: Path) -> Any:
 
 
 def fitting_depth(tokens: int, features: int, depth: int, warps: int, path: Path) -> int:
-    """Return the depth at which a tile needs no more registers than there are; 0 if none does.
+    """Return the largest depth, up to `depth`, whose tile fits into registers; 0 if none does.
 
     Pointers need registers for addresses and masks. They compile without a spill for 8.0 to 10.0
-    up to 64 sums a thread, and from 32 sums on with a depth of at most 32.
+    up to 64 sums per thread, and from 32 sums on with a depth of at most 32.
     """
     sums = tokens * features // (32 * warps)
     if path == "tma":
@@ -243,7 +243,7 @@ def stages(
     tokens: int, features: int, depth: int, itemsize: int, path: Path, precision: Precision = "ieee"
 ) -> int:
     """Return how many tiles of both operands to keep in flight."""
-    # By pointers, each stage costs registers; fp32 arithmetic is slow enough to hide any load.
+    # With pointers each stage costs registers; fp32 arithmetic is slow enough to hide any load.
     most = 3 if without_tensor_cores(itemsize, precision) else 8 if path == "tma" else 4
     held = most_stages(tokens, features, depth, itemsize)
     return min(most, held, max(3, SHARED_BYTES // ((tokens + features) * depth * itemsize)))
@@ -252,7 +252,7 @@ def stages(
 def most_stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
     """Return how many tiles of both operands one SM holds.
 
-    A tile of Y in fp32 needs shared memory of its own; one of 16 bits reuses a stage.
+    A tile of Y in fp32 needs extra shared memory; a tile of 16 bits reuses a stage.
     """
     out = tokens * features * itemsize if itemsize == 4 else 0
     return (SM_BYTES - out) // (itemsize * (tokens + features) * depth)
@@ -261,7 +261,7 @@ def most_stages(tokens: int, features: int, depth: int, itemsize: int) -> int:
 def options(warps: int, path: Path) -> dict[str, int]:
     """Return the options of the compiler.
 
-    Kernels with pointers may use all 255 registers. Otherwise ptxas spills one or two of some tiles
-    to reach a higher occupancy.
+    Kernels with pointers may use all 255 registers. Otherwise ptxas spills one or two registers of
+    some tiles for a higher occupancy.
     """
     return {"num_warps": warps} | ({} if path == "tma" else {"maxnreg": 255})

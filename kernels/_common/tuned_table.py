@@ -1,16 +1,16 @@
-"""Tables of tuned configurations: what a long search on a kind of GPU found (`sparsebench tune`).
+"""Tables of tuned configurations: results of a long search on a kind of GPU (`sparsebench tune`).
 
-    $SPARSEBENCH_TUNED, else $XDG_CACHE_HOME/sparsebench/tuned     the user's, asked first
-    kernels/tuned                                                  the package's
+    $SPARSEBENCH_TUNED, else $XDG_CACHE_HOME/sparsebench/tuned     tables of the user
+    kernels/tuned                                                  tables of the package
       └─ sm90_132.json                   a table: compute capability, number of multiprocessors
 
-An entry names the configuration of a kernel that won at some sizes. A problem takes an entry with
+An entry has the fastest configuration of a kernel at some sizes. A problem takes an entry with
 
-    the same kernel, dtype and block      and the caller's path, if it insists on one
-    the same code of the kernel           by its digest, without comments, docstrings and imports
+    the same kernel, dtype and block      and the caller's path, if the caller names one
+    the same code of the kernel           by a digest without comments, docstrings and imports
     m, n, k and density within 2x         the nearest: least sum of |log2| of the ratios
 
-The user's table is asked first, then the package's. If neither has an entry, `prepare` times a few
+The user's table comes first, then the package's. If neither has an entry, `prepare` times a few
 configurations, and a layer takes the first of them.
 """
 
@@ -40,17 +40,17 @@ REACH = 1.0  # |log2| of a ratio of sizes, at most: a factor of 2
 BREAKS = {NEWLINE: ";", INDENT: "{", DEDENT: "}"}  # tokens before a statement
 
 Tuned = bool | Literal["wide"]
-"""A kernel's option `tuned`: true takes a table's entry or a short search, false the default
-configuration. "wide" searches the kernel's whole space, to make tables."""
+"""A kernel's option `tuned`: true takes a table's entry or makes a short search; false takes the
+default configuration; "wide" searches the kernel's whole space, to make tables."""
 
 C = TypeVar("C")  # a kernel's dataclass of a configuration
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a table knows of a problem: Y[m, n] = X[m, k] @ W[n, k].T or a gradient of it.
+    """The sizes of a problem in a table: Y[m, n] = X[m, k] @ W[n, k].T or one of its gradients.
 
-    dtype    by its name in a suite
+    dtype    name of the dtype in a suite
     block    r and c of W's blocks; None where W is dense
     density  stored blocks over all blocks
     """
@@ -64,7 +64,7 @@ class Sizes:
 
 
 def blocked(m: int, n: int, k: int, dtype: str, block: tuple[int, int], stored: int) -> Sizes:
-    """Return the sizes of a layer whose weights store `stored` blocks of r x c."""
+    """Return the sizes of a layer owner weights store `stored` blocks of r x c."""
     (r, c), every = block, ceil(n / block[0]) * ceil(k / block[1])
     return Sizes(m, n, k, dtype, (r, c), max(stored, 1) / every)
 
@@ -76,8 +76,8 @@ class Entry:
     time_us     median of this configuration
     untuned_us  median of the default configuration, timed in turn with it; None if it did not run
     source      digest of the kernel's code at that time
-    case        id of the case that was measured (results/record.py)
-    versions    of driver and libraries
+    case        id of the measured case (results/record.py)
+    versions    versions of driver and libraries
     """
 
     kernel: str
@@ -91,11 +91,11 @@ class Entry:
 
     @property
     def current(self) -> bool:
-        """Say whether the kernel's code is still what was tuned."""
+        """Return whether the kernel's code has not changed since it was tuned."""
         return self.source == source(self.kernel)
 
     def distance(self, sizes: Sizes) -> float:
-        """Return the sum of |log2| of the ratios of sizes; infinite beyond REACH in one of them."""
+        """Return the sum of |log2| of the ratios of sizes; infinite if one exceeds REACH."""
         apart = [
             abs(log2(getattr(self.sizes, size) / getattr(sizes, size)))
             for size in ("m", "n", "k", "density")
@@ -115,9 +115,9 @@ class Table:
 def lookup(
     kernel: str, sizes: Sizes, device: torch.device, **fixed: Any
 ) -> Mapping[str, Any] | None:
-    """Return the fields of the configuration that a table has for these sizes, or None.
+    """Return the fields of the configuration in a table for these sizes, or None.
 
-    It has the values of `fixed`, such as path="tma". Raises TableError.
+    Only entries with the values in `fixed`, such as path="tma", count. Raises TableError.
     """
     found = _find(kernel, sizes, device, fixed)
     return found[1].choice if found else None
@@ -132,12 +132,12 @@ def choose(
     searched: Sequence[C],
     **fixed: Any,
 ) -> tuple[Sequence[C], dict[str, Any]]:
-    """Return the configurations to time (only the pinned one, if there is one), and their origin.
+    """Return the configurations to time, and their origin; a pinned one is returned alone.
 
-    searched  what a search would time, the default first
+    searched  the configurations of a search, the default first
     fixed     values that an entry of a table must have
 
-    The origin belongs into Launch.choice, beside the configuration's fields. Raises Unsupported and
+    The origin goes into Launch.choice, beside the configuration's fields. Raises Unsupported and
     TableError.
     """
     if tuned not in (True, False, "wide"):
@@ -153,16 +153,16 @@ def choose(
     found = _find(kernel, sizes, operands.device, fixed)
     if found is None:
         return searched, {"by": "search"}
-    whose, entry = found
+    owner, entry = found
     try:
-        return [config(**entry.choice)], {"by": f"table of the {whose}"}
+        return [config(**entry.choice)], {"by": f"table of the {owner}"}
     except TypeError as error:
-        file = file_in(folders()[whose], operands.device)
+        file = file_in(folders()[owner], operands.device)
         raise TableError(f"{file}: entry of {kernel} at {sizes}: {error}") from error
 
 
 def folders() -> dict[str, Path]:
-    """Return the folders of tables by owner, in the order in which they are asked."""
+    """Return the folders of tables by owner; the first has precedence."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     own = os.environ.get("SPARSEBENCH_TUNED") or cache_home / "sparsebench" / "tuned"
     return {"user": Path(own), "package": Path(str(files("sparsebench.kernels"))) / "tuned"}
@@ -180,26 +180,26 @@ def file_name(capability: tuple[int, int], multiprocessors: int) -> str:
 
 
 def in_force(device: torch.device) -> list[dict[str, Any]] | None:
-    """Return, for a run's record, owner, file, digest and number of entries of each table.
+    """Return owner, file, digest and number of entries of each table, or None without tables.
 
-    `current` counts the entries of the kernels' present code, which can be found. None: no table.
+    A run records them. `current` counts the entries owner kernels have not changed since.
     """
     if device.type != "cuda":
         return None
     found = []
-    for whose, folder in folders().items():
+    for owner, folder in folders().items():
         file = file_in(folder, device)
         if file.exists():
             entries = read(file).entries
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             counts = {"entries": len(entries), "current": sum(e.current for e in entries)}
-            found.append({"of": whose, "file": file.name, "sha256": digest, **counts})
+            found.append({"of": owner, "file": file.name, "sha256": digest, **counts})
     return found or None
 
 
 @cache
 def read(file: Path) -> Table:
-    """Read a table, once in a process. Raises TableError."""
+    """Read a table, once per process. Raises TableError."""
     try:
         return TypeAdapter(Table).validate_json(file.read_bytes(), strict=True)
     except ValidationError as error:
@@ -225,10 +225,10 @@ def write(file: Path, table: Table) -> None:
 
 @cache
 def source(kernel: str) -> str:
-    """Return a digest of the code of a kernel and of the kernels it imports; "" for no kernel.
+    """Return a digest of a kernel's code and of the kernels it imports; "" for no kernel.
 
-    It leaves out comments, docstrings, layout, import lines, and shared files (_NAME.py, NAME.cuh):
-    a file that moves keeps its entries. NAME_dgrad without a file has the digest of NAME.
+    The digest leaves out comments, docstrings, layout, import lines and shared files (_NAME.py,
+    NAME.cuh), so a file that moves keeps its entries. NAME_dgrad without a file has that of NAME.
     """
     python = next(Path(str(files("sparsebench.kernels"))).glob(f"*/{kernel}.py"), None)
     if python is None:
@@ -242,10 +242,10 @@ def source(kernel: str) -> str:
 
 
 def loads(programs: int, multiprocessors: int, depth: float, tokens: int, features: int) -> float:
-    """Return the elements that the busiest multiprocessor copies into its shared memory.
+    """Return how many elements the busiest multiprocessor copies into its shared memory.
 
-    A long search leaves out what this model rates last. Each program multiplies `tokens` of X by
-    `features` of W over `depth` of k, and reads both from the L2 cache.
+    A long search leaves out the configurations that this model rates last. Each program multiplies
+    `tokens` of X by `features` of W over `depth` of k, and reads both from the L2 cache.
     """
     return ceil(programs / multiprocessors) * depth * (tokens + features)
 
@@ -260,10 +260,10 @@ def multiprocessors(device: torch.device) -> int:
 def _find(
     kernel: str, sizes: Sizes, device: torch.device, fixed: Mapping[str, Any]
 ) -> tuple[str, Entry] | None:
-    """Return the nearest entry within reach, and the owner of its table."""
+    """Return the owner of a table and its nearest entry within reach, or None."""
     if device.type != "cuda":
         return None
-    for whose, folder in folders().items():
+    for owner, folder in folders().items():
         file = file_in(folder, device)
         fitting = [
             entry
@@ -275,14 +275,14 @@ def _find(
             and entry.distance(sizes) < float("inf")
         ]
         if fitting:
-            return whose, min(fitting, key=lambda entry: entry.distance(sizes))
+            return owner, min(fitting, key=lambda entry: entry.distance(sizes))
     return None
 
 
 def _bare_python(code: str) -> str:
     """Return Python code without comments, layout, imports and statements that are a string.
 
-    All spaces are removed, because Python 3.12 splits an f-string, which is one token in 3.11.
+    All spaces are removed, because Python 3.12 splits f-strings, which are one token in 3.11.
     """
     kept, before, importing = [], NEWLINE, False
     for token in generate_tokens(StringIO(code).readline):
@@ -303,7 +303,7 @@ def _bare_cuda(code: str) -> str:
 
 
 def _kernels_imported(code: str) -> set[str]:
-    """Return the kernels that Python code imports; names with an underscore are no kernels."""
+    """Return the kernels that Python code imports; names with an underscore are not kernels."""
     imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
     names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     ours = (name.split(".")[2:] for name in names if name.startswith("sparsebench.kernels."))

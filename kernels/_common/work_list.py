@@ -1,13 +1,13 @@
 """The work list of a persistent kernel: the work items of each worker, in order.
 
     item    a group of rows of W and a tile of tokens
-    worker  a CTA, or a cluster of two; as many as the GPU holds
+    worker  a CTA, or a cluster of two; the GPU runs all workers at a time
 
         worker 0   |== group 3, token 0 ==|=== group 0, token 512 ===|= 7, 768 =|
         worker 1   |==== group 0, token 0 ====|== group 3, token 256 ==|= 5, 768 =|
 
 Items are assigned longest first, each to the least loaded worker. The last worker then ends at most
-4/3 as late as in the best assignment (Graham 1969); for uniform random blocks, 4 % after the mean.
+4/3 as late as in the best assignment (Graham 1969); with uniform random blocks, 4 % after the mean.
 """
 
 from heapq import heapreplace
@@ -32,7 +32,7 @@ def first_of(items: Ints, starts: Ints) -> bytes:
 def assigned(costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints, Ints]:
     """Return group [items] and first token [items], worker by worker, and starts [workers + 1].
 
-    An item is a group and a tile of `tokens` of the m tokens. It costs what its group costs.
+    An item is a group and a tile of `tokens` of the m tokens; its cost is that of the group.
     """
     tiles = -(-m // tokens)
     longest_first = np.argsort(-costs, kind="stable").repeat(tiles)

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import hidden
-from sparsebench.kernels._common.search import search, told_of
+from sparsebench.kernels._common.search import lines_of, search
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -76,8 +76,8 @@ def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> L
         raise Unsupported(f"{name}: {'; '.join(reasons)}")
     found = search(launches, x.device)
     best = launches[found.best]
-    kernels = found.told([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
-    configurations = told_of(f"{name}, {best.choice['kernel']}", best)
+    kernels = found.lines([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
+    configurations = lines_of(f"{name}, {best.choice['kernel']}", best)
     return replace(best, candidates=[*kernels, *configurations])
 
 

@@ -220,7 +220,7 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     searched = searched if tuned == "wide" else searched[:TRIED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     constants = [constants_of(config, w.block, x.dtype) for config in configs]
-    cuda.ahead("bsr_resident", constants, cuda.target_of(x.device))
+    cuda.compile_ahead("bsr_resident", constants, cuda.target_of(x.device))
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

@@ -342,7 +342,7 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
         tiles = ways[config.across]
         room = tiles.lists(config, len(x), workers).room
         constants.append(constants_of(config, tiles.height, tiles.depth, room, dtype))
-    cuda.ahead("bsr_strips", constants)
+    cuda.compile_ahead("bsr_strips", constants)
     candidates = [launch(x, w, c, ways[c.across], transposed=transposed) for c in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

@@ -173,7 +173,7 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     constants = [constants_of(each, w.values.dtype, transposed) for each in configs]
-    cuda.ahead("bsr_wgmma", constants)
+    cuda.compile_ahead("bsr_wgmma", constants)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 

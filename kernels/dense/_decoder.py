@@ -26,7 +26,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.elementwise import hidden, scale_of
-from sparsebench.kernels._common.search import part_of, told_of
+from sparsebench.kernels._common.search import lines_of, part_of
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
@@ -160,7 +160,7 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
         fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)
         for x in inputs[1:]
     ]
-    told = told_of(name, first)
+    told = lines_of(name, first)
     return Part([first, *rest], [out] * len(inputs), {name: first.choice}, told)
 
 

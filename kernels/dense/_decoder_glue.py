@@ -142,7 +142,7 @@ def fastest_attention(
     configs = configurations(about)
     calls = [attended(projected, about, out, config, page) for config in configs]
     found = search(calls, out.device, COMPILE_THREADS)
-    return configs[found.best], found.told([asdict(config) for config in configs], of="attention")
+    return configs[found.best], found.lines([asdict(config) for config in configs], of="attention")
 
 
 @triton.jit  # type: ignore[untyped-decorator]

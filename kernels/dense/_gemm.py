@@ -127,7 +127,7 @@ def fastest_way(
         _finalists[kind] = known or [ways[kept[i]] for i in near(times)]
     way, choices = ways[kept[result.best]], [_choice(ways[i], product) for i in kept]
     call = _call(laid[way.weights], way)
-    return Launch(call, choices[result.best], candidates=result.told(choices, whole=True))
+    return Launch(call, choices[result.best], candidates=result.lines(choices, whole=True))
 
 
 def _kind(product: Product) -> Hashable:

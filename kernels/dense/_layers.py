@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
-from sparsebench.kernels._common.search import part_of, told_of
+from sparsebench.kernels._common.search import lines_of, part_of
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, Output
 from sparsebench.kernels.dense._cublaslt import ALIGNMENT
@@ -78,7 +78,7 @@ def ffn(operands: Operands) -> Launch:
         in_turn(*first, gate_up, between, down),
         {**gate_up.choice, "down": down.choice},
         between.code,
-        [*gate_up.candidates, *told_of("down", down)],
+        [*gate_up.candidates, *lines_of("down", down)],
     )
 
 
@@ -103,7 +103,7 @@ def _fastest_pair(
                 before = part_of(name, timed)
                 launches[name] = fastest_way(product, known, timed=before)
             choice = {name: launch.choice for name, launch in launches.items()}
-            told = [line for name, each in launches.items() for line in told_of(name, each)]
+            told = [line for name, each in launches.items() for line in lines_of(name, each)]
             pairs.append(Launch(in_turn(*launches.values()), choice, candidates=told))
     best = pairs[searched(pairs, device).best]
     return replace(best, candidates=[line for pair in pairs for line in pair.candidates])
@@ -126,7 +126,7 @@ def mlp(operands: Operands) -> Launch:
     in_turn(*steps)()  # the second product is timed on these values
     second = Product(h, wd.t(), y)
     down = fastest_way(second, pinned.get("down"), timed=part_of("down", operands.timed))
-    told = [*told_of("up", up), *told_of("down", down)]
+    told = [*lines_of("up", up), *lines_of("down", down)]
     choice = {"up": up.choice, "down": down.choice}
     return Launch(in_turn(*steps, down), choice, candidates=told)
 
@@ -155,7 +155,7 @@ def ffn_step(operands: Operands) -> Launch:
         if isinstance(step, Product):
             chosen = fastest_way(step, pinned.get(name), timed=part_of(name, operands.timed))
             choice[name] = chosen.choice
-            told += told_of(name, chosen)
+            told += lines_of(name, chosen)
             launches.append(chosen)
         else:
             launches.append(step)

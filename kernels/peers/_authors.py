@@ -80,7 +80,7 @@ def build_root() -> Path:
     return Path(get_default_build_root()) / "sparsebench"
 
 
-def kept(folder: Path, build: Callable[[], Any]) -> Any:
+def built_library(folder: Path, build: Callable[[], Any]) -> Any:
     """Return the extension that `build` makes of a checkout's files; build it once.
 
     A copy is kept under the digest of the files, of torch and of Python. It is imported as it is:

@@ -57,7 +57,7 @@ class Weight:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why cuSPARSE cannot run the problem here, or None."""
+    """Return why cuSPARSE cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
     if device.type != "cuda":
@@ -79,16 +79,18 @@ def prepare(w: Weight, operands: Operands) -> Launch:
         every = product(w.algorithms, X_LAYOUTS, Y_LAYOUTS)
         settings, lines = screened(every, partial(plan, w, x[:FEW_TOKENS], n), x.device)
     plans = [plan(w, x, n, *setting) for setting in settings]
-    return kept(plans, lines, x.device)
+    return fastest_plan(plans, lines, x.device)
 
 
-def kept(plans: Sequence[Plan], screening: list[dict[str, Any]], device: torch.device) -> Launch:
+def fastest_plan(
+    plans: Sequence[Plan], screening: list[dict[str, Any]], device: torch.device
+) -> Launch:
     """Return the launch of the fastest plan, with what was timed before and now."""
     from nvmath.bindings import cusparse
 
     found = search([call for _, call in plans], device)
     choice, call = plans[found.best]
-    timed = found.told([choice for choice, _ in plans], of="all tokens")
+    timed = found.lines([choice for choice, _ in plans], of="all tokens")
     version = cusparse.get_version(library_handle())
     return Launch(call, {**choice, "cusparse": version}, candidates=screening + timed)
 
@@ -177,7 +179,7 @@ def screened(
         bound = HOPELESS * found.trials[found.best].time_us
         timed = zip(plans, found.trials, strict=True)
         some = [setting for setting, trial in timed if trial.time_us <= bound]
-    return some, found.told([choice for choice, _ in plans.values()], of="few tokens")
+    return some, found.lines([choice for choice, _ in plans.values()], of="few tokens")
 
 
 @cache

@@ -62,7 +62,7 @@ def prepare(pattern: Pattern, operands: Operands) -> Launch:
         every = product(DY_LAYOUTS, X_LAYOUTS)
         settings, lines = _cusparse.screened(every, partial(plan, pattern, *few), x.device)
     plans = [plan(pattern, dy, x, *setting) for setting in settings]
-    return _cusparse.kept(plans, lines, x.device)
+    return _cusparse.fastest_plan(plans, lines, x.device)
 
 
 def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:

@@ -121,7 +121,7 @@ class Call:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why cuSPARSELt cannot run the problem here, or None."""
+    """Return why cuSPARSELt cannot run the problem here, or None."""
     dtype, m, n, k = (problem[name] for name in ("dtype", "m", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
@@ -344,7 +344,7 @@ def timed(wanted: Call, n: int, products: Sequence[Product]) -> tuple[Product, S
 
 def told(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
     """Return a search's lines for the row."""
-    return found.told([asdict(one.way) for one in products], whole=True, of=of)
+    return found.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

@@ -84,7 +84,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     every = [Way(**pinned["dense"])] if pinned else ways(parts)
     calls = [partial(multiply, parts, way) for way in every]
     found = timed(calls, x.device)
-    dense = found.told([asdict(way) for way in every], of="dense part")
+    dense = found.lines([asdict(way) for way in every], of="dense part")
     kept = {"sparse": choice, "dense": asdict(every[found.best])}
     return Launch(calls[found.best], kept, candidates=[*candidates, *dense])
 

@@ -51,7 +51,7 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     best = choices[found.best]
     product.keep(best["split"])
     choice = {**best, "stored_bytes": product.stored, "digest": product.digest}
-    return Launch(calls[found.best], choice, candidates=found.told(choices))
+    return Launch(calls[found.best], choice, candidates=found.lines(choices))
 
 
 def possible(k: int) -> list[int]:
@@ -121,7 +121,7 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the authors' kernel cannot run here, or None."""
+    """Return why the authors' kernel cannot run here, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or more, found {device}"
     if problem["dtype"] != "fp16":

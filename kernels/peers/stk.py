@@ -39,7 +39,7 @@ ELEMENTS = 2**31  # of activations and output, less than
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why STK cannot run here, or None. A chemistry package has the same import name."""
+    """Return why STK cannot run here, or None. A chemistry package has the same import name."""
     if device.type != "cuda":
         return f"expected an NVIDIA GPU, found device {device}"
     if problem["dtype"] not in ("fp16", "bf16"):
@@ -110,7 +110,7 @@ def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) 
     """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
     found = search([layouts[name] for name in names], operands.device)
-    best, told = names[found.best], found.told([{"layout": name} for name in names])
+    best, told = names[found.best], found.lines([{"layout": name} for name in names])
     return Launch(layouts[best], {"layout": best}, candidates=told)
 
 

@@ -50,7 +50,7 @@ def prepare(operands: Operands) -> Launch:
     calls = [partial(run, copied) for copied in ways]
     choices = [{"dy_copied": copied} for copied in ways]
     found = search(calls, dy.device)
-    return Launch(calls[found.best], choices[found.best], candidates=found.told(choices))
+    return Launch(calls[found.best], choices[found.best], candidates=found.lines(choices))
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.unsupported)

@@ -4,7 +4,7 @@
     layer  Y = (gate * (X @ Wu.T)) @ Wd.T     a warp a token, of the units that are on
 
 Their extension is built by torch's loader, in about a minute, with the machine's nvcc, and once
-(_authors.kept). No GPU is needed for that, so that it need not wait in a run:
+(_authors.built_library). No GPU is needed for that, so that it need not wait in a run:
 
     SPARSEBENCH_PEERS=DIR python -c \
         "from sparsebench.kernels.peers.twell_authors import extension; extension()"
@@ -53,7 +53,7 @@ def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Lau
     calls = [partial(layer.run, **choice) for choice in choices]
     found = search(calls, operands.device)
     choice = {**choices[found.best], "digest": digest}
-    return Launch(calls[found.best], choice, candidates=found.told(choices), lost=layer.lost)
+    return Launch(calls[found.best], choice, candidates=found.lines(choices), lost=layer.lost)
 
 
 def extension() -> tuple[Any, Any, str]:
@@ -62,7 +62,7 @@ def extension() -> tuple[Any, Any, str]:
     if not folder:
         raise Unsupported(str(_authors.missing(MARKER, REPOSITORY)))
     twell, own = _authors.imported(folder / MARKER), (folder / MARKER).parent
-    ext = _authors.kept(own, partial(twell.get_ext, algorithms=KERNELS))
+    ext = _authors.built_library(own, partial(twell.get_ext, algorithms=KERNELS))
     return twell, ext, _authors.digest(own)
 
 
@@ -102,7 +102,7 @@ class Layer:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the authors' kernels cannot run here, or None."""
+    """Return why the authors' kernels cannot run here, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, found {device}"
     if (problem["dtype"], problem["activation"]) != ("bf16", "relu"):
@@ -118,4 +118,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if find_spec("ninja") else "needs ninja: pip install ninja"
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("ffn", "twell", "cuda", prepare, unsupported)

@@ -18,10 +18,11 @@ from torch.nn.functional import relu
 from triton import knobs
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.kernels._common.transforms import one_by_one, transformed
 from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
-from sparsebench.kernels.twell._index import Active, require_room
+from sparsebench.kernels.twell._index import require_room
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
@@ -29,7 +30,7 @@ SHARE = 64  # units for each slot of a token: with all slots taken, a dense step
 PLANS = 64  # cached, one for each size: the kernels of a call, bound without its tensors
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Offsets, columns, g, u, unit offsets, tokens, places: an Active, and u of each entry."""
+"""Offsets, columns, g, u, unit offsets, tokens, places: an ActiveCsr, and u of each entry."""
 
 
 def _forward(
@@ -220,7 +221,7 @@ def _backward_plan(
     (dnorms,) = _shaped(torch.float32, (m,))
     packed = _packed_like(x, n, capacity // m)
     offsets, columns, values, u, unit_offsets, tokens, places = packed
-    active = Active(offsets, columns, values, unit_offsets, tokens, places)
+    active = ActiveCsr((m, n), offsets, columns, values, unit_offsets, tokens, places)
     slopes, by_token, (dg, du, h) = _gather.slopes(dy, wd_t, active, u, dnorms, squared=squared)
     out, dsd, by_unit = (dx, dwg, dwu, dwd_t), _gather.dsd, (unit_offsets, tokens)
     sums = [

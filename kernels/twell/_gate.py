@@ -42,5 +42,5 @@ class Gate:
 def fastest(gates: Sequence[Gate], device: torch.device) -> Gate:
     """Return the fastest, and what was found of each. Raises Unsupported."""
     found = search(gates, device)
-    told = found.told([gate.choice for gate in gates])
+    told = found.lines([gate.choice for gate in gates])
     return replace(gates[found.best], candidates=tuple(told))

@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.kernels._common.triton import BoundKernel, whole_tile
-from sparsebench.kernels.twell._index import Active
 
 SDD_ROWS, SDD_ENTRIES, SDD_PARTS = 8, 64, 4  # entries a step, programs for a group of rows
 SDD_DEPTH, SDD_STAGES = 64, 4  # columns a stage
@@ -53,7 +53,7 @@ S0 and S1 have their entries at the same places.
 
 
 def up(
-    x: Tensor, wu: Tensor, active: Active, *, squared: bool
+    x: Tensor, wu: Tensor, active: ActiveCsr, *, squared: bool
 ) -> tuple[BoundKernel, Tensor, Tensor]:
     """Return the kernel that computes u and h of each entry; u in the dtype of x, h in fp32.
 
@@ -65,7 +65,7 @@ def up(
 
 
 def slopes(
-    dy: Tensor, wd_t: Tensor, active: Active, u: Tensor, dnorms: Tensor, *, squared: bool
+    dy: Tensor, wd_t: Tensor, active: ActiveCsr, u: Tensor, dnorms: Tensor, *, squared: bool
 ) -> tuple[BoundKernel, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     """Return the kernel that computes dG and dU by token, and dG, dU and H by unit; all fp32.
 
@@ -103,7 +103,7 @@ def dsd(
 def _sdd(
     kernel: triton.JITFunction,
     args: tuple[Tensor, ...],
-    active: Active,
+    active: ActiveCsr,
     squared: bool,
     out: Tensor,
 ) -> BoundKernel:

@@ -36,8 +36,8 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
-    ahead,
     clusters_at_once,
+    compile_ahead,
     load,
 )
 from sparsebench.kernels._common.tuned_table import multiprocessors
@@ -171,7 +171,9 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = F
     split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
     split, squared = max(split, 2) if alone else split, layer.squared
     gated, stored = layer.up is not None, tiles or gate == "packed"
-    ahead("ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored, alone)])
+    compile_ahead(
+        "ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored, alone)]
+    )
     gates: Launch | Gate
     if gate == "library":
         g, bits = layer.x.new_empty(m, n), None

@@ -29,7 +29,6 @@ is read once as a whole, and once where units are on. There are no atomics: list
 order, the same at every call.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats.active_csr import MOST_UNITS, ActiveCsr
 from sparsebench.kernels._common.triton import BoundKernel
 
 WORD = 32  # bits
@@ -48,25 +48,7 @@ BEFORE_TOKENS, BEFORE_WORDS = 32, 64  # the same of words of tokens
 OFFSETS = 8192  # counts that are summed at a time
 LANES = 128  # words that a warp lists
 SIZES = "m", "eights", "words", "pieces", "capacity"  # one compile serves all their values
-MOST_UNITS = 2**16  # columns have 16 bits
 ELEMENTS = 2**31 - 2**9  # offsets have 32 bits, and loops read some entries ahead
-
-
-@dataclass(frozen=True)
-class Active:
-    """The lists that the module's docstring draws."""
-
-    offsets: Tensor
-    columns: Tensor
-    values: Tensor
-    unit_offsets: Tensor
-    tokens: Tensor
-    places: Tensor
-
-    @property
-    def capacity(self) -> int:
-        """Return how many entries there is room for."""
-        return self.columns.shape[0]
 
 
 def require_room(m: int, n: int, k: int) -> None:
@@ -77,7 +59,7 @@ def require_room(m: int, n: int, k: int) -> None:
         raise Unsupported(f"expected matrices of at most {ELEMENTS} elements, found {most}")
 
 
-def index_of(g: Tensor, capacity: int) -> Active:
+def index_of(g: Tensor, capacity: int) -> ActiveCsr:
     """List the units that are on in gates g [m, n], contiguous; n is a multiple of 8."""
     programs, active = listing(g, capacity)
     for program in programs:
@@ -85,7 +67,7 @@ def index_of(g: Tensor, capacity: int) -> Active:
     return active
 
 
-def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], Active]:
+def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], ActiveCsr]:
     """Return the kernels that list the units that are on in gates g [m, n], and the lists."""
     (m, n), int32 = g.shape, torch.int32
     words, pieces = -(-n // WORD), -(-m // WORD)
@@ -115,7 +97,7 @@ def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], Active]:
         program(_before, groups, *bits, *before, *counts, *sizes, **by_unit, **by_token),
         program(_offset, 2, *counts, *offsets, m, n // 8, EACH=OFFSETS, num_warps=8),
         program(_fill, -(-m * words // LANES), g, *bits, *before, *filled, **each, num_warps=1),
-    ], Active(offsets[0], columns, values, offsets[1], tokens, places)
+    ], ActiveCsr((m, n), offsets[0], columns, values, offsets[1], tokens, places)
 
 
 @triton.jit

@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.kernels._common.triton import BoundKernel, box, options
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels.twell._gather import act, sign
-from sparsebench.kernels.twell._index import Active
 
 BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2
 DEPTH_BYTES, STAGES = 128, 3
@@ -56,7 +56,7 @@ def forward(
     g: Tensor,
     y: Tensor,
     norms: Tensor,
-    active: Active,
+    active: ActiveCsr,
     *,
     squared: bool,
     device: torch.device,
@@ -79,7 +79,7 @@ def backward(
     weights: tuple[Tensor, Tensor, Tensor],
     dnorms: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
-    active: Active,
+    active: ActiveCsr,
     *,
     squared: bool,
     device: torch.device,
@@ -104,7 +104,7 @@ def backward(
 
 
 def _product(
-    active: Active,
+    active: ActiveCsr,
     squared: bool,
     device: torch.device,
     kind: Kind,

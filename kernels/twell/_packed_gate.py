@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.cuda import ahead
+from sparsebench.kernels._common.cuda import compile_ahead
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
 from sparsebench.kernels.twell._gate import Gate, fastest
@@ -55,6 +55,6 @@ def prepare(x: Tensor, w: Tensor, pinned: Mapping[str, Any] | None) -> Gate:
     tiles = packed(w)
     configs = [Config(**pinned)] if pinned else spense_wgmma.configurations(len(x))
     constants = [spense_wgmma.constants_of(each, x.dtype, packed=True) for each in configs]
-    ahead("spense_wgmma", constants)
+    compile_ahead("spense_wgmma", constants)
     gates = [launch(x, tiles, config) for config in configs]
     return fastest(gates, x.device)

@@ -53,4 +53,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     )
 
 
-KERNEL = Kernel("decoder", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("decoder", "cvse", "cuda", prepare, unsupported)

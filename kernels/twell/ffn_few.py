@@ -28,8 +28,8 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
-    ahead,
     clusters_at_once,
+    compile_ahead,
     load,
 )
 from sparsebench.kernels._common.search import search
@@ -174,12 +174,12 @@ def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
     operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
     shape = shape_of(m, k, partial(clusters_of, device=device))
     about = n, k, shape, layer.squared, layer.up is not None, layer.x.dtype
-    ahead("ffn_few", [constants_of(*about, way) for way in ways])
+    compile_ahead("ffn_few", [constants_of(*about, way) for way in ways])
     kernels = [launch(*operands, squared=layer.squared, x_by=way) for way in ways]
     found = search(kernels, device)
     choices = [{"x_by": way} for way in ways]
     best = kernels[found.best]
-    return Launch(best, choices[found.best], best.code, found.told(choices))
+    return Launch(best, choices[found.best], best.code, found.lines(choices))
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("ffn", "cvse", "cuda", prepare, unsupported)

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.search import part_of, search, told_of
+from sparsebench.kernels._common.search import lines_of, part_of, search
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas, ffn_dense_triton
 from sparsebench.kernels.twell import _grouped, ffn_few
@@ -53,8 +53,8 @@ def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) ->
     found = search(launches, operands.device)
     best = launches[found.best]
     layers = [{"chosen": launch.choice["chosen"]} for launch in launches]
-    own = [line for launch in launches for line in told_of(launch.choice["chosen"], launch)]
-    return replace(best, candidates=[*found.told(layers, of="layers"), *own])
+    own = [line for launch in launches for line in lines_of(launch.choice["chosen"], launch)]
+    return replace(best, candidates=[*found.lines(layers, of="layers"), *own])
 
 
 def _names(way: Way, layer: Layer) -> list[Name]:
@@ -76,7 +76,7 @@ def _launches(
     op, pinned = operands.problem.op, operands.pinned or {}
     if name == "few":
         launch = ffn_few.launch_of(layer, operands.pinned)
-        yield _named(launch, f"sparse activations, {op}_few", way=name)
+        yield _named(launch, f"cvse, {op}_few", way=name)
     elif name == "dense":
         for kernel, module in dense.items():
             if OLDER.get(by := pinned.get("by", kernel), by) == kernel:
@@ -88,11 +88,11 @@ def _launches(
     else:
         gate: _grouped.GateProduct = "packed" if name == "packed" else "library"
         launch = _grouped.prepare(operands, layer, gate, alone=name == "alone")
-        yield _named(launch, f"sparse activations, {op}_sparse way={name}", way=name)
+        yield _named(launch, f"cvse, {op}_sparse way={name}", way=name)
 
 
 def _named(launch: Launch, chosen: str, way: str) -> Launch:
     return replace(launch, choice={"chosen": chosen, "way": way, **launch.choice})
 
 
-KERNEL = Portfolio("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Portfolio("ffn", "cvse", "cuda", prepare, unsupported)

@@ -56,4 +56,4 @@ def _values(operands: Operands, name: str) -> Tensor:
     return weight.values
 
 
-KERNEL = Kernel("ffn_step", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("ffn_step", "active_csr", "cuda", prepare, unsupported)

@@ -23,4 +23,4 @@ def prepare(operands: Operands, *, tile: int = 256, capacity: int = 31) -> Launc
     return _grouped.prepare(operands, layer_of(operands), tiles)
 
 
-KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("ffn", "twell", "cuda", prepare, unsupported)

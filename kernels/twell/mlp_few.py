@@ -8,4 +8,4 @@ All as in ffn_few.py, with U in the place of the gate: Wu is read whole, and row
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.kernels.twell.ffn_few import prepare, unsupported
 
-KERNEL = Kernel("mlp", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("mlp", "cvse", "cuda", prepare, unsupported)

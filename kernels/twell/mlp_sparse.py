@@ -19,4 +19,4 @@ def prepare(operands: Operands, *, way: Way = "best") -> Launch:
     return fastest_of(operands, way, DENSE)
 
 
-KERNEL = Portfolio("mlp", "dense", "cuda", prepare, unsupported)
+KERNEL = Portfolio("mlp", "cvse", "cuda", prepare, unsupported)

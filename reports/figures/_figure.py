@@ -19,7 +19,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
-from sparsebench.results.contests import raced as against_dense
+from sparsebench.results.contests import with_gains
 from sparsebench.results.formatting import percent, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
@@ -60,12 +60,12 @@ class Frames:
 
     @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases that have times, without twins, with the columns of `contests.raced`.
+        """Return the cases with a time, without twins, as `contests.with_gains` returns them.
 
         `clear`: clearly faster than the baseline. `undecided`: perhaps as fast as the baseline.
         """
-        raced = against_dense(self.cases)
-        return raced.assign(clear=clear(raced), undecided=undecided(raced))
+        cases = with_gains(self.cases)
+        return cases.assign(clear=clear(cases), undecided=undecided(cases))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
         """Return the contenders of these cases with their numbers on the whole page."""

@@ -21,8 +21,8 @@ from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
 from sparsebench.reports.figures._sweep import log_ticks
 from sparsebench.reports.tables import html_table
-from sparsebench.results.answer import against, sentences, variants, where, winner, word
-from sparsebench.results.contests import ANY, MOST, View, every, ordered
+from sparsebench.results.answer import against, field_text, sentences, variants, where, winner
+from sparsebench.results.contests import ANY, MOST, View, all_views, ordered
 from sparsebench.results.formatting import FORMATS, between, duration, percent, plain, times
 
 TITLE = "Which format wins"
@@ -31,14 +31,14 @@ ORDER = 10
 SIZE = (400, 235)
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
 LINES = {"ours": "best of ours", "peer": "best sparse peer", "dense": "dense"}
-DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_settled"]
+DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_decided"]
 DATA += ["best_median_us", "ours_label", "ours_gain", "ours_low", "ours_high", "peer_label"]
 DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us", "best_case_id"]
 
 
 def draw(frames: Frames) -> Markup:
     """Draw every view with selectors; all views but the first are hidden."""
-    views = every(frames.cases)
+    views = all_views(frames.cases)
     if not views:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
     drawn = [_view(i, view, frames.cases) for i, view in enumerate(views[:MOST])]
@@ -110,20 +110,18 @@ def _map(view: View) -> Markup:
     lines = {(line.x, line.y): line for _, line in view.cells.iterrows()}
     rows = [
         [
-            Markup('<span class="row">{}</span>').format(word(view.y, row) if view.y else ""),
+            Markup('<span class="row">{}</span>').format(field_text(view.y, row) if view.y else ""),
             *(_cell(view, lines.get((column, row))) for column in columns),
         ]
         for row in ordered(view.cells.y)
     ]
     heads = [Markup('<span class="unseen">{}</span>').format(HEADS.get(view.y, view.y or "case"))]
-    words = [percent(value) if view.x == "level" else word(view.x, value) for value in columns]
+    words = [
+        percent(value) if view.x == "level" else field_text(view.x, value) for value in columns
+    ]
     words = [text.removeprefix("n × k ") for text in words]
-    read = (
-        "Each cell shows the speed-up of the fastest sparse contender over the fastest dense one, "
-    )
-    read += (
-        "and the winner. Hatched: the difference is within the noise. Click a cell for its case."
-    )
+    read = "Each cell shows the winner and the speed-up of the fastest sparse contender over the "
+    read += "fastest dense one. Hatched: within the noise. A cell links to its case."
     if (view.cells["count"] > 1).any():
         read += (
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."
@@ -140,11 +138,11 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
     look = '<a class="cell{}" href="#case-{}" style="background-color:{};color:{}" title="{}">'
     look += "<b>{}</b>{}</a>"
     return Markup(look).format(
-        "" if line.best_settled else " undecided",
+        "" if line.best_decided else " undecided",
         line.best_case_id,
         paint,
         ink,
-        f"{word(view.x, line.x)}{view.units}: {winner(line)}",
+        f"{field_text(view.x, line.x)}{view.units}: {winner(line)}",
         times(line.best_gain, line.best_half),
         Markup("_<wbr>").join(_who(view, line).split("_")),
     )
@@ -174,7 +172,7 @@ def _along(view: View) -> tuple[str, pd.DataFrame, str]:
     usual = {"level": 0.9, "m": 16}.get(view.x)
     chosen = usual if usual in values else values[-1 if view.x == "level" else 0]
     at = cells[cells.x == chosen]
-    column = word(view.x, chosen) + view.units
+    column = field_text(view.x, chosen) + view.units
     return view.y, at.assign(at=at.y), column if view.x == "level" else f"at {column}"
 
 
@@ -224,7 +222,7 @@ def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
         axes.fill_between(cells.place, low, high, color=look["color"], alpha=0.18, linewidth=0)
     axes.vlines(cells.place, low, high, color=look["color"], linewidth=1.4, alpha=0.7)
     return [
-        f"{word(name, line['at'])}: {line[f'{side}_label']} "
+        f"{field_text(name, line['at'])}: {line[f'{side}_label']} "
         f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
         for _, line in cells.iterrows()

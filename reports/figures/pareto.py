@@ -25,6 +25,7 @@ from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style,
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
+from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import OUTPUT, Pruning
 
@@ -84,7 +85,7 @@ def _cases(raced: pd.DataFrame) -> pd.DataFrame:
     labels = zip(raced.label, raced.params, strict=True)
     names = [label.removesuffix(f" {params}") for label, params in labels]
     zeros = raced["pattern"] == ANYWHERE if "pattern" in raced else False
-    anywhere = zeros & ~raced.baseline.astype(bool) & (raced.format != "dense")
+    anywhere = zeros & ~raced.baseline.astype(bool) & ~raced.format.isin({"dense", *OF_ACTIVATIONS})
     cases = raced.assign(dense=dense.mask(anywhere, 0.0), anywhere=anywhere, contender=names)
     return cases[cases.dense.notna() & cases.speedup.notna()]
 

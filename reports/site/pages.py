@@ -23,7 +23,6 @@ from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
 
-NO_FORMAT = {"activations": "Dense weights; units that no token switches on are not computed."}
 WIDTH = 6.6  # px a character of a badge
 
 
@@ -74,7 +73,7 @@ def pages(
         ),
     )
     for what, names, docs in (
-        ("format", kinds, {**NO_FORMAT, **site.formats}),
+        ("format", kinds, site.formats),
         ("kernel", kernels, site.kernels),
     ):
         column = "kind" if what == "format" else "kernel"

@@ -27,7 +27,7 @@ from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, IntervalKind, logs_between, ratio
+from sparsebench.results.statistics import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.store import Run
 
 NAMED = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
@@ -304,7 +304,7 @@ def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any
     """Return the log-ratios of each process: of times by block, else of one value a process."""
     column = METRICS[test.metric].column
     if column == "time":
-        return list(logs_between(subject["blocks"], base["blocks"]).values())
+        return list(contest_logs(subject["blocks"], base["blocks"]).values())
     sides = []
     for line in (base, subject):
         own = rows[(rows.case_id == line["case_id"]) & (rows.status == Status.OK)]

@@ -17,7 +17,7 @@ from sparsebench.harness.run.repeat import confirm
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.sim.gpu_model import WAYS
-from sparsebench.kernels._common.search import MOST_TOLD, finalists
+from sparsebench.kernels._common.search import MOST_LINES, finalists
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.comparison import agreement
@@ -106,7 +106,7 @@ def test_later_processes_search_among_the_finalists_of_the_first(verdict: Run) -
         ways = [line["choice"]["way"] for line in row.candidates if "choice" in line]
         known = {choice["way"] for choice in finalists(first[row.case.id].candidates)}
         assert row.choice["way"] in ways
-        assert len(ways) == MOST_TOLD if row.replicate == 0 else {*ways} == known
+        assert len(ways) == MOST_LINES if row.replicate == 0 else {*ways} == known
         assert len(known) < WAYS
 
 

@@ -336,7 +336,7 @@ def test_a_wrong_case_is_exit_3_and_in_the_report(run: Path, tmp_path: Path) -> 
     suite = tmp_path / "wrong.yaml"
     suite.write_text(
         SUITE.replace(
-            "bsr, kernel: cusparse_bsr, params: {block: $block}", "dense, kernel: wrong.zeros"
+            "bsr, kernel: cusparse_bsr, params: {block: $block}", "dense, kernel: wrong:zeros"
         )
     )
     flags = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"

@@ -1,8 +1,8 @@
 import gc
-import pkgutil
 from contextlib import nullcontext
 from dataclasses import replace
 
+import declare
 import faulty
 import pytest
 import torch
@@ -12,7 +12,7 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import output_checks as checking
 from sparsebench.harness.bench.prepare import _memory
 from sparsebench.harness.bench.sampling import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
-from sparsebench.harness.bench.timing import Timed, ready, time_together
+from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Contender, Problem, Row, Status
@@ -27,9 +27,9 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
     return contest.run(problem, list(contenders), CPU, None)[0]
 
 
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(wrong.__path__)])
+@pytest.mark.parametrize("name", declare.names(wrong))
 def test_every_wrong_kernel_is_rejected_and_has_no_time(name: str) -> None:
-    right, found = rows(BASELINE, Contender("dense", f"wrong.{name}"))
+    right, found = rows(BASELINE, Contender("dense", name))
     assert right.status is Status.OK
     assert right.samples_us
     assert found.status is Status.WRONG
@@ -41,7 +41,7 @@ def test_every_wrong_kernel_is_rejected_and_has_no_time(name: str) -> None:
 @pytest.mark.parametrize("name", ["zeros", "transposed", "stale", "precomputed"])
 def test_wrong_kernels_are_rejected_in_16_bits_too(name: str, dtype: str) -> None:
     problem = Problem("linear", {**FIELDS, "dtype": dtype})
-    assert rows(Contender("dense", f"wrong.{name}"), problem=problem)[0].status is Status.WRONG
+    assert rows(Contender("dense", f"wrong:{name}"), problem=problem)[0].status is Status.WRONG
 
 
 def test_a_row_tells_what_was_measured() -> None:
@@ -66,8 +66,8 @@ def test_a_refusal_is_a_row_with_its_reason() -> None:
         BASELINE,
         Contender("dense", "cublas"),
         Contender("bsr", "scipy_bsr", {"block": 0}),
-        Contender("dense", "faulty.raises"),
-        Contender("dense", "faulty.exhausts"),
+        Contender("dense", "faulty:raises"),
+        Contender("dense", "faulty:exhausts"),
     )
     assert [row.status.value for row in found] == [
         "ok", "unsupported", "unsupported", "failed", "out_of_memory",
@@ -103,7 +103,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 def test_where_the_reference_has_no_room_twins_end_first(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, with_room, calls = checking._expected, checking._with_room, []
+    expected, with_room, calls = checking._expected, checking._expected_with_room, []
     running: list[contest.RunningContest] = []
 
     def seen(which: contest.RunningContest, when: str) -> list[checking.Expected] | None:
@@ -116,7 +116,7 @@ def test_where_the_reference_has_no_room_twins_end_first(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return expected(op, layer)
 
-    monkeypatch.setattr(checking, "_with_room", seen)
+    monkeypatch.setattr(checking, "_expected_with_room", seen)
     monkeypatch.setattr(checking, "_expected", crowded)
     found = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
     assert [row.status for row in found] == statuses
@@ -144,12 +144,12 @@ def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
     log: list[str] = []
 
-    def contender(name: str, loops: int) -> Timed:
+    def contender(name: str, loops: int) -> TimedCall:
         def call() -> torch.Tensor:
             log.append(name)
             return torch.tensor(sum(range(loops)))
 
-        return Timed(call, "host")
+        return TimedCall(call, "host")
 
     fast, slow = time_together([contender("f", 10), contender("s", 400_000)], CPU, seed="x")
     assert len(fast.times_us) == BLOCKS * SAMPLES_PER_BLOCK
@@ -160,7 +160,7 @@ def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
 
 def test_the_order_within_a_block_is_drawn_anew() -> None:
     log: list[int] = []
-    contenders = [Timed(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
+    contenders = [TimedCall(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
     time_together(contenders, CPU, seed="y")
     turn, first = SAMPLES_PER_BLOCK, 2 * len(contenders)
     starts = range(first, len(log), 4 * turn)
@@ -171,8 +171,7 @@ def test_the_order_within_a_block_is_drawn_anew() -> None:
 
 
 def test_faulty_kernels_are_all_used_somewhere() -> None:
-    names = {m.name for m in pkgutil.iter_modules(faulty.__path__)}
-    assert names == {
+    assert {name.removeprefix("faulty:") for name in declare.names(faulty)} == {
         "chatters", "crashes", "crashes_later", "exhausts", "hangs", "illegal_address", "raises",
     }  # fmt: skip
 
@@ -233,7 +232,7 @@ def test_a_launch_that_cannot_be_captured_says_why() -> None:
 def test_a_contest_on_the_gpu_uses_graphs_and_a_cold_cache() -> None:
     problem = Problem("linear", {**FIELDS, "dtype": "bf16"})
     device = torch.device("cuda:0")
-    contenders = [Contender("dense", "cublas", baseline=True), Contender("dense", "wrong.stale")]
+    contenders = [Contender("dense", "cublas", baseline=True), Contender("dense", "wrong:stale")]
     found, _ = contest.run(problem, contenders, device, None)
     assert [row.status.value for row in found] == ["ok", "wrong"]
     assert (found[0].clock, found[0].cache) == ("graph", "cold")

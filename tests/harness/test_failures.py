@@ -1,6 +1,7 @@
 """Failures explain themselves: tracebacks in the run, the first reason on the console."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -71,22 +72,22 @@ def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
 
 def test_the_stacks_of_a_crash_and_of_what_raises_are_kept(tmp_path: Path) -> None:
     """What raises is told again by the attempt after the crash, and its traceback is not."""
-    left = failures("faulty.raises", "faulty.crashes", timeout_s=100, file=tmp_path / "worker.log")
+    left = failures("faulty:raises", "faulty:crashes", timeout_s=100, file=tmp_path / "worker.log")
     said = (tmp_path / "failures.log").read_text()
     assert not left
-    assert "dense/faulty.crashes at linear m=4 n=32 k=64" in said
+    assert "dense/faulty:crashes at linear m=4 n=32 k=64" in said
     assert "(process 0, attempt 0): the worker process ended with signal 11: about to read" in said
     assert "Segmentation fault" in said
-    assert 'File "crashes.py", line 13 in run' in said
+    assert re.search(r'File "faulty.py", line \d+ in run', said)
     assert ": prepare: RuntimeError: no such instruction <b>here</b>\n" in said
-    assert said.count('File "faulty/raises.py", line 7, in prepare') == 1
+    assert len(re.findall(r'faulty.py", line \d+, in raises', said)) == 1
     assert str(Path(__file__).parent) not in said
 
 
 def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is slow to start on a busy machine times out as well: any stack will do."""
     monkeypatch.setattr(worker_process, "DUMP_S", 600.0)
-    said = failures("faulty.hangs", timeout_s=2)
+    said = failures("faulty:hangs", timeout_s=2)
     assert "no answer within 2 s" in said
     assert "most recent call first" in said
 
@@ -94,7 +95,7 @@ def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
     """As a part of a run is ended in a thread, where a sitting is interrupted."""
     runner = Runner("cpu", None, 600)
-    contest = Contest(PROBLEM, (Contender("dense", "faulty.hangs", baseline=True),))
+    contest = Contest(PROBLEM, (Contender("dense", "faulty:hangs", baseline=True),))
 
     def stop() -> None:
         runner.stopping.set()
@@ -138,11 +139,11 @@ def test_every_traceback_is_told_where_it_is_asked_for(
 
 
 def test_try_shows_the_traceback_where_it_is_asked_for() -> None:
-    words = ["faulty.raises", "format=dense", "m=8", "n=64", "k=64", "--device", "cpu"]
+    words = ["faulty:raises", "format=dense", "m=8", "n=64", "k=64", "--device", "cpu"]
     assert "Traceback" not in sparsebench("try", *words).stderr
     done = sparsebench("try", *words, "--debug")
     assert (done.returncode, "Traceback" in done.stderr) == (3, True)
-    assert 'File "faulty/raises.py", line 7, in prepare' in done.stderr
+    assert re.search(r'faulty.py", line \d+, in raises', done.stderr)
 
 
 def test_cases_of_a_suite_are_called_in_their_ranges(
@@ -150,7 +151,7 @@ def test_cases_of_a_suite_are_called_in_their_ranges(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     suite = tmp_path / "small.yaml"
-    suite.write_text(SUITE.replace("KERNEL", "faulty.raises"))
+    suite.write_text(SUITE.replace("KERNEL", "faulty:raises"))
     done = sparsebench("run", suite, "--device", "cpu", "--repeat", 2, "--only", "m=4")
     assert done.returncode == 3
     baseline, faulty = done.stdout.splitlines()

@@ -2,10 +2,10 @@
 
 import gc
 import json
-import pkgutil
 import weakref
 from dataclasses import asdict
 
+import declare
 import hostile
 import hostile_gpu
 import pytest
@@ -15,7 +15,7 @@ from sparsebench.harness.bench import contest, timing
 from sparsebench.harness.bench import correctness as check
 from sparsebench.harness.bench import spot_checks as spots
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
-from sparsebench.harness.bench.tampering import Guard, Meddled, checksum
+from sparsebench.harness.bench.tampering import Guard, TamperingError, checksum
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -32,12 +32,12 @@ SAID = {
     "returns_the_weight": "check: returned memory of the operand w",
     "odd_choice": "choice: expected text, numbers and lists: Object of type int64",
     "odd_code": "code: expected text or None, found object",
-    "caches_by_version": "calls that were looked at are wrong",
+    "caches_by_version": "inspected calls are wrong",
     "lazy": "expected a tensor, found Lazy",
-    "knows_its_caller": "calls that were looked at are wrong",
+    "knows_its_caller": "inspected calls are wrong",
     "computes_the_draws": "before timing: relative error",
-    "looks_for_poison": "calls that were looked at are wrong",
-    "wrong_in_one_call_of_fifty": "calls that were looked at are wrong",
+    "looks_for_poison": "inspected calls are wrong",
+    "wrong_in_one_call_of_fifty": "inspected calls are wrong",
     "replaces_the_check": "prepare: replaced sparsebench.harness.bench.output_checks.check",
     "replaces_code_of_the_check": "replaced _judge.__code__",
     "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
@@ -53,7 +53,7 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
 
 
 def test_every_hostile_kernel_is_named() -> None:
-    assert {*SAID, LATE} == {module.name for module in pkgutil.iter_modules(hostile.__path__)}
+    assert {f"hostile:{name}" for name in (*SAID, LATE)} == {*declare.names(hostile)}
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -64,7 +64,7 @@ def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
     clock, judge = timing.perf_counter, check._judge.__code__
-    first, second, found = rows(*innocents, Contender(stored[0], f"hostile.{name}", stored[1]))
+    first, second, found = rows(*innocents, Contender(stored[0], f"hostile:{name}", stored[1]))
     assert (timing.perf_counter, check._judge.__code__) == (clock, judge)
     for innocent in (first, second):
         assert innocent.status is Status.OK, innocent.detail
@@ -79,10 +79,10 @@ def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(hostile_gpu.__path__)])
+@pytest.mark.parametrize("name", declare.names(hostile_gpu))
 def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
     problem = Problem("linear", {**FIELDS, "m": 256, "n": 512, "k": 512, "dtype": "bf16"})
-    contenders = [Contender("dense", "cublas"), Contender("dense", f"hostile_gpu.{name}")]
+    contenders = [Contender("dense", "cublas"), Contender("dense", name)]
     options = ContestOptions(measures=(("kernel", "cold"), ("op", "cold")))
     found, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
     assert [row.status for row in found[:2]] == [Status.OK] * 2
@@ -94,7 +94,7 @@ def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
 def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_knows_whose_it_is(
     attempt: int,
 ) -> None:
-    spoiler = Contender("bsr", f"hostile.{LATE}", BLOCKS)
+    spoiler = Contender("bsr", f"hostile:{LATE}", BLOCKS)
     contenders = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS), spoiler]
     with pytest.raises(Fatal, match="timing: changed w's values in bsr") as found:
         contest.run(PROBLEM, contenders, CPU, None, ContestOptions(attempt=attempt))
@@ -126,7 +126,7 @@ def test_memory_that_was_given_back_is_missed_and_taken_back() -> None:
     guard.watch({"it": array}, lambda: array.fill_(1))
     guard.check()
     array.untyped_storage().resize_(0)
-    with pytest.raises(Meddled, match="changed it"):
+    with pytest.raises(TamperingError, match="changed it"):
         guard.check()
     guard.check()
     assert bool((array == 1).all())

@@ -18,9 +18,9 @@ problems:
 contenders:
   - {format: bsr, kernel: scipy_bsr, params: {block: [16, 32]}}
   - {format: dense, kernel: cublas}
-  - {format: dense, kernel: wrong.zeros}
-  - {format: dense, kernel: wrong.turns_wrong}
-  - {format: dense, kernel: faulty.raises}
+  - {format: dense, kernel: wrong:zeros}
+  - {format: dense, kernel: wrong:turns_wrong}
+  - {format: dense, kernel: faulty:raises}
 baselines:
   - {format: dense, kernel: torch_dense}
 """
@@ -122,7 +122,7 @@ def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[s
     said, _ = session
     assert "6 failed, 6 passed, 2 skipped" in said
     assert said.count("\nwrong: before timing: relative error 1.00e+00") == 2
-    looked_at = r"\nwrong: before timing: \d+ of \d+ calls that were looked at are wrong"
+    looked_at = r"\nwrong: before timing: \d+ of \d+ inspected calls are wrong"
     assert len(re.findall(looked_at, said)) == 2
     assert said.count("\nfailed: prepare: RuntimeError: no such instruction") == 2
     assert "Traceback" not in said
@@ -130,7 +130,7 @@ def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[s
 
 @pytest.mark.exhaustive
 def test_deselected_cases_take_no_part(tmp_path: Path) -> None:
-    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty.crashes"))
+    (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty:crashes"))
     code, said = run(tmp_path, "suite.yaml", "-k", "torch_dense and m:4")
     assert (code, "1 passed, 1 deselected" in said) == (0, True)
 

@@ -41,8 +41,8 @@ baselines:
 
 def rows(*names: str) -> list[Row]:
     """Run one contest of the baseline and some faulty kernels in a worker process."""
-    contenders = (BASELINE, *(Contender("dense", f"faulty.{name}") for name in names))
-    hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty.hangs"}
+    contenders = (BASELINE, *(Contender("dense", f"faulty:{name}") for name in names))
+    hanging = {Case(PROBLEM, c).id for c in contenders if c.kernel == "faulty:hangs"}
     with pytest.MonkeyPatch.context() as patch:
         worker_timeouts.only_with(hanging, patch)
         return measured_rows(Runner("cpu", None, timeout_s=2), contenders)
@@ -280,8 +280,8 @@ def test_a_real_illegal_address_is_a_row() -> None:
     problem = Problem("linear", {**PROBLEM.fields, "dtype": "bf16"})
     contenders = (
         Contender("dense", "cublas", baseline=True),
-        Contender("dense", "faulty.illegal_address"),
-        Contender("dense", "faulty.exhausts"),
+        Contender("dense", "faulty:illegal_address"),
+        Contender("dense", "faulty:exhausts"),
     )
     runner = Runner("cuda:0", None, 60)
     try:

@@ -334,8 +334,8 @@ problems:
   - {op: ffn, n: 5632, k: 2048, m: [1, 4096], dtype: bf16, activation: relu, active: [8, 600]}
   - {op: mlp, n: 8192, k: 2048, m: [1, 4096], dtype: bf16, activation: relu, active: 8}
 contenders:
-  - {op: ffn, format: dense, kernel: ffn_sparse}
-  - {op: mlp, format: dense, kernel: mlp_sparse}
+  - {op: ffn, format: cvse, kernel: ffn_sparse}
+  - {op: mlp, format: cvse, kernel: mlp_sparse}
 baselines:
   - {format: dense, kernel: cublas}
 """)

@@ -168,7 +168,7 @@ BAD = {
                          "contenders[0].op: expected an op of the problems: linear; found"),
     "unknown format": (PROBLEM, "{format: bsrr, kernel: reference}", "", "(did you mean bsr?)"),
     "another format's kernel": (PROBLEM, "{format: bsr, kernel: scipy_csr}", "",
-                                "expected a kernel of format bsr, found scipy_csr of csr"),
+                                "expected format csr for kernel scipy_csr, found bsr"),
     "unknown param": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {blok: 8}}", "",
                       "contenders[0].params.blok: unknown key; takes block (did you mean block?)"),
     "unknown weight": (PROBLEM, "{format: bsr, kernel: scipy_bsr, params: {v.block: 8}}", "",

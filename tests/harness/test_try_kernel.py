@@ -90,9 +90,9 @@ def test_what_is_unsupported_is_said_before_anything_is_measured(
 
 
 def test_a_wrong_kernel_has_no_time_and_ends_with_3() -> None:
-    done = sparsebench("try", "wrong.zeros", "format=dense", *SMALL)
+    done = sparsebench("try", "wrong:zeros", "format=dense", *SMALL)
     assert done.returncode == 3
-    assert re.search(r"wrong\.zeros +wrong: before timing", done.stdout)
+    assert re.search(r"wrong:zeros +wrong: before timing", done.stdout)
 
 
 def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Which error is usual: what the bound allows in bf16 and the contest does not."""
 
-import pkgutil
 from dataclasses import replace
 from pathlib import Path
 
+import declare
 import inexact
 import pytest
 import torch
@@ -17,7 +17,7 @@ from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 64, "n": 96, "k": 2048, "pattern": "unstructured", "sparsity": 0.9, "block": 1}
-NAMES = [module.name for module in pkgutil.iter_modules(inexact.__path__)]
+NAMES = declare.names(inexact)
 
 
 def rows(dtype: str, *contenders: Contender, **fields: object) -> list[Row]:
@@ -28,12 +28,12 @@ def rows(dtype: str, *contenders: Contender, **fields: object) -> list[Row]:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp8"])
 def test_every_inexact_kernel_is_wrong_or_marked(dtype: str) -> None:
     right = Contender("csr", "scipy_csr") if dtype == "fp32" else Contender("dense", "torch_dense")
-    found = rows(dtype, right, *(Contender("dense", f"inexact.{name}") for name in NAMES))
+    found = rows(dtype, right, *(Contender("dense", name) for name in NAMES))
     marks = frame(found).marks
     assert found[0].status is Status.OK
     assert marks[0] == ""
     for row, mark in zip(found[1:], marks[1:], strict=True):
-        exact = dtype == "fp8" and row.case.contender.kernel == "inexact.five_bits"  # e4m3 has 3
+        exact = dtype == "fp8" and row.case.contender.kernel == "inexact:five_bits"  # e4m3 has 3
         accepted = row.status is Status.OK and mark == ""
         assert accepted == exact, f"{row.case.contender.label}: {row.error} of {row.usual_error}"
 
@@ -41,7 +41,7 @@ def test_every_inexact_kernel_is_wrong_or_marked(dtype: str) -> None:
 @pytest.mark.parametrize("name", ["scaled", "without_small_weights", "five_bits", "sums_in_bf16"])
 def test_the_bound_alone_would_let_them_pass_in_bf16(name: str) -> None:
     sizes = {"sparsity": 0.0, "pattern": "dense", "k": 4096}
-    (row,) = rows("bf16", Contender("dense", f"inexact.{name}"), **sizes)
+    (row,) = rows("bf16", Contender("dense", f"inexact:{name}"), **sizes)
     assert row.error is not None
     assert row.error_of_bound is not None
     assert row.error < 7.8e-3  # eps
@@ -49,7 +49,7 @@ def test_the_bound_alone_would_let_them_pass_in_bf16(name: str) -> None:
 
 
 def test_an_error_above_three_times_the_usual_is_wrong_unless_the_suite_allows_it() -> None:
-    rounded = Contender("dense", "inexact.scaled")
+    rounded = Contender("dense", "inexact:scaled")
     (wrong,) = rows("bf16", rounded)
     assert wrong.status is Status.WRONG
     assert "times the usual" in wrong.detail
@@ -62,7 +62,7 @@ def test_an_error_above_three_times_the_usual_is_wrong_unless_the_suite_allows_i
 
 
 def test_what_is_allowed_takes_the_place_of_the_bound() -> None:
-    eight_bits = Contender("dense", "inexact.int8_weights")
+    eight_bits = Contender("dense", "inexact:int8_weights")
     assert rows("fp32", eight_bits)[0].status is Status.WRONG
     allowed = replace(eight_bits, error={"at_most": 0.02, "why": "8 bits"})
     assert rows("fp32", allowed)[0].status is Status.OK

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.kernels._common.cubins import folder, kept
+from sparsebench.kernels._common.cubins import cached, folder
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def code(compiled: list[int], *asked: object) -> bytes:
     """Return the code of what is asked for; a compilation is counted."""
-    return kept(asked, lambda: compiled.append(1) or b"code")
+    return cached(asked, lambda: compiled.append(1) or b"code")
 
 
 def test_code_is_compiled_once_and_anew_for_other_constants(compiled: list[int]) -> None:

@@ -1,11 +1,11 @@
 """The gradients of a linear layer: definitions against autograd, peers against definitions."""
 
-import pkgutil
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
+import declare
 import pytest
 import torch
 import wrong_wgrad
@@ -189,9 +189,9 @@ def test_a_contest_of_input_gradients(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(wrong_wgrad.__path__)])
+@pytest.mark.parametrize("name", declare.names(wrong_wgrad))
 def test_every_wrong_weight_gradient_is_rejected(name: str, dtype: str) -> None:
-    wrong = Contender("bsr", f"wrong_wgrad.{name}", {"block": 16})
+    wrong = Contender("bsr", name, {"block": 16})
     dense = Contender("dense", "torch_dense")
     right, found = rows("linear_wgrad", dense, wrong, dtype=dtype, m=2048)
     assert right.status is Status.OK

@@ -11,14 +11,14 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import search as module
 from sparsebench.kernels._common.search import (
     FINALISTS,
-    MOST_TOLD,
+    MOST_LINES,
     Search,
     Trial,
     finalists,
+    lines_of,
     near,
     part_of,
     search,
-    told_of,
 )
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -28,34 +28,34 @@ CHOICES = [{"tile": tile, "warps": 4} for tile in (16, 32, 64)]
 
 def test_each_candidate_is_told_by_what_differs_the_default_first_and_the_kept_one_marked() -> None:
     trials = Trial(median_us=12.0), Trial(median_us=9.5), Trial(failed="OutOfResources: shared")
-    assert Search(1, trials).told(CHOICES, of="down") == [
+    assert Search(1, trials).lines(CHOICES, of="down") == [
         {"of": "down", "choice": {"tile": 16}, "median_us": 12.0},
         {"of": "down", "choice": {"tile": 32}, "median_us": 9.5, "kept": True},
         {"of": "down", "choice": {"tile": 64}, "failed": "OutOfResources: shared"},
     ]
-    assert Search(0).told(CHOICES[:1]) == []  # nothing was timed
+    assert Search(0).lines(CHOICES[:1]) == []  # nothing was timed
 
 
 def test_of_many_candidates_the_default_and_the_fastest_are_told() -> None:
-    count = 3 * MOST_TOLD
+    count = 3 * MOST_LINES
     trials = tuple(Trial(least_us=1000.0 - i) for i in range(count))
-    told = Search(count - 1, trials).told([{"tile": i} for i in range(count)])
-    assert len(told) == MOST_TOLD + 1
-    assert told[0]["choice"] == {"tile": 0}
-    assert told[1]["choice"] == {"tile": count - MOST_TOLD + 1}
-    assert told[-2]["kept"]
-    assert told[-1] == {"left_out": count - MOST_TOLD}
+    lines = Search(count - 1, trials).lines([{"tile": i} for i in range(count)])
+    assert len(lines) == MOST_LINES + 1
+    assert lines[0]["choice"] == {"tile": 0}
+    assert lines[1]["choice"] == {"tile": count - MOST_LINES + 1}
+    assert lines[-2]["kept"]
+    assert lines[-1] == {"left_out": count - MOST_LINES}
 
 
 def test_what_was_timed_for_a_part_names_the_part() -> None:
     launch = Launch(lambda: torch.zeros(1), candidates=[{"choice": {}, "median_us": 1.0}])
-    assert told_of("down", launch) == [{"choice": {}, "median_us": 1.0, "of": "down"}]
+    assert lines_of("down", launch) == [{"choice": {}, "median_us": 1.0, "of": "down"}]
 
 
 def test_a_part_of_a_part_keeps_its_name_and_is_found_again() -> None:
     own = [{"choice": {"tile": 1}, "median_us": 1.0}]
-    down = told_of("down", Launch(lambda: torch.zeros(1), candidates=own))
-    whole = told_of("dense, layer", Launch(lambda: torch.zeros(1), candidates=down))
+    down = lines_of("down", Launch(lambda: torch.zeros(1), candidates=own))
+    whole = lines_of("dense, layer", Launch(lambda: torch.zeros(1), candidates=down))
     assert whole[0]["of"] == "dense, layer, down"
     assert part_of("dense, layer", whole) == down
     assert part_of("down", down) == own
@@ -67,7 +67,7 @@ def test_finalists_are_the_default_and_what_is_near_the_fastest() -> None:
     assert near([9.0, 5.0, 5.4, 5.6, 5.2]) == [0, 1, 2, 4]
     assert len(near([9.0, *[5.0] * 40])) == 1 + FINALISTS
     trials = Trial(median_us=9.0), Trial(failed="no"), Trial(median_us=5.0), Trial(least_us=7.0)
-    lines = Search(2, trials).told([{"of_all": 1, "tile": i} for i in range(4)], whole=True)
+    lines = Search(2, trials).lines([{"of_all": 1, "tile": i} for i in range(4)], whole=True)
     assert finalists(lines) == [{"of_all": 1, "tile": 0}, {"of_all": 1, "tile": 2}]
     assert finalists([*lines, {"left_out": 3}]) == finalists(lines)
     assert finalists([]) == []
@@ -118,6 +118,6 @@ def test_forty_candidates_add_less_than_half_a_kilobyte_to_a_compressed_row() ->
     row = replace(row, samples_us=tuple(round(us, 3) for us in times))
     trials = tuple(Trial(median_us=round(us, 2)) for us in times[:40])
     choices = [{"tile": 16 * (i % 4), "stages": i % 5, "warps": 2 ** (i % 3)} for i in range(40)]
-    told = replace(row, candidates=tuple(Search(3, trials).told(choices)))
-    plain, more = (len(gzip.compress(json.dumps(asdict(r)).encode())) for r in (row, told))
+    lines = replace(row, candidates=tuple(Search(3, trials).lines(choices)))
+    plain, more = (len(gzip.compress(json.dumps(asdict(r)).encode())) for r in (row, lines))
     assert more - plain < 500

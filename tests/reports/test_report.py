@@ -23,7 +23,7 @@ from sparsebench.reports.figures._svg import COLOURS, canvas, looks, shade, styl
 from sparsebench.reports.figures._sweep import CHARACTER, NARROWEST, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
-from sparsebench.results.contests import every
+from sparsebench.results.contests import all_views
 from sparsebench.results.formatting import percent, significant
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
@@ -257,8 +257,8 @@ def test_ids_on_a_page_are_unique(kind: str) -> None:
     assert ids[:2] == ["answer", "measured"]
     ids.remove("measured")
     assert ids == [figure.name for figure in figures() if figure.name in ids]
-    every = re.findall(r' id="([^"]*)"', text)
-    assert len(every) == len(set(every))
+    all_views = re.findall(r' id="([^"]*)"', text)
+    assert len(all_views) == len(set(all_views))
 
 
 def test_the_sparsity_run_has_every_figure_that_needs_nothing_that_it_has_not() -> None:
@@ -284,7 +284,7 @@ def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> No
 
 
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    views = len(every(frames(sweep()).cases))
+    views = len(all_views(frames(sweep()).cases))
     assert f"1 of {views} choices" not in answer.draw(frames(sweep()))
     monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", views - 1)
     assert f"1 of {views} choices" in answer.draw(frames(sweep()))
@@ -429,7 +429,7 @@ def test_quantities_have_three_digits_and_no_exponent(value: float, text: str) -
 
 
 def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
-    portfolio = Contender("dense", "ffn_sparse", options={"way": "best"})
+    portfolio = Contender("cvse", "ffn_sparse", options={"way": "best"})
     draw, rows = np.random.default_rng(0), []
     for i in range(8):
         for first in contest(Problem("linear", fields(64, 4096, 4096, 0.9, 32)), i, draw)[:2]:
@@ -439,7 +439,7 @@ def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
                 case = replace(first.case, contender=portfolio)
                 rows[-1] = replace(first, case=case, choice=choice)
     page = build(run(rows))
-    named = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
+    named = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
     assert f"<b>{named}</b>" in page
     assert "dense, ffn_dense_triton" in page
     answer = page[page.index('<section id="answer">') : page.index('<section id="measured">')]

@@ -133,7 +133,7 @@ def test_more_than_zeros_can_save_is_told() -> None:
 
 
 def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
-    best = Contender("dense", "ffn_sparse", options={"way": "best"})
+    best = Contender("cvse", "ffn_sparse", options={"way": "best"})
     choice = {"way": "dense", "by": "cublas_ffn", "dense": {}}
     made = run(8, 50.0)
     rows = [

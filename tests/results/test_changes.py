@@ -36,7 +36,7 @@ def run(name: str, gpu: str = "A", dense_us: float = 100.0, **bsr_us: float) -> 
 
 
 def words(a: Run, b: Run) -> list[str]:
-    own = changes(a, b).own
+    own = changes(a, b).contenders
     return [str(word) for word in own.sort_values("level").word]
 
 
@@ -67,13 +67,13 @@ def test_a_slower_device_with_the_same_speed_ups_is_equal() -> None:
 def test_a_baseline_that_moved_is_the_reason() -> None:
     moved = changes(run("a"), run("b", dense_us=150.0))
     assert moved.counts == {"faster": 3}
-    assert set(moved.own.why) == {"baselines are 0.667 times as fast"}
+    assert set(moved.contenders.why) == {"baselines are 0.667 times as fast"}
     assert moved.baseline_mean == pytest.approx(100 / 150)
 
 
 def test_other_code_and_another_choice_are_reasons() -> None:
     other = with_bsr(run("b", at_90=20), code="sass:2", choice={"tile": 64})
-    slower = changes(run("a"), other).own.set_index("level").loc[0.9]
+    slower = changes(run("a"), other).contenders.set_index("level").loc[0.9]
     assert slower.why == "other compiled code; another choice"
 
 
@@ -81,7 +81,7 @@ def test_a_case_that_broke_is_told_with_its_reason_and_fails_the_gate() -> None:
     broken = with_bsr(run("b"), status=Status.WRONG, detail="all zero", samples_us=())
     found = changes(run("a"), broken)
     assert found.counts == {"broken": 3}
-    assert set(found.own.why) == {"wrong: all zero"}
+    assert set(found.contenders.why) == {"wrong: all zero"}
     assert len(failing(found, 0.5)) == 3
 
 

@@ -276,9 +276,9 @@ def test_parquet_without_pyarrow_says_what_to_install(
         to_parquet(frame([row()]), tmp_path / "rows.parquet")
 
 
-BEST = Contender("dense", "ffn_sparse", options={"way": "best"})
+BEST = Contender("cvse", "ffn_sparse", options={"way": "best"})
 KEPT = {"way": "dense", "by": "ffn_dense_triton", "dense": {}}  # as choices were published before
-TRITON = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
+TRITON = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,9 @@ TRITON = "dense/ffn_dense_triton (chosen by dense/ffn_sparse way=best)"
     [
         ("ffn_sparse", {"chosen": "dense, cublas", "way": "dense"}, "dense, cublas"),
         ("ffn_sparse", KEPT, "dense, ffn_dense_triton"),
-        ("ffn_sparse", {"way": "few"}, "sparse activations, ffn_few"),
-        ("mlp_sparse", {"way": "few"}, "sparse activations, mlp_few"),
-        ("mlp_sparse", {"way": "library"}, "sparse activations, mlp_sparse way=library"),
+        ("ffn_sparse", {"way": "few"}, "cvse, ffn_few"),
+        ("mlp_sparse", {"way": "few"}, "cvse, mlp_few"),
+        ("mlp_sparse", {"way": "library"}, "cvse, mlp_sparse way=library"),
         ("ffn_sparse", {}, ""),
         ("cublas", {"library": "cublas"}, ""),
     ],
@@ -307,7 +307,7 @@ def test_a_dense_kernel_that_a_portfolio_chose_wins_by_its_own_name() -> None:
     rows = [row(DENSE, (5.0,)), row(BEST, (10.0,), choice=KEPT)]
     assert winners(summary(frame(rows))).runner_up.iloc[0] == TRITON
     rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice={"way": "few"})]
-    ran = f"{BEST.label} (chosen: sparse activations, ffn_few)"
+    ran = f"{BEST.label} (chosen: cvse, ffn_few)"
     assert winners(summary(frame(rows))).ran.iloc[0] == ran
 
 

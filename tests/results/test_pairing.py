@@ -8,7 +8,7 @@ import pytest
 from sparsebench.results.analysis import compared, summary, winners
 from sparsebench.results.frame import blocks_us, frame, opponents
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.statistics import IntervalKind, between
+from sparsebench.results.statistics import IntervalKind, ratio_over
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton")
@@ -43,7 +43,7 @@ def test_a_twin_is_never_taken_for_its_original() -> None:
 def test_a_ratio_of_two_contenders_is_the_median_of_ratios_within_blocks() -> None:
     """The clock doubles midway: medians of whole rows say 1.33, blocks say 2."""
     ours, over = row(BSR, [1.0, 1.0, 2.0, 4.0]), row(CSR, [2.0, 2.0, 4.0, 2.0])
-    found = between({(0, 0): blocks_us(ours)}, {(0, 0): blocks_us(over)})
+    found = ratio_over({(0, 0): blocks_us(ours)}, {(0, 0): blocks_us(over)})
     assert found is not None
     assert found.value == pytest.approx(2)
     assert found.interval_kind is IntervalKind.QUARTILES
@@ -53,10 +53,10 @@ def test_a_ratio_of_two_contenders_is_the_median_of_ratios_within_blocks() -> No
 def test_a_ratio_is_paired_within_the_processes_that_both_ran_in() -> None:
     ours = {(p, 0): np.array([1.0]) for p in range(8)}
     over = {(p, 0): np.array([2.0 + p]) for p in range(3, 8)} | {(2, 1): np.array([99.0])}
-    found = between(ours, over)
+    found = ratio_over(ours, over)
     assert found is not None
     assert (found.low, found.high) == pytest.approx((5, 9))
-    assert between({(0, 0): np.array([1.0])}, {(1, 0): np.array([1.0])}) is None
+    assert ratio_over({(0, 0): np.array([1.0])}, {(1, 0): np.array([1.0])}) is None
 
 
 def test_a_lead_is_a_speed_up_over_the_runner_up() -> None:

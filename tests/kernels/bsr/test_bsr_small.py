@@ -1,8 +1,6 @@
 """The kernel for small blocks: its lists on paper, its code compiled, and on a GPU its products."""
 
-import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise, product
 
 import numpy as np
@@ -11,8 +9,6 @@ import torch
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import bsr_small
 from sparsebench.kernels.bsr._small_steps import (
     END,
@@ -26,25 +22,9 @@ from sparsebench.kernels.bsr._small_steps import (
     work,
 )
 from sparsebench.kernels.bsr.bsr_small import Config
-from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.kernels.bsr.examples import Shape, assert_right, example, moved
-from tests.tools.marks import sampled
-
-CONFIGS = [Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
-
-# m, n, k, block, part of the blocks that is stored: full rows, so that a slot's room for blocks
-# ends a step; edge blocks that leave W on both sides; rows and columns without a block; none.
-SHAPES = [
-    (100, 320, 192, 16, 0.3),
-    (130, 512, 256, 32, 1.0),
-    (65, 288, 512, 16, 1.0),
-    (300, 200, 264, 32, 0.4),
-    (257, 328, 200, 16, 0.2),
-    (40, 1024, 1024, 16, 0.01),
-    (1, 1024, 512, 32, 0.05),
-    (70, 128, 128, 32, 0.0),
-]
+from tests.compiling.nvcc import hopper
+from tests.kernels.bsr.cases import SHAPES, SMALL
+from tests.kernels.bsr.examples import example, on_gpu
 
 
 def unpacked(values: torch.Tensor) -> np.ndarray:
@@ -98,9 +78,9 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SMALL, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES["bsr_small"], ids=str)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense()
@@ -189,7 +169,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
 
     def refused(x: torch.Tensor, w: Bsr, transposed: bool = False) -> str:
         with pytest.raises(Unsupported) as raised:
-            bsr_small.launch(x, w, CONFIGS[0], transposed=transposed)
+            bsr_small.launch(x, w, SMALL[0], transposed=transposed)
         return str(raised.value)
 
     assert "found torch.float32 and torch.float32" in refused(x, w)
@@ -221,91 +201,6 @@ def test_a_workers_first_step_comes_with_the_launch():
         assert (tile_and_blocks >> 8) * 64 == step[0, 1]
         assert tile_and_blocks & 0xFF == step[0, 0]
         assert first == step[0, 3]
-
-
-@pytest.mark.parametrize("kernel", [bsr_small.KERNEL, bsr_small.DGRAD])
-def test_other_devices_are_refused(kernel):
-    problem = Problem(kernel.op, {"dtype": "bf16"})
-    reason = kernel.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
-
-
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
-    half, bf16 = torch.float16, torch.bfloat16
-    whats = (24, half, False, True), (12, bf16, False, False), (5, bf16, True, True)
-    for block, (room, dtype, *flags) in product(bsr_small.BLOCKS, whats):
-        constants = bsr_small.constants_of(config, room, block, dtype, *flags)
-        # C7519: a fence before each row's products, whose registers a branch may have left alone.
-        assert_compiles_cleanly("bsr_small", constants, tmp_path, allowed="(C7519)")
-
-
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-def test_nvrtc_compiles_it():
-    constants = bsr_small.constants_of(
-        CONFIGS[0], 24, 16, torch.float16, transposed=False, once=True
-    )
-    assert cuda.compiled("bsr_small", constants).startswith(b"\x7fELF")
-    assert cuda.compiled("bsr_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
-
-
-def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
-    w, x, dy = example(shape)
-    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
-    for shape, watchdog in product([(1000, 1536, 1280, 16, 0.2), *SHAPES], (True, False)):
-        w, x = on_gpu(shape, dtype, transposed)
-        program = bsr_small.launch(x, w, config, transposed=transposed, watchdog=watchdog)
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            program()
-        torch.cuda.synchronize()
-        assert_right(program.out, x, w, transposed, (shape, watchdog))
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
-    w, _, _ = example((1, 64, 64, 16, 1.0))
-    dense = w.to_dense().cuda().half()
-    dense[:16, 16:32] = 0  # block row 0 does not touch columns 16 to 31, its neighbours do
-    x = torch.randn(300, 64, device="cuda").half()
-    x[:, 20] = float("nan")
-    y = bsr_small.launch(x, Bsr.from_dense(dense, block=16), config)()
-    assert y[:, :16].isfinite().all()
-    assert y[:, 16:].isnan().all()
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("block", [8, 16, 32, 64])
-@pytest.mark.parametrize("kernel", [bsr_small.KERNEL, bsr_small.DGRAD])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel, block):
-    transposed = kernel is bsr_small.DGRAD
-    w, x = on_gpu((1000 if block < 64 else 200, 1536, 1280, block, 0.1), "bf16", transposed)
-    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
-    given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = kernel.prepare(operands)
-    again = kernel.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, transposed, launch.choice)
 
 
 def captured(calls) -> torch.cuda.CUDAGraph:
@@ -359,7 +254,7 @@ def test_weights_may_be_written_just_before(config):
         outs.append(bsr_small.bind(plan, x, values)())
     assert all(torch.equal(out, -first if i % 2 == 0 else first) for i, out in enumerate(outs))
     program = bsr_small.bind(plan, x, values)
-    packed, kept = program.kept[1], torch.empty_like(program.out)
+    packed, kept = program.tensors[1], torch.empty_like(program.out)
     graph = captured([packed.neg_, program, lambda: kept.copy_(program.out), packed.neg_, program])
     for _ in range(50):
         graph.replay()

@@ -1,8 +1,6 @@
 """The kernel for odd blocks: its lists on paper, its code compiled, and on a GPU its products."""
 
-import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise, product
 
 import numpy as np
@@ -11,8 +9,6 @@ import torch
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import _launch, bsr_strips
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, gathered, worked
 from sparsebench.kernels.bsr.bsr_strips import (
@@ -23,27 +19,8 @@ from sparsebench.kernels.bsr.bsr_strips import (
     strips_of,
     tiles_of,
 )
-from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.kernels.bsr.examples import Shape, assert_right, example, moved
-from tests.tools.marks import sampled
-
-# Few rows and many, one warpgroup; every number of strips in a step; aligned strips.
-CONFIGS = [Config(128, 2, 2), Config(64, 1, 1), Config(64, 3, 2), Config(256, 1, 2)]
-ALIGNED = [Config(128, 2, 2, 2), Config(64, 1, 1, 2), Config(64, 3, 2, 2), Config(256, 1, 2, 2)]
-
-# m, n, k, block, part of the blocks that is stored: full rows; edge blocks that leave W on both
-# sides; blocks that are cut into tiles; tiles of odd multiples of 8; none at all.
-SHAPES = [
-    (100, 320, 192, (24, 24), 0.3),
-    (130, 200, 328, (48, 48), 1.0),
-    (65, 288, 512, (40, 40), 0.1),
-    (300, 200, 264, (80, 96), 0.4),
-    (257, 1000, 1000, (40, 24), 0.2),
-    (513, 776, 520, (56, 56), 0.15),
-    (1, 640, 640, (64, 16), 0.05),
-    (4, 64, 64, (24, 48), 0.0),
-]
+from tests.kernels.bsr.cases import SHAPES, STRIPS
+from tests.kernels.bsr.examples import example
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
@@ -99,9 +76,9 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, *ALIGNED], ids=str)
+@pytest.mark.parametrize("config", STRIPS, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES["bsr_strips"], ids=str)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     if not tiles_of(w, transposed, config.across).possible(config):
@@ -161,7 +138,7 @@ def test_values_that_are_packed_have_zeros_where_there_is_no_block():
     shape = (64, 72), (*w.values.shape,), (64, 48)
     plan = _launch.Plan(None, (), lambda *a: a, *shape, torch.float16, order.clamp(0), zeros=zeros)
     bound = _launch.bind(plan, torch.zeros(64, 72).half(), w.values)
-    packed = bound.kept[1].view(-1, 8)
+    packed = bound.tensors[1].view(-1, 8)
     assert (packed[zeros] == 0).all()
     assert sorted(packed[order >= 0].flatten().tolist()) == sorted(w.values.flatten().tolist())
 
@@ -191,7 +168,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
 
     def refused(x: torch.Tensor, w: Bsr, transposed: bool = False) -> str:
         with pytest.raises(Unsupported) as raised:
-            bsr_strips.launch(x, w, CONFIGS[0], transposed=transposed)
+            bsr_strips.launch(x, w, STRIPS[0], transposed=transposed)
         return str(raised.value)
 
     assert "found torch.float32 and torch.float32" in refused(x, w)
@@ -209,89 +186,3 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
         bsr_strips.plan(large, 300, Config(256, 2, 2))
     with pytest.raises(FormatError, match="expected ascending columns"):
         tiles_of(replace(half, columns=half.columns.flip(0).contiguous()), transposed=False)
-
-
-@pytest.mark.parametrize("kernel", [bsr_strips.KERNEL, bsr_strips.DGRAD])
-def test_other_devices_are_refused(kernel):
-    problem = Problem(kernel.op, {"dtype": "bf16"})
-    reason = kernel.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
-
-
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("config", sampled([*CONFIGS, Config(128, 3, 2), *ALIGNED], 0, -4), ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
-    whats = (48, 48, 23, torch.bfloat16), (24, 40, 5, torch.float16), (40, 24, 42, torch.bfloat16)
-    if config.across > 1:
-        whats = tuple((height, 16, *rest) for height, _, *rest in whats)
-    for height, depth, room, dtype in whats:
-        constants = bsr_strips.constants_of(config, height, depth, room, dtype)
-        # C7519: a fence before each row's products, whose registers a branch may have left alone.
-        assert_compiles_cleanly("bsr_strips", constants, tmp_path, allowed="(C7519)")
-
-
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-def test_nvrtc_compiles_it():
-    constants = bsr_strips.constants_of(CONFIGS[0], 48, 48, 23, torch.float16)
-    assert cuda.compiled("bsr_strips", constants).startswith(b"\x7fELF")
-    assert cuda.compiled("bsr_strips", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
-
-
-def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
-    w, x, dy = example(shape)
-    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("config", [*CONFIGS, *ALIGNED], ids=str)
-def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
-    for shape, watchdog in product([(1000, 1536, 1280, (48, 40), 0.2), *SHAPES], (True, False)):
-        w, x = on_gpu(shape, dtype, transposed)
-        if not tiles_of(w, transposed, config.across).possible(config):
-            continue
-        program = bsr_strips.launch(x, w, config, transposed=transposed, watchdog=watchdog)
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            program()
-        torch.cuda.synchronize()
-        assert_right(program.out, x, w, transposed, (shape, watchdog))
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("config", [*CONFIGS, *ALIGNED], ids=str)
-def test_a_nan_beside_a_block_stays_out_of_its_rows(config):
-    w, _, _ = example((1, 96, 96, (24, 24), 1.0))
-    dense = w.to_dense().cuda().half()
-    dense[:24, 24:48] = 0  # block row 0 does not touch columns 24 to 47, its neighbours do
-    x = torch.randn(300, 96, device="cuda").half()
-    x[:, 40] = float("nan")  # eight columns beside a block are read with it
-    y = bsr_strips.launch(x, Bsr.from_dense(dense, block=24), config)()
-    assert y[:, :24].isfinite().all()
-    assert y[:, 24:].isnan().all()
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("block", [24, 40, 48, 96])
-@pytest.mark.parametrize("kernel", [bsr_strips.KERNEL, bsr_strips.DGRAD])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel, block):
-    transposed = kernel is bsr_strips.DGRAD
-    w, x = on_gpu((1000, 1536, 1280, (block, block), 0.1), "bf16", transposed)
-    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
-    given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = kernel.prepare(operands)
-    again = kernel.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, transposed, launch.choice)

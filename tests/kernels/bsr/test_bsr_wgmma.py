@@ -1,6 +1,5 @@
 """The Hopper kernel: its lists on paper, its code compiled, and on such a GPU its products."""
 
-import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise, product
@@ -13,30 +12,14 @@ import torch
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_wgmma
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.kernels.bsr.examples import assert_right, moved
-from tests.tools.marks import sampled
-
-CONFIGS = [Config(tokens, cluster) for tokens in bsr_wgmma.TOKENS for cluster in (1, 2)]
-
-# m, n, k, block, part of the blocks that is stored: one slice a block row, three, two; rectangles;
-# edge blocks that leave W on both sides; block rows and columns without a block; none at all.
-SHAPES = [
-    (100, 320, 192, (64, 64), 0.5),
-    (65, 384, 576, (192, 192), 0.4),
-    (300, 512, 256, (128, 64), 0.4),
-    (129, 256, 512, (64, 128), 0.4),
-    (513, 200, 264, (128, 128), 0.7),
-    (40, 1024, 1024, (64, 64), 0.03),
-    (70, 128, 128, (64, 64), 0.0),
-]
-Shape = tuple[int, int, int, tuple[int, int], float]
+from tests.kernels.bsr.cases import SHAPES, WGMMA
+from tests.kernels.bsr.examples import example
 
 
 def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
@@ -47,17 +30,6 @@ def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
     values = torch.randn(len(columns), r, c, generator=torch.Generator().manual_seed(0))
     shape = there.shape[0] * r, there.shape[1] * c
     return Bsr(shape, torch.from_numpy(offsets), torch.from_numpy(columns), values)
-
-
-def example(shape: Shape) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
-    """Return W and activations for both directions, X [m, k] and dY [m, n]."""
-    m, n, k, block, density = shape
-    rows, columns = -(-n // block[0]), -(-k // block[1])
-    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
-    whole = bsr_of(order < density * rows * columns, block)
-    w = Bsr.from_dense(whole.to_dense()[:n, :k].contiguous(), block=list(block))
-    generator = torch.Generator().manual_seed(2)
-    return w, *(torch.randn(m, size, generator=generator) for size in (k, n))
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
@@ -85,7 +57,7 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
 
 @pytest.mark.parametrize("config", [Config(256, 1), Config(64, 2)])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES["bsr_wgmma"])
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense().numpy()
@@ -207,18 +179,11 @@ def bsr16() -> Bsr:
     return replace(w, values=w.values.half())
 
 
-@pytest.mark.parametrize("kernel", [bsr_wgmma.KERNEL, bsr_wgmma.DGRAD])
-def test_other_devices_are_refused(kernel):
-    problem = Problem("linear", {"dtype": "fp16"})
-    reason = kernel.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
-
-
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
 def test_no_problem_has_more_than_four_configurations_and_none_is_for_other_tokens(m):
     found = bsr_wgmma.configurations(m, 4096)
     assert 1 <= len(found) <= 4
-    assert all(config in CONFIGS for config in found)
+    assert all(config in WGMMA for config in found)
     assert all(
         config.tokens * config.cluster < 2 * m or config == Config(64, 1) for config in found
     )
@@ -229,74 +194,8 @@ def test_few_items_make_the_smaller_tile_the_first(m, width, tokens):
     assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
-    for transposed, dtype in product((False, True), (torch.float16, torch.bfloat16)):
-        constants = bsr_wgmma.constants_of(config, dtype, transposed)
-        assert_compiles_cleanly("bsr_wgmma", constants, tmp_path)
-
-
 @pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-def test_nvrtc_compiles_it_and_says_where_it_does_not():
-    constants = bsr_wgmma.constants_of(CONFIGS[0], torch.float16, transposed=False)
-    assert cuda.compiled("bsr_wgmma", constants).startswith(b"\x7fELF")
-    assert cuda.compiled("bsr_wgmma", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
+def test_an_error_of_nvrtc_names_the_macros():
+    constants = bsr_wgmma.constants_of(WGMMA[0], torch.float16, transposed=False)
     with pytest.raises(RuntimeError, match=r"NVRTC, bsr_wgmma.cu -DTOKENS=256: .*CLUSTER"):
         cuda.compiled("bsr_wgmma", constants[:1])
-
-
-def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, torch.Tensor]:
-    w, x, dy = example(shape)
-    return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_products_are_right_on_a_hopper_gpu(config, transposed, dtype):
-    for shape, watchdog in product([(1000, 1536, 1280, (128, 128), 0.3), *SHAPES], (True, False)):
-        w, x = on_gpu(shape, dtype, transposed)
-        program = bsr_wgmma.launch(x, w, config, transposed=transposed, watchdog=watchdog)
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            program()
-        torch.cuda.synchronize()
-        assert_right(program.out, x, w, transposed, (shape, watchdog))
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(config):
-    w = bsr_of([[1, 0, 1], [1, 1, 0]])
-    w = Bsr((128, 192), w.offsets.cuda(), w.columns.cuda(), w.values.cuda().half())
-    x = torch.randn(300, 192, device="cuda").half()
-    x[:, 130] = float("nan")  # row 0's alone
-    y = bsr_wgmma.launch(x, w, config)()
-    assert y[:, :64].isnan().all()
-    assert y[:, 64:].isfinite().all()
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("kernel", [bsr_wgmma.KERNEL, bsr_wgmma.DGRAD])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(kernel):
-    transposed = kernel is bsr_wgmma.DGRAD
-    w, x = on_gpu((1000, 1536, 1280, (64, 64), 0.2), "bf16", transposed)
-    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
-    given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(kernel.op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = kernel.prepare(operands)
-    again = kernel.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, transposed, launch.choice)

@@ -1,21 +1,12 @@
 """The Hopper kernel for dW: its lists on paper, its code compiled, and on such a GPU its sums."""
 
-import shutil
-from dataclasses import replace
-from importlib.util import find_spec
-from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.bsr import bsr_wgrad
 from sparsebench.kernels.bsr._wgrad_schedule import (
     TILES,
     Half,
@@ -27,50 +18,11 @@ from sparsebench.kernels.bsr._wgrad_schedule import (
     sides_of,
     work_of,
 )
-from sparsebench.kernels.bsr.bsr_wgrad import CONFIGS, Config
-from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.kernels.bsr.examples import moved
-from tests.tools.marks import sampled
+from sparsebench.kernels.bsr.bsr_wgrad import Config
+from tests.kernels.bsr.cases import SHAPES, WGRAD
+from tests.kernels.bsr.examples import activations, pattern_of  # moved
 
 DONE = 2**31
-
-# m, n, k, block, part of the blocks that is stored: few tokens, and enough to cut items; slices
-# alone, in pairs, in threes; edge blocks that leave W on both sides, by whole tiles too; block rows
-# and columns without a block; none at all; blocks of tiles that are smaller than 64.
-SHAPES = [
-    (1, 320, 192, (64, 64), 0.5),
-    (1000, 512, 640, (64, 64), 0.6),
-    (65, 384, 576, (192, 192), 0.4),
-    (300, 512, 256, (128, 64), 0.4),
-    (2051, 256, 512, (64, 128), 0.4),
-    (513, 200, 264, (128, 128), 0.7),
-    (1500, 200, 136, (128, 192), 1.0),
-    (700, 1024, 1024, (64, 64), 0.03),
-    (70, 128, 128, (64, 64), 0.0),
-    (300, 200, 328, (48, 40), 0.5),
-    (700, 520, 504, (56, 96), 0.4),
-    (2051, 480, 400, (80, 80), 0.3),
-]
-Shape = tuple[int, int, int, tuple[int, int], float]
-
-
-def pattern_of(shape: Shape) -> Bsr:
-    """Return a random pattern; its values mean nothing."""
-    _, n, k, (r, c), density = shape
-    rows, columns = -(-n // r), -(-k // c)
-    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
-    there = order < density * rows * columns
-    offsets = np.concatenate([[0], there.sum(1).cumsum()]).astype(np.int32)
-    values = torch.full((int(offsets[-1]), r, c), float("nan"))
-    index = torch.from_numpy(offsets), torch.from_numpy(np.nonzero(there)[1].astype(np.int32))
-    return Bsr((n, k), *index, values)
-
-
-def activations(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dY [m, n] and X [m, k]."""
-    generator = torch.Generator().manual_seed(2)
-    return tuple(torch.randn(shape[0], size, generator=generator) for size in shape[1:3])
 
 
 def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, workers: int) -> Any:
@@ -128,8 +80,8 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
 
 
 @pytest.mark.parametrize("workers", [3, 7, 60])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", WGRAD, ids=str)
+@pytest.mark.parametrize("shape", SHAPES["bsr_wgrad"], ids=str)
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     pattern, (dy, x) = pattern_of(shape), activations(shape)
     expected = pattern.sample(dy.T @ x).values
@@ -242,144 +194,3 @@ def test_a_counter_turns_when_the_last_piece_is_there_and_is_ready_for_the_next_
             counter = (counter + adds[i]) % 2**32
             assert ((counter ^ before) >= DONE) == (arrived == of)
         assert counter % DONE == 0
-
-
-def refused(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor) -> str:
-    given = {"dy": dy, "x": x}
-    with pytest.raises(Unsupported) as raised:
-        bsr_wgrad.prepare(
-            Operands(
-                Problem("linear_wgrad", {"dtype": "bf16"}), {}, given, torch.matmul, None, pattern
-            )
-        )
-    return str(raised.value)
-
-
-def test_what_the_kernel_cannot_sum_is_refused_before_anything_is_built():
-    pattern = pattern_of((4, 128, 192, (64, 64), 1.0))
-    half = replace(pattern, values=pattern.values.half())
-    dy, x = torch.zeros(4, 128).half(), torch.zeros(4, 192).half()
-    assert "found torch.float16, torch.bfloat16 and" in refused(half, dy, x.bfloat16())
-    assert "and a pattern of torch.float32" in refused(pattern, dy, x)
-    assert "and a pattern of torch.float32" in refused(pattern, dy.float(), x.float())
-    assert "expected dY [m, 128] and X [m, 192], found shapes [3" in refused(half, dy[:3], x)
-    assert "found shapes [4, 64] and [4, 192]" in refused(half, dy[:, :64], x)
-    small = pattern_of((4, 128, 192, (64, 32), 1.0))
-    small = replace(small, values=small.values.half())
-    assert "multiples of 40, 48, 56 or 64 rows and columns, found 64x32" in refused(small, dy, x)
-
-
-def test_other_devices_are_refused():
-    problem = Problem("linear_wgrad", {"dtype": "fp16"})
-    reason = bsr_wgrad.KERNEL.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
-
-
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("tiles", sampled(TILES))
-@pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tiles, tmp_path):
-    for sides, dtype in (((64, 64), torch.float16), ((48, 40), torch.bfloat16)):
-        constants = bsr_wgrad.constants_of(config, tiles, sides, dtype)
-        assert_compiles_cleanly("bsr_wgrad", constants, tmp_path)
-
-
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-def test_nvrtc_compiles_it():
-    constants = bsr_wgrad.constants_of(CONFIGS[0], max(TILES), (64, 64), torch.float16)
-    assert cuda.compiled("bsr_wgrad", constants).startswith(b"\x7fELF")
-    assert cuda.compiled("bsr_wgrad", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
-
-
-def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
-    return moved(pattern_of(shape), dtype), *(
-        a.cuda().to(DTYPES[dtype]) for a in activations(shape)
-    )
-
-
-def assert_right(values: Any, dy: Any, x: Any, pattern: Bsr, what: Any) -> None:
-    """Hold the values against the definition; what a block has outside of W is zero."""
-    dy, x = dy.double(), x.double()
-    spread = (dy.square().T @ x.square()).sqrt()
-    expected = Expected(dy.T @ x, spread, values.dtype, len(x))
-    found = check(replace(pattern, values=values), expected, pattern)
-    assert found.reason is None, f"{what}: {found.reason}"
-
-
-# Beside the shapes above, some with more items than workers, and with items cut either way.
-LARGE = [
-    (4096, 1024, 1024, (64, 64), 0.3),
-    (1030, 4096, 4096, (128, 128), 0.5),
-    (2000, 4096, 4096, (64, 64), 0.2),
-    (4096, 2048, 4096, (64, 64), 0.05),
-    (3000, 2080, 1920, (80, 96), 0.1),
-]
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_sums_are_right_on_a_hopper_gpu_and_the_same_bits_every_time(config, dtype):
-    for shape, watchdog in product([*LARGE, *SHAPES], (True, False)):
-        pattern, dy, x = on_gpu(shape, dtype)
-        program = bsr_wgrad.launch(dy, x, pattern, config, watchdog=watchdog)
-        found = []
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            found.append(program().clone())
-        torch.cuda.synchronize()
-        assert_right(found[0], dy, x, pattern, (shape, watchdog))
-        assert all(
-            torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairwise(found)
-        )
-
-
-@pytest.mark.gpu
-@hopper
-def test_a_nan_stays_in_its_row_and_column():
-    pattern, dy, x = on_gpu((3000, 512, 512, (64, 64), 0.5), "bf16")
-    dy[:, 70], x[:, 130] = float("nan"), float("nan")
-    values = bsr_wgrad.launch(dy, x, pattern, Config(64, 4))()
-    dense = replace(pattern, values=values).to_dense().isnan()
-    there = replace(pattern, values=torch.ones_like(values)).to_dense() == 1
-    there[torch.arange(512) != 70] &= torch.arange(512, device="cuda") == 130
-    assert torch.equal(dense, there)
-
-
-@pytest.mark.gpu
-@hopper
-def test_one_plan_serves_other_operands():
-    shape = (1000, 1024, 1024, (64, 64), 0.1)
-    pattern, dy, x = on_gpu(shape, "bf16")
-    plan = bsr_wgrad.plan(pattern, len(dy), Config(64, 2))
-    for factor in (1, 2):
-        values = bsr_wgrad.bind(plan, dy * factor, x)()
-        assert_right(values, dy * factor, x, pattern, factor)
-    with pytest.raises(Unsupported, match="planned for"):
-        bsr_wgrad.bind(plan, dy[:10], x[:10])
-
-
-@pytest.mark.gpu
-@hopper
-def test_a_prepared_launch_is_captured_and_sums_rewritten_activations():
-    pattern, dy, x = on_gpu((1000, 1536, 1280, (64, 64), 0.1), "bf16")
-    wide = [a.new_zeros(len(a), a.shape[1] + 64)[:, : a.shape[1]] for a in (dy, x)]
-    given = dict(zip(("dy", "x"), wide, strict=True))  # rows with a gap between them
-    operands = Operands(
-        Problem("linear_wgrad", {"dtype": "bf16"}), {}, given, torch.matmul, None, pattern
-    )
-    launch = bsr_wgrad.prepare(operands)
-    again = bsr_wgrad.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        gradient = launch()
-    assert torch.equal(gradient.columns, pattern.columns)
-    for factor in (1, 2, 3):
-        wide[0].copy_(dy * factor)
-        wide[1].copy_(x)
-        gradient.values.fill_(float("nan"))
-        graph.replay()
-        assert_right(gradient.values, dy * factor, x, pattern, launch.choice)

@@ -1,20 +1,12 @@
 """The Hopper kernel for dW of small blocks: lists on paper, code compiled, sums on such a GPU."""
 
-import shutil
-from dataclasses import replace
-from importlib.util import find_spec
-from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.bsr import bsr_wgrad_small
 from sparsebench.kernels.bsr._wgrad_small_schedule import (
     Item,
@@ -23,63 +15,11 @@ from sparsebench.kernels.bsr._wgrad_small_schedule import (
     room_of,
     work_of,
 )
-from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS, Config
-from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.kernels.bsr.examples import moved
-from tests.tools.marks import sampled
+from sparsebench.kernels.bsr.bsr_wgrad_small import Config
+from tests.kernels.bsr.cases import SHAPES, WGRAD_SMALL
+from tests.kernels.bsr.examples import activations, pattern_of  # moved
 
 DONE = 2**31
-CONFIGS = [Config(64, 2, 7), Config(32, 2, 12), Config(64, 4, 12), Config(32, 4, 18)]
-CONFIGS += [Config(32, 6, 24)]
-
-# m, n, k, block, part of the blocks that is stored: few tokens, and enough to cut items; blocks
-# smaller than a cell, larger, and that share no cell; edge blocks that leave W on both sides, by
-# whole strips too; block rows and columns without a block; none at all.
-SHAPES = [
-    (1, 160, 192, (32, 32), 0.5),
-    (1000, 512, 640, (32, 32), 0.3),
-    (700, 256, 320, (16, 16), 0.2),
-    (2051, 128, 256, (8, 8), 0.05),
-    (300, 240, 264, (24, 24), 0.3),
-    (513, 400, 264, (48, 48), 0.4),
-    (65, 200, 320, (40, 80), 0.5),
-    (130, 200, 136, (16, 32), 0.4),
-    (1500, 200, 136, (96, 24), 1.0),
-    (700, 1024, 1024, (32, 32), 0.03),
-    (70, 64, 128, (32, 32), 0.0),
-]
-Shape = tuple[int, int, int, tuple[int, int], float]
-
-
-def compiled_configs() -> list[Config]:
-    """Return a configuration for each machine code that `configurations` may ask for."""
-    ways = {
-        (depth, units, room_of(strips)): Config(depth, units, room_of(strips))
-        for units in UNITS
-        for strips in range(FEWEST, MOST + 1)
-        for depth in (64, 32)
-        if depth == 32 or strips <= DEEP
-    }
-    return [*ways.values()]
-
-
-def pattern_of(shape: Shape) -> Bsr:
-    """Return a random pattern; its values mean nothing."""
-    _, n, k, (r, c), density = shape
-    rows, columns = -(-n // r), -(-k // c)
-    order = np.random.default_rng(1).permutation(rows * columns).reshape(rows, columns)
-    there = order < density * rows * columns
-    offsets = np.concatenate([[0], there.sum(1).cumsum()]).astype(np.int32)
-    values = torch.full((int(offsets[-1]), r, c), float("nan"))
-    index = torch.from_numpy(offsets), torch.from_numpy(np.nonzero(there)[1].astype(np.int32))
-    return Bsr((n, k), *index, values)
-
-
-def activations(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dY [m, n] and X [m, k]."""
-    generator = torch.Generator().manual_seed(2)
-    return tuple(torch.randn(shape[0], size, generator=generator) for size in shape[1:3])
 
 
 def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, workers: int) -> Any:
@@ -134,8 +74,8 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
 
 
 @pytest.mark.parametrize("workers", [3, 7, 60])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", WGRAD_SMALL, ids=str)
+@pytest.mark.parametrize("shape", SHAPES["bsr_wgrad_small"], ids=str)
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     pattern, (dy, x) = pattern_of(shape), activations(shape)
     expected = pattern.sample(dy.T @ x).values
@@ -200,122 +140,3 @@ def test_without_a_block_one_worker_has_nothing_to_do():
     work = work_of(cells, items_of(cells.there, 4, 12), 70, 64, 4, 12, 132)
     assert work.starts.tolist() == [0, 0]
     assert work.partials == 0
-
-
-def refused(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor) -> str:
-    given = {"dy": dy, "x": x}
-    problem = Problem("linear_wgrad", {"dtype": "bf16"})
-    with pytest.raises(Unsupported) as raised:
-        bsr_wgrad_small.prepare(Operands(problem, {}, given, torch.matmul, None, pattern))
-    return str(raised.value)
-
-
-def test_what_the_kernel_cannot_sum_is_refused_before_anything_is_built():
-    pattern = pattern_of((4, 128, 192, (32, 32), 1.0))
-    half = replace(pattern, values=pattern.values.half())
-    dy, x = torch.zeros(4, 128).half(), torch.zeros(4, 192).half()
-    assert "found torch.float16, torch.bfloat16 and" in refused(half, dy, x.bfloat16())
-    assert "and a pattern of torch.float32" in refused(pattern, dy.float(), x.float())
-    assert "expected dY [m, 128] and X [m, 192], found shapes [3" in refused(half, dy[:3], x)
-    odd = pattern_of((4, 128, 192, (32, 12), 1.0))
-    odd = replace(odd, values=odd.values.half())
-    assert "multiple of 8 rows and columns, found 32x12" in refused(odd, dy, x)
-
-
-def test_other_devices_are_refused():
-    problem = Problem("linear_wgrad", {"dtype": "fp16"})
-    reason = bsr_wgrad_small.KERNEL.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU of compute capability 9.0, found cpu"
-
-
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("config", sampled(compiled_configs()), ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(config, tmp_path):
-    for dtype in (torch.float16, torch.bfloat16):
-        constants = bsr_wgrad_small.constants_of(config, dtype)
-        assert_compiles_cleanly("bsr_wgrad_small", constants, tmp_path)
-
-
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
-def test_nvrtc_compiles_it():
-    constants = bsr_wgrad_small.constants_of(CONFIGS[0], torch.float16)
-    assert cuda.compiled("bsr_wgrad_small", constants).startswith(b"\x7fELF")
-    assert cuda.compiled("bsr_wgrad_small", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
-
-
-def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, torch.Tensor, torch.Tensor]:
-    return moved(pattern_of(shape), dtype), *(
-        a.cuda().to(DTYPES[dtype]) for a in activations(shape)
-    )
-
-
-def assert_right(values: Any, dy: Any, x: Any, pattern: Bsr, what: Any) -> None:
-    """Hold the values against the definition; what a block has outside of W is zero."""
-    dy, x = dy.double(), x.double()
-    spread = (dy.square().T @ x.square()).sqrt()
-    expected = Expected(dy.T @ x, spread, values.dtype, len(x))
-    found = check(replace(pattern, values=values), expected, pattern)
-    assert found.reason is None, f"{what}: {found.reason}"
-
-
-# Beside the shapes above, some with more items than workers, and with items cut.
-LARGE = [
-    (4096, 1024, 1024, (32, 32), 0.3),
-    (1030, 4096, 4096, (16, 16), 0.3),
-    (2000, 2048, 4096, (48, 48), 0.1),
-    (4096, 2048, 2048, (32, 32), 0.05),
-]
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_sums_are_right_on_a_hopper_gpu_and_the_same_bits_every_time(config, dtype):
-    for shape, watchdog in product([*LARGE, *SHAPES], (True, False)):
-        pattern, dy, x = on_gpu(shape, dtype)
-        program = bsr_wgrad_small.launch(dy, x, pattern, config, watchdog=watchdog)
-        found = []
-        for _ in range(3):
-            program.out.fill_(float("nan"))
-            found.append(program().clone())
-        torch.cuda.synchronize()
-        assert_right(found[0], dy, x, pattern, (shape, watchdog))
-        assert all(
-            torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairwise(found)
-        )
-
-
-@pytest.mark.gpu
-@hopper
-def test_a_nan_stays_in_its_row_and_column():
-    pattern, dy, x = on_gpu((3000, 512, 512, (16, 16), 0.5), "bf16")
-    dy[:, 70], x[:, 130] = float("nan"), float("nan")
-    values = bsr_wgrad_small.launch(dy, x, pattern, Config(32, 8, 20))()
-    dense = replace(pattern, values=values).to_dense().isnan()
-    there = replace(pattern, values=torch.ones_like(values)).to_dense() == 1
-    there[torch.arange(512) != 70] &= torch.arange(512, device="cuda") == 130
-    assert torch.equal(dense, there)
-
-
-@pytest.mark.gpu
-@hopper
-def test_a_prepared_launch_is_captured_and_sums_rewritten_activations():
-    pattern, dy, x = on_gpu((1000, 1536, 1280, (32, 32), 0.1), "bf16")
-    wide = [a.new_zeros(len(a), a.shape[1] + 64)[:, : a.shape[1]] for a in (dy, x)]
-    given = dict(zip(("dy", "x"), wide, strict=True))  # rows with a gap between them
-    problem = Problem("linear_wgrad", {"dtype": "bf16"})
-    operands = Operands(problem, {}, given, torch.matmul, None, pattern)
-    launch = bsr_wgrad_small.prepare(operands)
-    again = bsr_wgrad_small.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        gradient = launch()
-    for factor in (1, 2, 3):
-        wide[0].copy_(dy * factor)
-        wide[1].copy_(x)
-        gradient.values.fill_(float("nan"))
-        graph.replay()
-        assert_right(gradient.values, dy * factor, x, pattern, launch.choice)

@@ -13,12 +13,12 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
 from sparsebench.kernels.twell import _autograd, _gather, _index, _overflow
-from sparsebench.kernels.twell._index import Active
 from tests.compiling.triton_kernels import complaint_about
 from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 from tests.tools.marks import sampled
@@ -565,7 +565,7 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[BoundKernel
     x, w, g, norms = (empty(*s, dtype=dtype) for s in ((m, k), (n, k), (m, n), (m,)))
     norms = norms.float()
     offsets, columns, values, u, unit_offsets, tokens, places = _autograd._packed_like(x, n, 88)
-    active = Active(offsets, columns, values, unit_offsets, tokens, places)
+    active = ActiveCsr((m, n), offsets, columns, values, unit_offsets, tokens, places)
     yield from _index.listing(g, active.capacity)[0]
     for squared in (False, True):
         yield _gather.up(x, w, active, squared=squared)[0]

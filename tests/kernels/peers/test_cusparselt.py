@@ -22,7 +22,7 @@ from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
-from sparsebench.kernels._common.search import FINALISTS, MOST_TOLD, Search, Trial
+from sparsebench.kernels._common.search import FINALISTS, MOST_LINES, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.peers import _cusparselt, cusparselt, cusparselt_hybrid
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Plan
@@ -220,7 +220,7 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     splits = cusparselt.BEST * len(cusparselt.SPLITS)
     assert sizes == [layouts + found, 1 + numbered, 1 + splits]
     assert len(launch.candidates) == sum(
-        min(size, MOST_TOLD + (size > MOST_TOLD)) for size in sizes
+        min(size, MOST_LINES + (size > MOST_LINES)) for size in sizes
     )
     assert [line["of"] for line in launch.candidates if "kept" in line] == [
         "layouts",
@@ -242,7 +242,7 @@ def test_a_later_process_searches_once_among_what_was_near_the_fastest(
     again = cusparselt.prepare(replace(operands, timed=json.loads(json.dumps(first.candidates))))
     (size,) = sizes
     assert 1 < size <= 3 * (FINALISTS + 1)
-    assert len(again.candidates) == min(size, MOST_TOLD + 1)
+    assert len(again.candidates) == min(size, MOST_LINES + 1)
     assert {line["of"] for line in again.candidates} == {"finalists"}
     assert again.choice in [
         {**line["choice"], "cusparselt": "0.8.0"} for line in first.candidates if "choice" in line

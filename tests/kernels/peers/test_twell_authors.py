@@ -140,10 +140,10 @@ def test_the_extension_is_built_once_and_kept_by_what_it_is_made_from(checkout: 
 
 
 def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
-    kernel = Kernel("ffn", "dense", "any", twell_authors.prepare)
+    kernel = Kernel("ffn", "twell", "any", twell_authors.prepare)
     monkeypatch.setattr(twell_authors, "KERNEL", kernel)
     contenders = [Contender("dense", "torch_dense", baseline=True)]
-    contenders.append(Contender("dense", "twell_authors"))
+    contenders.append(Contender("twell", "twell_authors"))
     rows, _ = contest.run(asked, contenders, CPU, None)
     assert rows[0].status is Status.OK
     return rows[1]

@@ -307,5 +307,5 @@ def test_a_graph_replays_it_on_a_gpu(m: int) -> None:
         for _ in range(50):
             graph.replay()
         assert_right(y, operands, squared=False)
-        assert not program.kept[6].any()
-        assert not program.kept[7].any()
+        assert not program.tensors[6].any()
+        assert not program.tensors[7].any()

@@ -125,21 +125,21 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("m", "op", "way", "chosen"),
     [
-        (32, "ffn", "best", ["sparse activations, ffn_few", *(f"dense, {k}" for k in DENSE)]),
-        (64, "ffn", "library", ["sparse activations, ffn_sparse way=library"]),
-        (65, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED]),
-        (512, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED]),
-        (513, "ffn", "sparse", [f"sparse activations, ffn_sparse way={w}" for w in GROUPED[:2]]),
+        (32, "ffn", "best", ["cvse, ffn_few", *(f"dense, {k}" for k in DENSE)]),
+        (64, "ffn", "library", ["cvse, ffn_sparse way=library"]),
+        (65, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED]),
+        (512, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED]),
+        (513, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED[:2]]),
         (
             33,
             "ffn",
             "sparse",
-            [f"sparse activations, ffn_{w}" for w in ("few", "sparse way=alone")],
+            [f"cvse, ffn_{w}" for w in ("few", "sparse way=alone")],
         ),
-        (32, "ffn", "sparse", ["sparse activations, ffn_few"]),
-        (64, "mlp", "few", ["sparse activations, mlp_few"]),
-        (513, "mlp", "sparse", ["sparse activations, mlp_sparse way=library"]),
-        (513, "mlp", "best", ["sparse activations, mlp_sparse way=library", *MLP_DENSE]),
+        (32, "ffn", "sparse", ["cvse, ffn_few"]),
+        (64, "mlp", "few", ["cvse, mlp_few"]),
+        (513, "mlp", "sparse", ["cvse, mlp_sparse way=library"]),
+        (513, "mlp", "best", ["cvse, mlp_sparse way=library", *MLP_DENSE]),
     ],
 )
 def test_a_portfolio_names_what_it_chose(
@@ -522,7 +522,7 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
             assert_right(again(), these)
     these = gpu_case(64)
     launch = ffn_sparse.prepare(these, way="few")
-    few = {"chosen": "sparse activations, ffn_few", "way": "few"}
+    few = {"chosen": "cvse, ffn_few", "way": "few"}
     assert few.items() <= launch.choice.items()
     assert torch.equal(ffn_few.prepare(these)(), launch())
     assert_right(ffn_sparse.prepare(replace(these, pinned=launch.choice))(), these)

@@ -1,1 +1,0 @@
-"""Kernels that do not end well: each must cost its own row, and no other."""

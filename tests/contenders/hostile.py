@@ -1,0 +1,254 @@
+"""Kernels that attack the contest: each must end as `wrong` or `failed`, without costing another
+contender its row.
+"""
+
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+from declare import kernel, weight_and_input
+
+from sparsebench.harness.bench import correctness as check
+from sparsebench.harness.bench import output_checks as checking
+from sparsebench.harness.bench import timing
+from sparsebench.harness.bench.correctness import Verdict
+from sparsebench.harness.bench.operands import redraw
+from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._kernel import Launch, Operands
+
+
+@kernel()
+def caches_by_version(operands: Operands) -> Launch:
+    """Keep the output until the version counter of X changes."""
+    w, x = weight_and_input(operands)
+    kept: dict[int, torch.Tensor] = {}
+
+    def run() -> object:
+        if x._version not in kept:
+            kept.clear()
+            kept[x._version] = x @ w.T
+        return kept[x._version].clone()
+
+    return Launch(run)
+
+
+@kernel()
+def computes_the_draws(operands: Operands) -> Launch:
+    """Compute the answers of the first draws in advance, and pick the one that fits."""
+    w, x = weight_and_input(operands)
+    known = {}
+    for draw in range(3):
+        mine = {"x": x.clone()}
+        redraw(operands.problem, load_op("linear"), mine, draw)
+        known[float(mine["x"][0, 0])] = mine["x"] @ w.T
+    return Launch(lambda: known.get(float(x[0, 0]), x.new_zeros(len(x), len(w))))
+
+
+CLOCKS = {"take", "time_together", "burst"}
+
+
+@kernel()
+def knows_its_caller(operands: Operands) -> Launch:
+    """Work if the check calls, and return the old output if the clock does."""
+    w, x = weight_and_input(operands)
+    kept: list[object] = []
+
+    def run() -> object:
+        frame, names = sys._getframe(), set()
+        while frame.f_back:
+            frame = frame.f_back
+            names.add(frame.f_code.co_name)
+        if not (kept and names & CLOCKS):
+            kept[:] = [x @ w.T]
+        return kept[0]
+
+    return Launch(run)
+
+
+class Lazy(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = [arg.product() if isinstance(arg, cls) else arg for arg in args]
+        return func(*made, **(kwargs or {}))
+
+
+@kernel()
+def lazy(operands: Operands) -> Launch:
+    """Return a tensor that is computed when it is read."""
+    w, x = weight_and_input(operands)
+
+    def run() -> object:
+        out = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device).as_subclass(Lazy)
+        out.product = lambda: x @ w.T
+        return out
+
+    return Launch(run)
+
+
+@kernel()
+def looks_for_poison(operands: Operands) -> Launch:
+    """Work if the output is filled with NaN, and otherwise return it unchanged."""
+    w, x = weight_and_input(operands)
+    out = (x @ w.T).fill_(float("nan"))
+
+    def run() -> object:
+        return out.copy_(x @ w.T) if out[0, 0].isnan() else out
+
+    return Launch(run)
+
+
+@kernel()
+def odd_choice(operands: Operands) -> Launch:
+    """Be right, but name a choice that JSON cannot hold."""
+    w, x = weight_and_input(operands)
+    return Launch(lambda: x @ w.T, {"tile": np.int64(64)})
+
+
+@kernel()
+def odd_code(operands: Operands) -> Launch:
+    """Be right, but return an object as the digest of the machine code."""
+    w, x = weight_and_input(operands)
+    return Launch(lambda: x @ w.T, code=object())  # type: ignore[arg-type]
+
+
+@kernel()
+def replaces_code_of_the_check(operands: Operands) -> Launch:
+    """Give the check other code when called."""
+    w, x = weight_and_input(operands)
+    yes = lambda out, expected: Verdict(None, 0.0, 0.0)  # noqa: E731
+
+    def run() -> object:
+        check._judge.__code__ = yes.__code__
+        check._judge.__globals__["Verdict"] = Verdict
+        return x.new_zeros(len(x), len(w))
+
+    return Launch(run)
+
+
+@kernel()
+def replaces_the_check(operands: Operands) -> Launch:
+    """Replace the check by one that accepts everything."""
+    w, x = weight_and_input(operands)
+    checking.check = lambda out, expected, pattern=None: Verdict(None, 0.0, 0.0)
+    return Launch(lambda: x.new_zeros(len(x), len(w)))
+
+
+@kernel()
+def replaces_the_clock(operands: Operands) -> Launch:
+    """Be right, but stop the clock."""
+    w, x = weight_and_input(operands)
+    timing.perf_counter = lambda: 0.0
+    return Launch(lambda: x @ w.T)
+
+
+@kernel()
+def returns_the_activations(operands: Operands) -> Launch:
+    """Return X, so that poisoning the output would destroy the operand."""
+    return Launch(lambda: operands.activations["x"])
+
+
+@kernel()
+def returns_the_weight(operands: Operands) -> Launch:
+    """Return a view of W in the shape of the output."""
+    w, x = weight_and_input(operands)
+    return Launch(lambda: w.view(-1)[: len(x) * len(w)].view(len(x), len(w)))
+
+
+@kernel(consumes="bsr")
+def spoils_shared_values(operands: Operands) -> Launch:
+    """Be right, but zero the blocks shared with another contender."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    dense = w.to_dense().clone()
+    w.arrays()["values"].zero_()
+    return Launch(lambda: x @ dense.T)
+
+
+@kernel(consumes="bsr")
+def spoils_shared_values_late(operands: Operands) -> Launch:
+    """Be right, but zero the shared blocks from the third call on."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    values, dense, calls = w.arrays()["values"], w.to_dense().clone(), 0
+
+    def run() -> object:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            values.zero_()
+        return x @ dense.T
+
+    return Launch(run)
+
+
+CALLS = 90  # more than before timing
+
+
+@kernel(consumes="bsr")
+def spoils_while_timed(operands: Operands) -> Launch:
+    """Be right, but zero the shared blocks after 90 calls."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    values, dense, calls = w.arrays()["values"], w.to_dense().clone(), 0
+
+    def run() -> object:
+        nonlocal calls
+        calls += 1
+        if calls > CALLS:
+            values.zero_()
+        return x @ dense.T
+
+    return Launch(run)
+
+
+LATER_S = 0.002
+
+
+@kernel()
+def works_in_a_thread(operands: Operands) -> Launch:
+    """Return at once; a thread writes the output later."""
+    w, x = weight_and_input(operands)
+    out = x @ w.T
+
+    def work() -> None:
+        time.sleep(LATER_S)
+        out.copy_(x @ w.T)
+
+    def run() -> object:
+        threading.Thread(target=work).start()
+        return out
+
+    return Launch(run)
+
+
+@kernel()
+def wrong_in_one_call_of_fifty(operands: Operands) -> Launch:
+    """Be wrong in one call of fifty."""
+    w, x = weight_and_input(operands)
+    calls = 0
+
+    def run() -> object:
+        nonlocal calls
+        calls += 1
+        return x @ w.T * (1.1 if calls % 50 == 0 else 1)
+
+    return Launch(run)
+
+
+@kernel()
+def zeroes_the_activations(operands: Operands) -> Launch:
+    """Set X to zero when called, and return zeros."""
+    w, x = weight_and_input(operands)
+
+    def run() -> object:
+        x.zero_()
+        return x.new_zeros(len(x), len(w))
+
+    return Launch(run)
+
+
+@kernel()
+def zeroes_the_weight(operands: Operands) -> Launch:
+    """Set W to zero, which the oracle reads, and return zeros."""
+    w, x = weight_and_input(operands)
+    w.zero_()
+    return Launch(lambda: x.new_zeros(len(x), len(w)))

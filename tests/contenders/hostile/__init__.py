@@ -1,1 +1,0 @@
-"""Kernels that attack the contest: each must end as `wrong` or `failed`, and cost nobody else."""

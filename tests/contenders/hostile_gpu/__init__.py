@@ -1,1 +1,0 @@
-"""Kernels that attack the contest by means that a GPU has: streams, graphs, events."""

@@ -1,1 +1,0 @@
-"""Kernels that are wrong, each in its own way: every one of them must be rejected."""

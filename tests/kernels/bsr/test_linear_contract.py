@@ -1,0 +1,190 @@
+"""The contract of the CUDA kernels for linear layers and their input gradients.
+
+bsr_small, bsr_strips and bsr_wgmma run on Hopper, bsr_resident on any GPU from 8.0 on. test_NAME.py
+has the tests that only one kernel needs: its work lists and what it refuses.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.cuda import BoundKernel
+from sparsebench.kernels._kernel import Kernel, Operands
+from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
+from sparsebench.kernels.bsr.bsr_strips import tiles_of
+from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA
+from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
+from tests.tools.marks import sampled
+
+HALF, BF16 = torch.float16, torch.bfloat16
+KERNELS = bsr_resident, bsr_small, bsr_strips, bsr_wgmma
+DECLARED = [kernel for module in KERNELS for kernel in (module.KERNEL, module.DGRAD)]
+CONFIGS = [
+    *(pytest.param(bsr_resident, config, id=f"resident-{config}") for config in RESIDENT),
+    *(pytest.param(bsr_small, c, marks=hopper, id=f"small-{c}") for c in SMALL),
+    *(pytest.param(bsr_strips, c, marks=hopper, id=f"strips-{c}") for c in STRIPS),
+    *(pytest.param(bsr_wgmma, c, marks=hopper, id=f"wgmma-{c}") for c in WGMMA),
+]
+LARGE: dict[Any, list[Shape]] = {
+    bsr_resident: [],
+    bsr_small: [(1000, 1536, 1280, 16, 0.2)],
+    bsr_strips: [(1000, 1536, 1280, (48, 40), 0.2)],
+    bsr_wgmma: [(1000, 1536, 1280, (128, 128), 0.3)],
+}
+
+
+def name_of(module: Any) -> str:
+    return str(module.__name__.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("kernel", DECLARED)
+def test_a_cpu_is_refused(kernel: Kernel) -> None:
+    reason = kernel.unsupported(Problem(kernel.op, {"dtype": "bf16"}), torch.device("cpu"))
+    assert reason is not None
+    assert "found cpu" in reason
+
+
+def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
+    """Yield the macros of the code that a configuration runs, for typical blocks and dtypes."""
+    if module is bsr_resident:
+        for block, dtype in (((10, 10), BF16), ((8, 24), HALF)):
+            yield module.constants_of(config, block, dtype)
+    elif module is bsr_small:
+        rest = (24, HALF, False, True), (12, BF16, False, False), (5, BF16, True, True)
+        for block, (room, dtype, *flags) in product(module.BLOCKS, rest):
+            yield module.constants_of(config, room, block, dtype, *flags)
+    elif module is bsr_strips:
+        tiles = (48, 48, 23, BF16), (24, 40, 5, HALF), (40, 24, 42, BF16)
+        for height, depth, *rest in tiles:
+            yield module.constants_of(config, height, 16 if config.across > 1 else depth, *rest)
+    else:
+        for transposed, dtype in product((False, True), (HALF, BF16)):
+            yield module.constants_of(config, dtype, transposed)
+
+
+COMPILED = [
+    *sampled([(bsr_resident, config) for config in RESIDENT]),
+    *sampled([(bsr_small, config) for config in SMALL]),
+    *sampled(
+        [(bsr_strips, c) for c in (*STRIPS[:4], bsr_strips.Config(128, 3, 2), *STRIPS[4:])], 0, -4
+    ),
+    *sampled([(bsr_wgmma, config) for config in WGMMA]),
+]
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(("module", "config"), COMPILED, ids=str)
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
+    module: Any, config: Any, tmp_path: Path
+) -> None:
+    # C7519: a fence before each row's products, whose registers a branch may have left unchanged.
+    allowed = "(C7519)" if module in (bsr_small, bsr_strips) else ""
+    for constants in variants(module, config):
+        assert_compiles_cleanly(name_of(module), constants, tmp_path, allowed=allowed)
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize(
+    ("module", "config"), [(bsr_small, SMALL[0]), (bsr_strips, STRIPS[0]), (bsr_wgmma, WGMMA[0])]
+)
+def test_nvrtc_compiles_it(module: Any, config: Any) -> None:
+    constants = next(variants(module, config))
+    for more in ((), (("WATCHDOG", 1),)):
+        assert cuda.compiled(name_of(module), (*constants, *more)).startswith(b"\x7fELF")
+
+
+def launches(
+    module: Any, config: Any, w: Bsr, x: torch.Tensor, transposed: bool
+) -> Iterator[BoundKernel]:
+    """Yield the launches of a configuration, with and without the watchdog if it has one."""
+    if module is bsr_resident:
+        yield bsr_resident.launch(x, w, config)
+        return
+    if module is bsr_strips and not tiles_of(w, transposed, config.across).possible(config):
+        return
+    for watchdog in (True, False):
+        yield module.launch(x, w, config, transposed=transposed, watchdog=watchdog)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("module", "config"), CONFIGS)
+def test_the_products_are_right_on_a_gpu(
+    module: Any, config: Any, transposed: bool, dtype: str
+) -> None:
+    if module is bsr_resident and transposed:
+        pytest.skip("bsr_resident multiplies by W.T, which is another matrix")
+    for shape in [*LARGE[module], *SHAPES[name_of(module)]]:
+        w, x = on_gpu(shape, dtype, transposed)
+        for program in launches(module, config, w, x, transposed):
+            for _ in range(3):
+                program.out.fill_(float("nan"))
+                program()
+            torch.cuda.synchronize()
+            assert_right(program.out, x, w, transposed, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize(("module", "config"), CONFIGS)
+def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(module: Any, config: Any) -> None:
+    side = {bsr_resident: 10, bsr_small: 16, bsr_strips: 24, bsr_wgmma: 64}[module]
+    w, _, _ = example((1, 4 * side, 4 * side, side, 1.0))
+    dense = w.to_dense().cuda().half()
+    dense[:side, side : 2 * side] = 0  # block row 0 does not touch this block column, others do
+    x = torch.randn(300, 4 * side, device="cuda").half()
+    x[:, 2 * side - 8] = float("nan")  # bsr_strips reads eight columns beside a block
+    y = module.launch(x, Bsr.from_dense(dense, block=side), config)()
+    assert y[:, :side].isfinite().all()
+    assert y[:, side:].isnan().all()
+
+
+PREPARED = [
+    (bsr_resident, (100, 1000, 1000, 10, 0.2)),
+    *((bsr_small, (1000, 1536, 1280, block, 0.1)) for block in (8, 16, 32)),
+    (bsr_small, (200, 1536, 1280, 64, 0.1)),
+    *((bsr_strips, (1000, 1536, 1280, block, 0.1)) for block in (24, 40, 48, 96)),
+    (bsr_wgmma, (1000, 1536, 1280, 64, 0.2)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [pytest.param(*c, marks=() if c[0] is bsr_resident else hopper) for c in PREPARED],
+)
+@pytest.mark.parametrize("op", ["linear", "linear_dgrad"])
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(
+    module: Any, shape: Shape, op: str
+) -> None:
+    transposed = op == "linear_dgrad"
+    kernel = module.DGRAD if transposed else module.KERNEL
+    w, x = on_gpu(shape, "bf16", transposed)
+    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
+    given = {"dy" if transposed else "x": wide}
+    operands = Operands(Problem(op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
+    launch = kernel.prepare(operands)
+    again = kernel.prepare(replace(operands, pinned=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = launch()
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, transposed, launch.choice)

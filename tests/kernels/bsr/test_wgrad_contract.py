@@ -1,0 +1,225 @@
+"""The contract of the CUDA kernels for weight gradients: bsr_wgrad and bsr_wgrad_small.
+
+test_NAME.py has the tests that only one of them needs: its work lists and what it refuses.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.bsr import bsr_wgrad, bsr_wgrad_small
+from sparsebench.kernels.bsr._wgrad_schedule import TILES
+from sparsebench.kernels.bsr._wgrad_small_schedule import room_of
+from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
+from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
+from tests.kernels.bsr.examples import (
+    Shape,
+    activations,
+    assert_right_gradient,
+    moved,
+    pattern_of,
+)
+from tests.tools.marks import sampled
+
+KERNELS = bsr_wgrad, bsr_wgrad_small
+CONFIGS = [*((bsr_wgrad, c) for c in WGRAD), *((bsr_wgrad_small, c) for c in WGRAD_SMALL)]
+BLOCK = {bsr_wgrad: 64, bsr_wgrad_small: 32}
+# More items than workers, and items that are cut in either way.
+LARGE: dict[Any, list[Shape]] = {
+    bsr_wgrad: [
+        (4096, 1024, 1024, (64, 64), 0.3),
+        (1030, 4096, 4096, (128, 128), 0.5),
+        (2000, 4096, 4096, (64, 64), 0.2),
+        (4096, 2048, 4096, (64, 64), 0.05),
+        (3000, 2080, 1920, (80, 96), 0.1),
+    ],
+    bsr_wgrad_small: [
+        (4096, 1024, 1024, (32, 32), 0.3),
+        (1030, 4096, 4096, (16, 16), 0.3),
+        (2000, 2048, 4096, (48, 48), 0.1),
+        (4096, 2048, 2048, (32, 32), 0.05),
+    ],
+}
+
+
+def name_of(module: Any) -> str:
+    return str(module.__name__.rpartition(".")[2])
+
+
+def operands_of(pattern: Bsr, dy: Tensor, x: Tensor) -> Operands:
+    problem = Problem("linear_wgrad", {"dtype": "bf16"})
+    return Operands(problem, {}, {"dy": dy, "x": x}, torch.matmul, None, pattern)
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_a_cpu_is_refused(module: Any) -> None:
+    problem = Problem("linear_wgrad", {"dtype": "fp16"})
+    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
+    assert reason is not None
+    assert "found cpu" in reason
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_operands_that_do_not_fit_are_refused_before_anything_is_built(module: Any) -> None:
+    pattern = pattern_of((4, 128, 192, BLOCK[module], 1.0))
+    half = replace(pattern, values=pattern.values.half())
+    dy, x = torch.zeros(4, 128).half(), torch.zeros(4, 192).half()
+    for operands, found in (
+        ((half, dy, x.bfloat16()), "torch.float16, torch.bfloat16 and"),
+        ((pattern, dy, x), "and a pattern of torch.float32"),
+        ((pattern, dy.float(), x.float()), "and a pattern of torch.float32"),
+        ((half, dy[:3], x), "shapes [3"),
+        ((half, dy[:, :64], x), "shapes [4, 64] and [4, 192]"),
+    ):
+        with pytest.raises(Unsupported, match=re.escape(found)):
+            module.prepare(operands_of(*operands))
+    block = {bsr_wgrad: (64, 32), bsr_wgrad_small: (32, 12)}[module]
+    odd = pattern_of((4, 128, 192, block, 1.0))
+    with pytest.raises(Unsupported, match="found {}x{}".format(*block)):
+        module.prepare(operands_of(replace(odd, values=odd.values.half()), dy, x))
+
+
+def small_configs() -> list[Any]:
+    """Return a configuration for each machine code that bsr_wgrad_small may ask for."""
+    ways = {
+        (depth, units, room_of(strips)): bsr_wgrad_small.Config(depth, units, room_of(strips))
+        for units in UNITS
+        for strips in range(FEWEST, MOST + 1)
+        for depth in (64, 32)
+        if depth == 32 or strips <= DEEP
+    }
+    return [*ways.values()]
+
+
+def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
+    """Yield the macros of the code that a configuration runs."""
+    if module is bsr_wgrad_small:
+        for dtype in (torch.float16, torch.bfloat16):
+            yield module.constants_of(config, dtype)
+    else:
+        for tiles in TILES[::-1]:
+            for sides, dtype in (((64, 64), torch.float16), ((48, 40), torch.bfloat16)):
+                yield module.constants_of(config, tiles, sides, dtype)
+
+
+COMPILED = [
+    *sampled([(bsr_wgrad, config) for config in WGRAD]),
+    *sampled([(bsr_wgrad_small, config) for config in small_configs()]),
+]
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(("module", "config"), COMPILED, ids=str)
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
+    module: Any, config: Any, tmp_path: Path
+) -> None:
+    for constants in variants(module, config):
+        assert_compiles_cleanly(name_of(module), constants, tmp_path)
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@pytest.mark.parametrize(
+    ("module", "config"), [(bsr_wgrad, WGRAD[0]), (bsr_wgrad_small, WGRAD_SMALL[0])]
+)
+def test_nvrtc_compiles_it(module: Any, config: Any) -> None:
+    constants = next(variants(module, config))
+    for more in ((), (("WATCHDOG", 1),)):
+        assert cuda.compiled(name_of(module), (*constants, *more)).startswith(b"\x7fELF")
+
+
+def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, Tensor, Tensor]:
+    dy, x = (a.cuda().to(DTYPES[dtype]) for a in activations(shape))
+    return moved(pattern_of(shape), dtype), dy, x
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("module", "config"), CONFIGS, ids=str)
+def test_the_sums_are_right_on_a_gpu_and_the_same_bits_every_time(
+    module: Any, config: Any, dtype: str
+) -> None:
+    for shape in [*LARGE[module], *SHAPES[name_of(module)]]:
+        pattern, dy, x = on_gpu(shape, dtype)
+        for watchdog in (True, False):
+            program = module.launch(dy, x, pattern, config, watchdog=watchdog)
+            results = []
+            for _ in range(3):
+                program.out.fill_(float("nan"))
+                results.append(program().clone())
+            torch.cuda.synchronize()
+            assert_right_gradient(results[0], dy, x, pattern, (shape, watchdog))
+            bits = [result.view(torch.int16) for result in results]
+            assert all(torch.equal(a, b) for a, b in pairwise(bits))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    ("module", "config", "block"),
+    [
+        (bsr_wgrad, bsr_wgrad.Config(64, 4), 64),
+        (bsr_wgrad_small, bsr_wgrad_small.Config(32, 8, 20), 16),
+    ],
+)
+def test_a_nan_stays_in_its_row_and_column(module: Any, config: Any, block: int) -> None:
+    pattern, dy, x = on_gpu((3000, 512, 512, block, 0.5), "bf16")
+    dy[:, 70], x[:, 130] = float("nan"), float("nan")
+    values = module.launch(dy, x, pattern, config)()
+    dense = replace(pattern, values=values).to_dense().isnan()
+    there = replace(pattern, values=torch.ones_like(values)).to_dense() == 1
+    there[torch.arange(512) != 70] &= torch.arange(512, device="cuda") == 130
+    assert torch.equal(dense, there)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    ("module", "config"), [(bsr_wgrad, WGRAD[1]), (bsr_wgrad_small, WGRAD_SMALL[0])]
+)
+def test_one_plan_serves_other_operands(module: Any, config: Any) -> None:
+    pattern, dy, x = on_gpu((1000, 1024, 1024, BLOCK[module], 0.1), "bf16")
+    plan = module.plan(pattern, len(dy), config)
+    for factor in (1, 2):
+        values = bsr_wgrad.bind(plan, dy * factor, x)()
+        assert_right_gradient(values, dy * factor, x, pattern, factor)
+    with pytest.raises(Unsupported, match="planned for"):
+        bsr_wgrad.bind(plan, dy[:10], x[:10])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("module", KERNELS)
+def test_a_prepared_launch_is_captured_and_sums_rewritten_activations(module: Any) -> None:
+    pattern, dy, x = on_gpu((1000, 1536, 1280, BLOCK[module], 0.1), "bf16")
+    wide = [a.new_zeros(len(a), a.shape[1] + 64)[:, : a.shape[1]] for a in (dy, x)]
+    operands = operands_of(pattern, *wide)  # rows with a gap between them
+    launch = module.prepare(operands)
+    again = module.prepare(replace(operands, pinned=launch.choice))
+    assert (again.choice, again.code) == (launch.choice, launch.code)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        gradient = launch()
+    assert torch.equal(gradient.columns, pattern.columns)
+    for factor in (1, 2, 3):
+        wide[0].copy_(dy * factor)
+        wide[1].copy_(x)
+        gradient.values.fill_(float("nan"))
+        graph.replay()
+        assert_right_gradient(gradient.values, dy * factor, x, pattern, launch.choice)
