@@ -110,7 +110,7 @@ def _turns(part: Part, contests: list[Contest]) -> Iterator[tuple[int, Contest |
         if replicate == 0 and not part.reserve(order):
             return
         yield replicate, None
-        yield from ((replicate, contest) for contest in part.own(order, replicate))
+        yield from ((replicate, contest) for contest in part.take(order, replicate))
 
 
 def written(asked: Suite, gpus: int, folder: Path) -> list[Path]:
@@ -118,7 +118,7 @@ def written(asked: Suite, gpus: int, folder: Path) -> list[Path]:
     contests, flags = planned(asked, "sim"), Flags("sim", replicates=1)
     folders.create(folder, Plan(asked.name, flags, ("sim",) * gpus), asked.text)
     parts = {n: Part(folder, n, str(n % 8)) for n in range(1, gpus + 1)}
-    turns = {n: part.own(contests, 0) for n, part in parts.items()}
+    turns = {n: part.take(contests, 0) for n, part in parts.items()}
     mine: dict[int, list[Contest]] = {n: [] for n in parts}
     while turns:
         for number in [*turns]:
