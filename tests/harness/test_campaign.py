@@ -366,11 +366,12 @@ def test_a_campaign_that_cannot_be_run_is_one_clear_error(
         asked(f"  {entry}\n")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # reads all published runs
 def found() -> list[EntryEstimate]:
     return campaign_estimates(campaign("published"), PUBLISHED / "nvidia-h200")
 
 
+@pytest.mark.exhaustive
 def test_the_published_campaign_costs_at_most_its_budget(found: list[EntryEstimate]) -> None:
     assert "published" in campaigns()
     assert not [each.entry.name for each in found if each.seconds is None]
@@ -378,16 +379,19 @@ def test_the_published_campaign_costs_at_most_its_budget(found: list[EntryEstima
     assert {each.entry.replicates for each in found} >= {8}
 
 
+@pytest.mark.exhaustive
 def test_the_published_campaign_costs_at_most_two_hours(found: list[EntryEstimate]) -> None:
     assert sum(each.seconds or 0.0 for each in found) <= campaign("published").budget_s <= 120 * 60
 
 
+@pytest.mark.exhaustive
 def test_a_reproduction_costs_less_than_what_it_repeats(found: list[EntryEstimate]) -> None:
     """Its choices are taken without a search."""
     cost = {each.entry.name: each.seconds or 0.0 for each in found}
     assert 0 < cost["spense-decode-again"] < cost["spense-decode"]
 
 
+@pytest.mark.exhaustive
 def test_a_dense_product_is_searched_once_in_a_verdict() -> None:
     """By published rows: 1 s for the first of its kind, 0.1 to 0.3 s for every other one."""
     there = times_on(PUBLISHED / "nvidia-h200")
@@ -402,7 +406,9 @@ def test_the_commands_plan_run_and_tell(asked: Callable[[str], Campaign], tmp_pa
     file, to = tmp_path / "campaign.yaml", tmp_path / "runs"
     status = sparsebench("campaign", "status", file, "--out", to)
     assert "0 of 2 entries are whole" in status.stdout
-    cost = sparsebench("campaign", "plan", file, "--gpu", PUBLISHED / "nvidia-h200")
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "quick").symlink_to(PUBLISHED / "nvidia-h200" / "quick")
+    cost = sparsebench("campaign", "plan", file, "--gpu", tmp_path / "gpu")
     assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
