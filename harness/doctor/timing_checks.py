@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity
 
-from sparsebench.harness.bench.timing import Timed, ready, time_together
+from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.harness.doctor.findings import Finding, Level, ok
 from sparsebench.harness.plan import selection as references
 from sparsebench.kernels._kernel import DTYPES, Launch
@@ -99,7 +99,7 @@ def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
     return Launch(lambda: linear(x, w))
 
 
-def _captured(call: Launch, device: torch.device) -> Timed:
+def _captured(call: Launch, device: torch.device) -> TimedCall:
     for _ in range(2):  # the first starts libraries, which a capture forbids
         call()
     return ready(call, device)
@@ -127,7 +127,7 @@ def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:
     return [1e3 * begin.elapsed_time(end) for begin, end in marks]
 
 
-def _by_graph(graph: Timed, device: torch.device) -> dict[str, float]:
+def _by_graph(graph: TimedCall, device: torch.device) -> dict[str, float]:
     found = _by_cupti(graph.call, device)
     if found["graph"] < LONG_US:  # the host is slower than that: queue the replays up
         (taken,) = time_together([graph], device, "clocks", cache="hot")
