@@ -155,7 +155,7 @@ OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
 
 
 def unit_scale(columns: int) -> float:
-    """Return the power of two nearest to 1 / sqrt(columns): it keeps sums of `columns` terms near 1.
+    """Return the power of two nearest to 1 / sqrt(columns). It keeps such sums near 1.
 
     It scales drawn weights. Drawn fp8 weights have a standard deviation of 1, so it scales their
     products instead.

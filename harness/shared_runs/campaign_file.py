@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparsebench._discovery import did_you_mean, documents
+from sparsebench._discovery import did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.duration import seconds
 from sparsebench.harness.plan.selection import only
@@ -113,8 +113,8 @@ class Campaign:
         """Return the entries of these names, in the campaign's order; all of them without any."""
         for name in names:
             if name not in self.names:
-                known, hint = ", ".join(self.names), did_you_mean(name, self.names)
-                raise SuiteError(f"{self.where}: expected one of {known}; found {name!r}{hint}")
+                message = unknown("the name of an entry", name, self.names)
+                raise SuiteError(f"{self.where}: {message}")
         return [entry for entry in self.entries if not names or entry.name in names]
 
     def above(self, entry: Entry) -> list[Entry]:
@@ -135,9 +135,7 @@ def campaign(name: str) -> Campaign:
     if name in known:
         return _read(known[name].name, known[name].read_text("utf-8"))
     if not name.endswith((".yaml", ".yml")):
-        hint = did_you_mean(name, known)
-        found = f"found {name!r}{hint}"
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; {found}")
+        raise SuiteError(unknown("a file.yaml or a known campaign", name, known))
     return _read(name, files.text(Path(name), files.YAML_BYTES, SuiteError))
 
 
