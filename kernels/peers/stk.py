@@ -18,6 +18,7 @@ Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -82,6 +83,24 @@ def prepare_dgrad(operands: Operands) -> Launch:
     return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)
 
 
+def prepare_wgrad(operands: Operands) -> Launch:
+    """Time the layouts of the stored blocks of dW = dY.T @ X, one program for each block.
+
+    dY.T is a view of dY, or the launch copies it to rows. STK returns a matrix of the given
+    pattern, whose `data` are the values.
+    """
+    dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
+    assert isinstance(w, Bsr)
+    topology = matrix(w)
+    from stk import ops
+
+    layouts: dict[str, Callable[[], Bsr]] = {
+        "view": lambda: replace(w, values=ops.sdd(dy.t(), x, topology).data),
+        "copied": lambda: replace(w, values=ops.sdd(dy.t().contiguous(), x, topology).data),
+    }
+    return fastest_of(layouts, operands)
+
+
 def matrix(w: Bsr) -> Any:
     """Return W as STK's matrix; its constructor sorts a transposed index. Raises Unsupported."""
     if w.block != (SIDE, SIDE):
@@ -110,11 +129,14 @@ def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) 
     """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
     found = search([layouts[name] for name in names], operands.device)
-    best, told = names[found.best], found.lines([{"layout": name} for name in names])
-    return Launch(layouts[best], {"layout": best}, candidates=told)
+    best, lines = names[found.best], found.lines([{"layout": name} for name in names])
+    return Launch(layouts[best], {"layout": best}, candidates=lines)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)
 
 DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported)
 """Input gradient by STK: dX = dY @ W, the fastest of its layouts."""
+
+WGRAD = Kernel("linear_wgrad", "bsr", "cuda", prepare_wgrad, unsupported)
+"""Weight gradient by STK: the stored blocks of dW = dY.T @ X, the fastest of its layouts."""
