@@ -32,11 +32,11 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.cells import Cell, cells, judging, of_files
+from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Written
-from sparsebench.results.claims.verdict import Judged, Verdict, judge
+from sparsebench.results.claims.schema import ClaimFile
+from sparsebench.results.claims.verdict import TestVerdict, Verdict, judge
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -58,7 +58,7 @@ class Evidence:
     left     suites that the time did not reach, or not all of
     """
 
-    written: Sequence[Written]
+    written: Sequence[ClaimFile]
     parts: dict[str, list[Part]] = field(default_factory=dict)
     cells: dict[str, list[Cell]] = field(default_factory=dict)
     files: dict[str, list[Cell]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Evidence:
     def verdicts(self) -> dict[str, list[Verdict]]:
         """Return the verdicts on each claim, one a device; simulated ones only where all are."""
         known = {name: [*own, *self.files.get(name, ())] for name, own in self.cells.items()}
-        known = judging(known)
+        known = judging_cells(known)
         return {
             each.name: judge(
                 each.name,
@@ -134,11 +134,11 @@ class Evidence:
 
 def _in(part: Part, run: Run) -> set[str]:
     """Return the ids of problems that are a test's where a run has them."""
-    return part.problems | of_files(part.test, part.written.claim.measured(part.test), run)
+    return part.problems | file_problems(part.test, part.written.claim.measured(part.test), run)
 
 
 def evidence(
-    written: Sequence[Written], runs: Iterable[Path] = (), data: Path | None = None
+    written: Sequence[ClaimFile], runs: Iterable[Path] = (), data: Path | None = None
 ) -> Evidence:
     """Plan claims and read runs: all that a verdict without a GPU needs."""
     found = Evidence(written)
@@ -150,7 +150,7 @@ def evidence(
 
 
 def check(
-    written: Sequence[Written],
+    written: Sequence[ClaimFile],
     flags: Flags,
     runs: Iterable[Path],
     to: Path,
@@ -201,7 +201,7 @@ def to_json(found: Evidence) -> dict[str, Any]:
                     "device": verdict.device,
                     "verdict": str(verdict.word),
                     "basis": str(verdict.basis),
-                    "leans": verdict.leans and str(verdict.leans),
+                    "leans": verdict.tendency and str(verdict.tendency),
                     "simulated": verdict.simulated,
                     "sentence": verdict.sentence,
                     "tests": [_test_json(judged) for judged in verdict.tests],
@@ -213,7 +213,7 @@ def to_json(found: Evidence) -> dict[str, Any]:
     }
 
 
-def _test_json(judged: Judged) -> dict[str, Any]:
+def _test_json(judged: TestVerdict) -> dict[str, Any]:
     kept = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
     return {
         "test": judged.test.name,

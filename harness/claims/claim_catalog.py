@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sparsebench._discovery import did_you_mean, documents
 from sparsebench.errors import SuiteError
-from sparsebench.results.claims.schema import Written, parse, read
+from sparsebench.results.claims.schema import ClaimFile, parse, read
 
 
 def claims() -> dict[str, Traversable]:
@@ -18,7 +18,7 @@ def claims() -> dict[str, Traversable]:
     return documents("suites.claims")
 
 
-def load(name: str) -> Written:
+def load(name: str) -> ClaimFile:
     """Return a claim by name or by file; SuiteError says the file and the line of what is wrong."""
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
@@ -29,7 +29,7 @@ def load(name: str) -> Written:
     return parse(known[name].name, known[name].read_text("utf-8"))
 
 
-def chosen(names: list[str]) -> list[Written]:
+def chosen(names: list[str]) -> list[ClaimFile]:
     """Return the claims of these names; all that are known, if none is given."""
     found = [load(name) for name in names or claims()]
     twice = {w.name for w in found if [o.name for o in found].count(w.name) > 1}

@@ -24,8 +24,9 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
-from sparsebench.results.claims.schema import Claim, Test, Written, read
-from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.claims.decision import Word
+from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
+from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
 from sparsebench.results.store import Run
@@ -44,7 +45,7 @@ def here() -> Iterator[None]:
         yield
 
 
-def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> Written:
+def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> ClaimFile:
     """Write CLAIM with a change, and read it."""
     assert old in CLAIM
     file = folder / f"{name}.yaml"
@@ -301,14 +302,14 @@ def test_the_bound_of_a_cell_is_known_before_any_gpu_time() -> None:
 def test_a_claim_that_nobody_can_meet_is_said_to_be_one(tmp_path: Path) -> None:
     beyond = written(tmp_path, "at_least: 2", "at_least: 9")
     (asked,) = evidence([beyond]).asked()
-    assert asked.beyond == ["over dense"]
+    assert asked.unreachable == ["over dense"]
     done = sparsebench(
         "claims", "bound", beyond.where, "--gpu", PUBLISHED / "nvidia-h200" / "openai"
     )
     assert "can be met" in done.stdout
     assert re.search(r"beyond|mine +no ", done.stdout)
     (asked,) = evidence([written(tmp_path)]).asked()
-    assert not asked.beyond
+    assert not asked.unreachable
 
 
 def test_what_does_not_fit_is_said_before_it_is_built(tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ def test_files_that_are_not_here_are_named_and_not_asked_for(tmp_path: Path) -> 
         "dlmc: left out, its problems are files below --data; for cusparse-slower"
     ]
     assert "dlmc" not in {wanted[0][0].suite.name for wanted in checking.missing(found, "sim")}
-    assert "Nothing is measured yet; dlmc takes files, --data." in judged(found).why
+    assert "--data" in judged(found).why
     judging = evidence([known], [PUBLISHED / "nvidia-h200" / "dlmc"])
     (verdict,) = judging.verdicts()["cusparse-slower"]
     assert verdict.tests[0].word is not Word.REPRODUCED
