@@ -117,7 +117,7 @@ def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
             "word": str(each.word),
             "style": STYLES[each.word],
             "basis": str(each.basis),
-            "leans": str(each.tendency or ""),
+            "tendency": str(each.tendency or ""),
             "why": each.why,
         }
         for entry in found
