@@ -56,7 +56,6 @@ def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     assert "sparsebench claims check mine --replicates 8" in said
     assert "What would change it: Six processes or more" in said
     assert said.count("<svg") == 1
-    assert "A run made for it alone would decide" in said
     assert '<a href="../index.html">' not in said  # it stands in a folder of its own
 
 
