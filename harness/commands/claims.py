@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
     BAD_INPUT,
     measuring,
@@ -17,16 +18,6 @@ from sparsebench.harness.commands._console import (
     stderr,
     stdout,
     wide,
-)
-from sparsebench.harness.commands._options import (
-    Budget,
-    Data,
-    Device,
-    Json,
-    Peers,
-    PublishedRuns,
-    Timeout,
-    budget_s,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +48,7 @@ Losses = Annotated[
 
 
 @claims.command("list")
-def list_(names: Names = None, as_json: Json = False) -> None:
+def list_(names: Names = None, as_json: opt.Json = False) -> None:
     """List the known claims and what each one says."""
     from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.reports.claims.sheets import listed
@@ -78,7 +69,7 @@ def schema() -> None:
 
 
 @claims.command()
-def lint(names: Names = None, data: Data = None) -> None:
+def lint(names: Names = None, data: opt.Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
     from sparsebench.harness.claims.claim_catalog import claims as known
     from sparsebench.harness.claims.claim_catalog import load
@@ -108,8 +99,8 @@ def bound(
         Path | None,
         typer.Option(help="A run whose ceilings are the bounds, such as results/published/…"),
     ] = None,
-    data: Data = None,
-    as_json: Json = False,
+    data: opt.Data = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Compute the best possible result of each claim, and which tests no kernel can meet."""
     from sparsebench.harness.claims.checking import evidence
@@ -135,25 +126,25 @@ def bound(
 @claims.command()
 def check(
     names: Names = None,
-    device: Device = None,
+    device: opt.Device = None,
     runs: Runs = None,
-    data: Data = None,
+    data: opt.Data = None,
     replicates: Annotated[
         int,
         typer.Option(help="Fresh processes: 1 to 5 for a look, 8 for a verdict.", min=1, max=1000),
     ] = 8,
-    timeout: Timeout = 120.0,
+    timeout: opt.Timeout = 120.0,
     out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: runs/…")] = (
         None
     ),
-    budget: Budget = None,
+    budget: opt.Budget = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Only print the missing runs and their estimated time.")
     ] = False,
-    gpu: PublishedRuns = None,
+    gpu: opt.PublishedRuns = None,
     losses: Losses = None,
-    peers: Peers = None,
-    as_json: Json = False,
+    peers: opt.Peers = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure what is missing for claims, confirm the promising results, and judge.
 
@@ -170,7 +161,7 @@ def check(
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
-    until = monotonic() + budget_s(budget) if budget else inf
+    until = monotonic() + opt.budget_s(budget) if budget else inf
     selected = chosen(names or [])
     times = times_on(gpu) if gpu else None
     picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
@@ -206,9 +197,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for a page and a badge per claim.")
     ] = None,
-    data: Data = None,
+    data: opt.Data = None,
     losses: Losses = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
     from sparsebench.harness.claims.checking import evidence, to_json
