@@ -107,7 +107,7 @@ def bound(
     from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.reports.claims.sheets import bounded
 
-    planned = evidence(chosen(names or []), data=data).asked(_ceilings(gpu))
+    planned = evidence(chosen(names or []), data=data).planned(_ceilings(gpu))
     if not as_json:
         wide().print(bounded(planned))
         return
@@ -158,6 +158,7 @@ def check(
     from sparsebench.harness.costs.estimates import left_out, looks
     from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
@@ -180,7 +181,8 @@ def check(
     flags = Flags(picked, data, timeout, replicates)
     out = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-claims"
     with measuring("claims check --out") as show:
-        result = measure(selected, flags, _runs(runs), out, show, until=until, planned=print_plan)
+        options = RunOptions(progress=show, until=until)
+        result = measure(selected, flags, _runs(runs), out, options, planned=print_plan)
     if result.left:
         rest = f"`sparsebench claims check --out {out}` measures the rest"
         stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
@@ -220,7 +222,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
     wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
-    pages = entries(result.asked(), result.cells, pruning)
+    pages = entries(result.planned(), result.cells, pruning)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)
