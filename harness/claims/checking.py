@@ -85,8 +85,8 @@ class Evidence:
             if any(ids for _, ids in tested):
                 analysis = analyse(run)
                 for part, ids in tested:
-                    more = cells(part.test, ids, run, analysis) if ids else []
-                    self.cells[part.written.name] += [replace(cell, run=name) for cell in more]
+                    new = cells(part.test, ids, run, analysis) if ids else ()
+                    self.cells[part.written.name] += [replace(cell, run=name) for cell in new]
 
     @property
     def all_parts(self) -> list[Part]:

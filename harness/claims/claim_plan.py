@@ -210,9 +210,7 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
             expected = f"{name} of a problem of {suite.name}, one of {', '.join(sorted(known))}"
             raise SuiteError(f"{where('at')}: at.{name}: expected {expected}; found {missing[0]!r}")
     if not contests:
-        raise SuiteError(
-            f"{where('at')}: at: expected a problem with all of these fields, found none"
-        )
+        raise SuiteError(f"{where('at')}: at: expected a problem with all of these, found none")
     kept = []
     for who, chosen in (("subject", test.subject), ("baseline", test.baseline)):
         if not any(_matching(chosen, contest) for contest in contests):

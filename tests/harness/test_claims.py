@@ -248,9 +248,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_test_that_does_not_fit_its_suite_is_an_error_with_the_line(
-    what: str, tmp_path: Path
-) -> None:
+def test_a_test_that_does_not_fit_its_suite_is_an_error(what: str, tmp_path: Path) -> None:
     old, new, said = WRONG[what]
     with pytest.raises(SuiteError) as error:
         claim_plan.parts(written(tmp_path, old, new))
