@@ -315,9 +315,9 @@ def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any
         ran = rows[(rows.case_id == line["case_id"]) & (rows.status == Status.OK)]
         ran = ran[(ran.scope == line["scope"]) & (ran.cache == line["cache"])]
         sides.append(ran.set_index("replicate")[column].astype("float64").dropna())
-    over_op, under = sides
-    shared = [n for n in over_op.index if n in under.index and over_op[n] > 0 and under[n] > 0]
-    return [np.array([log(over_op[number] / under[number])]) for number in shared]
+    over, under = sides
+    shared = [n for n in over.index if n in under.index and over[n] > 0 and under[n] > 0]
+    return [np.array([log(over[number] / under[number])]) for number in shared]
 
 
 def _fastest(lines: list[Line]) -> Line:

@@ -71,7 +71,7 @@ class TestVerdict:
 
     test: Test
     word: Word
-    basis_of: Basis
+    basis: Basis
     why: str
     cells: tuple[Cell, ...] = ()
     deciding: tuple[Cell, ...] = ()
@@ -87,7 +87,7 @@ class Verdict:
     claim: str
     device: str
     word: Word
-    basis_of: Basis
+    basis: Basis
     why: str
     tests: tuple[TestVerdict, ...] = ()
     tendency: Word | None = None
@@ -170,10 +170,10 @@ def _test(
         why = refused or _no_cell(claim, test)
         word = Word.NOT_TESTABLE if refused else Word.INCONCLUSIVE
         return TestVerdict(test, word, Basis.NONE, capital(f"{why}."))
-    basis_of = basis_of(claim.hardware, cells[0].device, test.proxy is not None)
+    basis = basis_of(claim.hardware, cells[0].device, test.proxy is not None)
     valued = tuple(cell for cell in cells if not cell.reason)
     others = tuple(cell for cell in measured if cell not in cells)
-    blank = TestVerdict(test, Word.INCONCLUSIVE, basis_of, "", tuple(cells), valued, others=others)
+    blank = TestVerdict(test, Word.INCONCLUSIVE, basis, "", tuple(cells), valued, others=others)
     if not valued:
         reasons = [refused] if refused else list(dict.fromkeys(cell.reason for cell in cells))
         return replace(blank, word=Word.NOT_TESTABLE, why=capital(f"{'; '.join(reasons[:2])}."))
@@ -184,8 +184,8 @@ def _test(
     decision = decide(test, valued, len(cells) - len(valued), unmeasured)
     general, confirm = claim.hardware.scope == "general", decision.confirm
     hopeful = confirm is not None and cell_state(test, confirm) == "met"
-    tendency = _limited(Word.REPRODUCED, basis_of, general) if hopeful else None
-    word, why = _limited(decision.word, basis_of, general), decision.why
+    tendency = _limited(Word.REPRODUCED, basis, general) if hopeful else None
+    word, why = _limited(decision.word, basis, general), decision.why
     fewest = min(cell.processes for cell in decision.deciding)
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
         tendency = tendency if word is Word.INCONCLUSIVE else word
@@ -205,11 +205,11 @@ def _one_per_problem(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if best[cell.problem] is cell]
 
 
-def _limited(word: Word, basis_of: Basis, general: bool) -> Word:
+def _limited(word: Word, basis: Basis, general: bool) -> Word:
     """Weaken what a basis cannot support; a general claim is refuted on any GPU."""
-    if basis_of is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
+    if basis is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
         return Word.PARTLY
-    supported = basis_of is Basis.AS_PUBLISHED or (general and basis_of is not Basis.KERNEL_PROXY)
+    supported = basis is Basis.AS_PUBLISHED or (general and basis is not Basis.KERNEL_PROXY)
     return Word.NOT_CARRIED_OVER if word is Word.REFUTED and not supported else word
 
 
@@ -220,7 +220,7 @@ def _claim(
     whole = [t for t in tests if not t.test.proxy]
     testable = [t for t in whole if t.word is not Word.NOT_TESTABLE]
     used = testable or [t for t in tests if t.test.proxy and t.word is not Word.NOT_TESTABLE]
-    word, basis_of, tendency = Word.NOT_TESTABLE, tests[0].basis if tests else Basis.NONE, None
+    word, basis, tendency = Word.NOT_TESTABLE, tests[0].basis if tests else Basis.NONE, None
     reasons = [f"{t.test.name}: {t.why}" if len(used or tests) > 1 else t.why
                for t in used or tests]  # fmt: skip
     if not used:
@@ -232,9 +232,9 @@ def _claim(
             combined = _combined([t.tendency or t.word for t in used], capped)
             tendency = combined if combined is not Word.INCONCLUSIVE else None
         measured = [t.basis for t in used if t.basis is not Basis.NONE]
-        basis_of = max(measured, key=list(Basis).index, default=Basis.NONE)
+        basis = max(measured, key=list(Basis).index, default=Basis.NONE)
     why = " ".join(map(capital, reasons))
-    return Verdict(name, device, word, basis_of, why, tuple(tests), tendency, simulated)
+    return Verdict(name, device, word, basis, why, tuple(tests), tendency, simulated)
 
 
 def _combined(words: Sequence[Word], capped: bool) -> Word:

@@ -116,7 +116,7 @@ def test_trainings_are_judged_as_runs_are(
     found = evidence([asked], [file])
     (verdict,) = found.verdicts()[asked.name]
     assert (verdict.word, verdict.tendency) == (word, tendency)
-    (planned,) = found.asked()
+    (planned,) = found.planned()
     assert [cell.run for cell in planned.model_cells] == ["a-file"]
     assert not found.cells[asked.name]
 
